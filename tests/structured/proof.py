@@ -14,9 +14,9 @@ from corpora import Case
 from refusals import names_keyword
 from walks import Walker, hints
 
+from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.formats import FORMATS
-from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.schema import check_schema
+from nanovllm_core.request import GrammarError
 
 # Compile times above this number of seconds are reported.
 SLOW = 2.0
@@ -47,8 +47,8 @@ def prove(
 def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) -> None:
     begin = time.perf_counter()
     try:
-        written = check_schema(case.schema, "schema")
-    except ApiError as refusal:
+        written = convert_schema(case.schema, "schema")
+    except GrammarError as refusal:
         _note_refusal(case, refusal, report)
         return
     finally:
@@ -77,12 +77,12 @@ def _prove(walker: Walker, case: Case, walks: int, tag: bool, report: Report) ->
     report.seconds["walk"] += time.perf_counter() - begin
 
 
-def _note_refusal(case: Case, refusal: ApiError, report: Report) -> None:
+def _note_refusal(case: Case, refusal: GrammarError, report: Report) -> None:
     keyword = refusal.message.split(" ", 1)[0]
-    report.counts["invalid" if refusal.code == "invalid_value" else "refused"] += 1
+    report.counts["invalid" if refusal.code == "invalid_schema" else "refused"] += 1
     report.refused[keyword] += 1
     report.refusals.append(f"{case.name}: {refusal.message}")
-    if not names_keyword(refusal.message) or not (refusal.param or "").startswith("schema") or refusal.status != 400:
+    if not names_keyword(refusal.message) or not (refusal.place or "").startswith("schema"):
         report.wrong.append(f"{case.name}: refused without naming a keyword: {refusal.message[:200]}")
 
 

@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.errors import GrammarError
-from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
@@ -142,7 +143,7 @@ class ScriptedEngine(Engine):
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         self.num_compiling += 1
         try:
             await asyncio.sleep(self.compiling_s)
@@ -151,7 +152,9 @@ class ScriptedEngine(Engine):
         for text, reason in self.grammar_errors.items():
             if text in spec.source:
                 raise GrammarError(reason)
+        enforceable = convert_grammar(spec)
         self.compiled.append(spec)
+        return enforceable.parameter_types
 
     def refuse_grammar(self, key: int, reason: str) -> None:
         self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))

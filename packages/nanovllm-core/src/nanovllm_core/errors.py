@@ -1,5 +1,7 @@
 """The exceptions that callers of the engine handle."""
 
+from typing import Literal
+
 
 class RequestError(ValueError):
     """A request that can't be served. field: the name of the invalid field. The message says which values are valid."""
@@ -9,8 +11,26 @@ class RequestError(ValueError):
         self.field = field
 
 
+# invalid_grammar: the grammar can't be compiled. invalid_schema: a JSON schema in it is invalid.
+# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML elements can't hold its values.
+GrammarErrorCode = Literal["invalid_grammar", "invalid_schema", "unsupported_schema", "unsupported_parameters"]
+
+
 class GrammarError(ValueError):
-    """A grammar that can't be used. The message is one line that says why and what to change."""
+    """A grammar that can't be used. The message is one line that says why and what to change.
+
+    `GrammarError(*error.args)` is an equal error.
+    place: the place of the keyword at fault in a JSON schema, see `GrammarSpec.place`; None if no schema is at fault.
+    """
+
+    def __init__(self, message: str, place: str | None = None, code: GrammarErrorCode = "invalid_grammar"):
+        super().__init__(message, place, code)
+        self.message = message
+        self.place = place
+        self.code: GrammarErrorCode = code
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class ConfigError(ValueError):

@@ -1,7 +1,7 @@
 """What a client says about a grammar, and the interfaces of compiled grammars (implemented in `grammar/`)."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -14,11 +14,17 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     kind: the language of `source`. "json_schema": a JSON Schema as JSON. Properties come in the schema's order;
         undeclared properties are allowed only where the schema describes them; whitespace is bounded. "regex": a
         regular expression for the whole output. "ebnf": rules in GBNF; the output matches `root`. "structural_tag": a
-        structural tag of xgrammar as JSON.
+        structural tag of xgrammar as JSON, with the additions of `nanovllm_core.grammar.schema_enforcement`.
+    place: JSON pointer to the root of `source`, with which places in errors begin.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     source: str
+    place: str = "#"
+
+
+# By the place of each format "xml_parameters" of a structural tag: a JSON schema that states only the values' types.
+ParameterTypes = dict[str, dict[str, Any]]
 
 
 class GrammarMatcher(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import toy_model
-from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, text_of, toy_compiler
+from grammars import CHECKS, EBNF, JSON, REGEX, SLOW, TAG, XML, XML_TYPES, text_of, toy_compiler
 
 from nanovllm_core import (
     AsyncEngine,
@@ -298,6 +298,10 @@ async def test_an_engine_process_compiles_and_follows_grammars(toy_spec, compile
     engine = await EngineClient.launch(toy_spec(), EngineConfig(**BASE, device="cpu"))
     try:
         await asyncio.gather(engine.compile(JSON), engine.compile(REGEX))
+        assert await engine.compile(XML) == {"#/format/json_schema": XML_TYPES}
+        with pytest.raises(GrammarError, match="^uniqueItems at #/uniqueItems ") as caught:
+            await engine.compile(GrammarSpec("json_schema", '{"type": "array", "uniqueItems": true}'))
+        assert (caught.value.place, caught.value.code) == ("#/uniqueItems", "unsupported_schema")
         bad = GrammarSpec("regex", "((")
         with pytest.raises(GrammarError, match="parenthesis"):
             await engine.compile(bad)

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from nanovllm_core import GrammarSpec
-from nanovllm_core.grammar.bounded_strings import BLOCK, MAX_LEAST, MIN_TAIL, BoundedString, parse_bounded_pattern
+from nanovllm_core.grammar.bounded_strings import (
+    BLOCK_LENGTH,
+    MAX_REQUIRED_LENGTH,
+    MIN_TAIL_LENGTH,
+    BoundedString,
+    parse_bounded_pattern,
+)
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 
 ANY = r"[ -!#-\[\]-\u{7ff}]|[\u{800}-\u{d7ff}\u{e000}-\u{ffff}]|[\u{10000}-\u{10ffff}]"
@@ -16,7 +22,7 @@ CHARACTERS = ("a", " ", "\x7f", "é", "\u07ff", "\u0800", "\ud7ff", "\uffff", "�
 BYTES = [bytes((byte,)) for byte in range(256)]
 # Of several characters, with parts of such that take several bytes, and with what ends a string.
 WORDS = [
-    *("a" * length for length in (2, 3, 5, 8, BLOCK, BLOCK + 1, MIN_TAIL, 60)),
+    *("a" * length for length in (2, 3, 5, 8, BLOCK_LENGTH, BLOCK_LENGTH + 1, MIN_TAIL_LENGTH, 60)),
     *("éé", "a😀", "€" * 9, 'a"', 'aaa"', '"}', 'a"}', '","b', 'aa","b":"a', '""', "a\n", "\\n"),
 ]
 PARTS = [b"a\xc3", b"\xa9a", b"\x98\x80aa", b'\xa9"', b"\x80\x80"]
@@ -40,16 +46,16 @@ def accepts(grammar: Grammar, text: str | bytes) -> bool:
     return all(matcher.accept(byte) for byte in whole) and matcher.inner.is_completed()
 
 
-BOUNDS = sorted(
+BOUND_KEYWORDS = sorted(
     {
         (low, high)
         for high in (0, 1, 15, 31, 32, 47, 48, 49, 64, 96, 127, 200, 500)
-        for low in (0, 1, 3, MAX_LEAST, high)
+        for low in (0, 1, 3, MAX_REQUIRED_LENGTH, high)
     }
 )
 
 
-@pytest.mark.parametrize(("low", "high"), [(a, b) for a, b in BOUNDS if a <= min(b, MAX_LEAST)])
+@pytest.mark.parametrize(("low", "high"), [(a, b) for a, b in BOUND_KEYWORDS if a <= min(b, MAX_REQUIRED_LENGTH)])
 def test_as_many_characters_as_may_be_and_no_more(compiler, low, high):
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(low, high))))
     for length in range(high + 3):
@@ -85,7 +91,7 @@ def fits(written: bytes, low: int, high: int) -> bool:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200)])
 def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
-    """But for tokens of more than MIN_TAIL - BLOCK characters, which may be left out."""
+    """But for tokens of more than MIN_TAIL_LENGTH - BLOCK_LENGTH characters, which may be left out."""
     schema = {
         "type": "object",
         "properties": {"a": pattern(low, high), "b": pattern(0, 3)},
@@ -105,7 +111,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
             matcher.fill_next_token_bitmask(mask, 0)
             bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
             for token, number in NUMBER.items():
-                if bits[number] or len(token) <= MIN_TAIL - BLOCK:
+                if bits[number] or len(token) <= MIN_TAIL_LENGTH - BLOCK_LENGTH:
                     assert bool(bits[number]) == fits(written + token, low, high), (written, token)
             allowed = [number for number in NUMBER.values() if bits[number]]
             if turn % 2:
@@ -122,7 +128,7 @@ def test_no_rule_loses_its_lookahead(compiler):
     source = json.dumps({"type": "object", "properties": properties, "required": [*properties]})
     rules = str(compiler.compile(GrammarSpec("json_schema", source)).inner.grammar).splitlines()
     counting = [rule for rule in rules if "ud7ff" in rule]
-    assert len(counting) > MIN_TAIL
+    assert len(counting) > MIN_TAIL_LENGTH
     assert all("(=(" in rule for rule in counting), [rule[:80] for rule in counting if "(=(" not in rule]
 
 
@@ -143,7 +149,7 @@ def test_only_patterns_that_bound_a_length_are_taken():
     )
     for other in (
         "^(?:[a-z])*$", "^[a-z]{0,3}$", "^(?:[^a]){0,3}$", "^(?:[a-z]){3,0}$", "^(?:[a-z]){0,}$", "^(?:ab){0,3}$",
-        f"^(?:[a-z]){{{MAX_LEAST + 1},99}}$", r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
+        f"^(?:[a-z]){{{MAX_REQUIRED_LENGTH + 1},99}}$", r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
         r"^(?:[\u{d000}-\u{e000}]){0,3}$", "^(?:[a-z]){0,3}$x",
     ):  # fmt: skip
         assert parse_bounded_pattern(other) is None, other

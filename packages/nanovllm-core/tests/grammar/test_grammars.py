@@ -10,6 +10,7 @@ from nanovllm_core import GrammarError, GrammarSpec, Vocabulary
 from nanovllm_core.grammar import grammars
 from nanovllm_core.grammar.compiler import Compiler
 from nanovllm_core.grammar.grammars import Grammars
+from nanovllm_core.grammar_types import ParameterTypes
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def compiled(monkeypatch) -> list[GrammarSpec]:
     specs: list[GrammarSpec] = []
     compile_one = Compiler.compile
 
-    def count(compiler: Compiler, spec: GrammarSpec):
+    def count(compiler: Compiler, spec: GrammarSpec, parameter_types: ParameterTypes):
         specs.append(spec)
-        return compile_one(compiler, spec)
+        return compile_one(compiler, spec, parameter_types)
 
     monkeypatch.setattr(Compiler, "compile", count)
     return specs
@@ -50,13 +51,13 @@ async def test_a_failure_is_everyone_s_and_is_not_kept(kept):
     failures = await asyncio.gather(*(kept.compile(bad) for _ in range(3)), return_exceptions=True)
     assert [type(failure) for failure in failures] == [GrammarError] * 3
     assert kept.get(bad) is None
-    assert kept.num_kept == 0
+    assert kept.num_cached == 0
 
 
 async def test_the_least_recently_used_are_given_up(kept, compiled, monkeypatch):
     specs = [GrammarSpec("regex", f"[ab]{{{count}}}") for count in range(1, 5)]
     sizes = [(await kept.compile(spec)).num_bytes + len(spec.source) for spec in specs[:3]]
-    monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", sum(sizes) + max(sizes) // 2)
+    monkeypatch.setattr(grammars, "MAX_CACHE_BYTES", sum(sizes) + max(sizes) // 2)
     assert kept.get(specs[0]) is not None
     await kept.compile(specs[3])
     assert [kept.get(spec) is not None for spec in specs] == [True, False, True, True]
@@ -65,11 +66,11 @@ async def test_the_least_recently_used_are_given_up(kept, compiled, monkeypatch)
 
 
 async def test_limits_are_named(kept, monkeypatch):
-    monkeypatch.setattr(grammars, "MAX_SOURCE", 50)
+    monkeypatch.setattr(grammars, "MAX_SOURCE_LENGTH", 50)
     with pytest.raises(GrammarError, match="has 51 characters, but may have at most 50"):
         await kept.compile(GrammarSpec("regex", "a" * 51))
-    monkeypatch.setattr(grammars, "MAX_SOURCE", 1000)
-    monkeypatch.setattr(grammars, "MAX_BYTES", 1000)
+    monkeypatch.setattr(grammars, "MAX_SOURCE_LENGTH", 1000)
+    monkeypatch.setattr(grammars, "MAX_GRAMMAR_BYTES", 1000)
     with pytest.raises(GrammarError, match="MiB when compiled, but may take at most"):
         await kept.compile(JSON)
 

@@ -9,11 +9,11 @@ from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.compiler import Compiler, Grammar
 from nanovllm_core.grammar.json_termination import (
     MAX_DEPTH,
-    MAX_INTEGER,
-    MAX_NUMBER,
-    MAX_REPEATED,
-    MAX_STRING,
-    MAX_STUCK,
+    MAX_INTEGER_LENGTH,
+    MAX_NUMBER_LENGTH,
+    MAX_REPEATED_TOKENS,
+    MAX_STRING_TOKENS,
+    MAX_STUCK_TOKENS,
 )
 
 # Every byte, the end, and a few of several bytes, as vocabularies have them.
@@ -60,13 +60,13 @@ def test_a_string_that_repeats_itself_is_closed(compiler, again):
     grammar = compiler.compile(schema({"type": "object", "additionalProperties": {"type": "string"}}))
     text = write(grammar, '{"a":"', again, 1000)
     json.loads(text)
-    assert MAX_REPEATED <= len(text) <= 4 * MAX_REPEATED
+    assert MAX_REPEATED_TOKENS <= len(text) <= 4 * MAX_REPEATED_TOKENS
 
 
 def test_a_string_of_any_kind_is_closed_in_the_end(compiler):
     again = [bytes((97 + index * index % 101 % 26,)) for index in range(997)]
-    text = write(compiler.compile(schema({"type": "string"})), '"', again, 2 * MAX_STRING)
-    assert MAX_STRING - 2 <= len(text) <= MAX_STRING + 2
+    text = write(compiler.compile(schema({"type": "string"})), '"', again, 2 * MAX_STRING_TOKENS)
+    assert MAX_STRING_TOKENS - 2 <= len(text) <= MAX_STRING_TOKENS + 2
     json.loads(text)
 
 
@@ -78,10 +78,10 @@ def test_a_string_has_the_length_that_its_schema_asks_for(compiler):
 @pytest.mark.parametrize(
     ("kind", "begin", "most"),
     [
-        ("integer", "7", MAX_INTEGER),
-        ("integer", "-7", MAX_INTEGER),
-        ("number", "7", MAX_INTEGER),
-        ("number", "-0.7", MAX_NUMBER),
+        ("integer", "7", MAX_INTEGER_LENGTH),
+        ("integer", "-7", MAX_INTEGER_LENGTH),
+        ("number", "7", MAX_INTEGER_LENGTH),
+        ("number", "-0.7", MAX_NUMBER_LENGTH),
         ("number", "7.5e-7", len("7.5e-77")),
     ],
 )
@@ -163,4 +163,4 @@ def test_a_row_that_is_resumed_goes_on_as_it_was(compiler):
 def test_a_string_that_may_not_end_yet_stops_repeating_itself(compiler):
     grammar = compiler.compile(schema({"type": "string", "pattern": "^[^=]+=x$"}))
     text = write(grammar, '"', [b"a"], 1000)
-    assert text.count(b"a") == MAX_STUCK
+    assert text.count(b"a") == MAX_STUCK_TOKENS

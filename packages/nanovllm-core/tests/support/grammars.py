@@ -36,10 +36,22 @@ JSON = GrammarSpec("json_schema", json.dumps(OBJECT))
 REGEX = GrammarSpec("regex", "(ab|x[0-9]{2}){3,5}")
 EBNF = GrammarSpec("ebnf", 'root ::= item ("," item)*\nitem ::= [a-c] | "(" root ")"')
 TAG = GrammarSpec("structural_tag", json.dumps(TAGGED))
-# Nobody's schema, but no error either: half a minute to compile, and more on a slow machine.
-_STRINGS = {f"s{index}": {"type": "string"} for index in range(20)}
-_OBJECTS = {f"o{index}": {"type": "object", "properties": _STRINGS} for index in range(1000)}
-SLOW = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": _OBJECTS}))
+_ELEMENTS = {"begin": "<p n=", "key_end": ">", "end": "</p>", "has_line_breaks": False, "json_schema": OBJECT}
+XML = GrammarSpec(
+    "structural_tag",
+    json.dumps({"type": "structural_tag", "format": {"type": "xml_parameters", **_ELEMENTS}}),
+)
+XML_TYPES = {
+    "properties": {"a": {"type": ["integer"]}, "b": {"type": ["string"]}, "c": {"type": ["array"]}},
+    "additionalProperties": {"type": []},
+}
+# A valid grammar that takes about ten seconds to compile, and more on a slow machine.
+_NUM_RULES = 5000
+_RULES = [
+    f'r{i} ::= ([a-c] | "(" r{(i * 7 + 1) % _NUM_RULES} ")" | "b{i}" r{(i + 3) % _NUM_RULES}){{3,40}}'
+    for i in range(_NUM_RULES)
+]
+SLOW = GrammarSpec("ebnf", "\n".join(["root ::= " + " | ".join(f"r{i}" for i in range(_NUM_RULES)), *_RULES]))
 
 
 def text_of(tokens: Sequence[int]) -> bytes:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from nanovllm_core.grammar.compiler import Compiler, Grammar
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
+from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models import default_model_path, load_tokenizer
 from nanovllm_models.vocabulary import read_vocabulary
 from nanovllm_server.constraint.answer_constraint import constrain
@@ -46,7 +48,8 @@ class Walker:
         tokens, _ = read_vocabulary(path, (END,))
         self.vocab_size = len(tokens)
         # Different requests often ask for the same.
-        self.compile = functools.cache(Compiler(tokens, (END,), self.vocab_size).compile)
+        compiler = Compiler(tokens, (END,), self.vocab_size)
+        self.compile = functools.cache(lambda spec: _compile(compiler, spec))
         self._ends = [
             self.tokenizer.encode(text, add_special_tokens=False).tolist()[0]
             for text in ('"', "}", "]", '",', '"}', "<", "\n")
@@ -88,6 +91,11 @@ class Walker:
         return byte * 8 + random.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
 
+def _compile(compiler: Compiler, spec: GrammarSpec) -> Grammar:
+    enforceable = convert_grammar(spec)
+    return compiler.compile(enforceable.spec, enforceable.parameter_types)
+
+
 @pytest.fixture(scope="session")
 def walker() -> Walker:
     return Walker(default_model_path())
@@ -107,7 +115,7 @@ def tell(walker):
         grammar = walker.compile(constraint.spec)
         for _ in range(count):
             tokens, finished = walker.draw(grammar, random, goals)
-            schemas = None if tools is None else tools.schemas
+            schemas = None if tools is None else tools.type_schemas(grammar.parameter_types)
             parser = model_format.make_parser(prompt, schemas, calls_only_at_start=constraint.calls_only_at_start)
             detokenizer = Detokenizer(walker.vocabulary, model_format.tag_ids(schemas))
             pieces = [*map(detokenizer.push, tokens), detokenizer.finish()]

@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_core.sampling_params import ReasoningBudget
-from nanovllm_models.chat_formats import HERMES, LLAMA, THINK, ChatFormat
+from nanovllm_models.chat_formats import HERMES, LLAMA, MINIMAX_M2, THINK, ChatFormat
 from nanovllm_server.parsing.model_format import ModelFormat
 
 SCHEMA = {
@@ -64,8 +64,8 @@ def parts(spec):
         ({"response_format": JSON_SCHEMA}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
-        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object", "additionalProperties": {}}),
-        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object", "additionalProperties": {}}),
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
     ],
@@ -95,10 +95,16 @@ async def test_choices_become_literals(grammar):
 
 @pytest.mark.parametrize("as_text", [False, True])
 async def test_a_structural_tag_is_passed_on(grammar, as_text):
-    form = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</a>"}
-    assert parts(await grammar(response_format={"type": "structural_tag", "format": form})) == [form]
-    tag = {"type": "structural_tag", "format": form}
-    assert parts(await grammar(structured_outputs={"structural_tag": json.dumps(tag) if as_text else tag})) == [form]
+    inner = {"type": "json_schema", "json_schema": SCHEMA}
+    form = {"type": "tag", "begin": "<a>", "content": inner, "end": "</a>"}
+
+    def with_place(path):
+        return {**form, "content": {**inner, "place": f"{path}.format.content.json_schema"}}
+
+    asked = {"type": "structural_tag", "format": form}
+    assert parts(await grammar(response_format=asked)) == [with_place("response_format")]
+    spec = await grammar(structured_outputs={"structural_tag": json.dumps(asked) if as_text else asked})
+    assert parts(spec) == [with_place("structured_outputs.structural_tag")]
 
 
 @pytest.mark.parametrize("fields", [{"response_format": JSON_SCHEMA}, {"tools": TOOLS, "tool_choice": "required"}])
@@ -118,7 +124,8 @@ async def test_named_and_required_calls(grammar, speak):
     speak(PLAIN)
     named, schema, end = parts(await grammar(tools=TOOLS, tool_choice=NAMED))
     assert named["value"] == '<tool_call>\n{"name": "look", "arguments": '
-    assert schema == {"type": "json_schema", "json_schema": SCHEMA}
+    assert (schema["type"], schema["json_schema"]) == ("json_schema", SCHEMA)
+    assert (schema["place"], schema["objects_only"]) == ("tools[0].function.parameters", True)
     assert end["value"] == "}\n</tool_call>"
     required = await grammar(tools=TOOLS, tool_choice="required")
     only_look = {"mode": "required", "tools": [NAMED]}
@@ -210,6 +217,73 @@ async def test_constraint_applies_to_every_choice(post, engine):
     assert len(body["choices"]) == 3
     assert {request.sampling.grammar for request in engine.requests} == {GrammarSpec("regex", "Hello")}
     assert engine.compiled == [GrammarSpec("regex", "Hello")]
+
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+
+
+def strict_tools(**parameters):
+    return [TOOLS[1], {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
+
+
+def json_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+@pytest.mark.parametrize("reasoning", [None, THINK])
+@pytest.mark.parametrize("calls", [HERMES, MINIMAX_M2], ids=["JSON", "XML"])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"response_format": json_schema(UNIQUE)}, "response_format.json_schema.schema/uniqueItems", "unsupported"),
+        ({"structured_outputs": {"json": {"type": "integr"}}}, "structured_outputs.json/type", "invalid"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": UNIQUE}}},
+            "response_format.format.json_schema/uniqueItems",
+            "unsupported",
+        ),
+        ({"tools": strict_tools(type="string")}, "tools[1].function.parameters", "invalid"),
+        (
+            {"tools": strict_tools(type="object", properties={"a": UNIQUE}), "tool_choice": "required"},
+            "tools[1].function.parameters/properties/a/uniqueItems",
+            "unsupported",
+        ),
+        # Without effect on the answer.
+        (
+            {"response_format": json_schema(UNIQUE), "tools": TOOLS, "tool_choice": "required"},
+            "response_format.json_schema.schema/uniqueItems",
+            "unsupported",
+        ),
+        (
+            {
+                "response_format": {"type": "structural_tag", "format": {"type": "any_text"}},
+                "tools": strict_tools(type="object", minProperties=-1),
+            },
+            "tools[1].function.parameters/minProperties",
+            "invalid",
+        ),
+    ],
+    ids=str,
+)
+async def test_schema_that_cannot_be_enforced_is_a_400_of_its_keyword(
+    post, engine, service, speak, fields, param, code, calls, reasoning
+):
+    speak(ChatFormat(reasoning, calls))
+    response = await post(**fields)
+    error = (await response.get_json())["error"]
+    codes = {"invalid": "invalid_value", "unsupported": "unsupported_schema"}
+    assert (response.status_code, error["param"], error["code"]) == (400, param, codes[code])
+    assert param in error["message"]
+    assert engine.requests == []
+    assert service.admission.num_active == 0
+
+
+async def test_parameters_that_elements_cannot_hold_are_a_400(post, engine, speak):
+    speak(ChatFormat(None, MINIMAX_M2))
+    tools = strict_tools(type="object", properties={"a": {"type": "string"}, "b\n": {"type": "string"}})
+    error = (await (await post(tools=tools)).get_json())["error"]
+    assert (error["param"], error["code"]) == ("tools[1].function.parameters/properties/b\n", "unsupported_parameter")
+    assert engine.requests == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -86,6 +86,15 @@ def test_arguments_of_calls_are_valid(tell, name, choice, prompt):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_functions_without_an_enforced_schema_may_have_arguments(tell, name):
+    form = ChatFormat(None, TOOL_CALL_FORMATS[name])
+    parameter = getattr(form.tool_calls, "parameter_begin", '"a": ')
+    words = (*goals(form.tool_calls), parameter, "any", "any")
+    answers = tell(form, count=40, goals=words, tools=TOOLS[2:], structured_outputs={"regex": "x"})
+    assert any(arguments for told in answers if told.finished for arguments in told.arguments())
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 def test_one_call_where_calls_may_not_be_parallel(tell, name):
     form = ChatFormat(None, TOOL_CALL_FORMATS[name])
     fields = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}

@@ -42,7 +42,7 @@ class Said:
 
 
 def hear(form, pieces, *, begun=False, tools=TOOLS, calls_only_at_start=False) -> Said:
-    parser = Parser(form, reasoning_begun=begun, tools=tools, calls_only_at_start=calls_only_at_start)
+    parser = Parser(form, starts_in_reasoning=begun, tools=tools, calls_only_at_start=calls_only_at_start)
     said = Said()
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[list[str]] = []

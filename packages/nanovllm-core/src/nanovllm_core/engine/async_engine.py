@@ -9,7 +9,7 @@ from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.errors import EngineDeadError, GrammarError
-from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request import Request
@@ -30,12 +30,12 @@ class AsyncEngine(Engine):
         """Load the model, allocate the cache, start the loop. Raises ConfigError and the exceptions of `spec.build`."""
         return cls(await build_loop(spec, config or EngineConfig()))
 
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """See `Engine.compile`."""
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         try:
-            await self._loop.compile(spec)
+            return await self._loop.compile(spec)
         except GrammarError:
             # The end of the engine also ends compilation.
             if self.death_reason is not None:

@@ -18,7 +18,7 @@ from nanovllm_core.engine import wire
 from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.process import EngineAddress, EngineProcess
 from nanovllm_core.errors import ConfigError, EngineDeadError, GrammarError
-from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.request import Request
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned_process = owned_process
-        self._compile_futures: dict[int, asyncio.Future[None]] = {}
+        self._compile_futures: dict[int, asyncio.Future[ParameterTypes]] = {}
         self._receive_task = asyncio.create_task(self._receive())
         self._receive_task.add_done_callback(self._on_receive_end)
 
@@ -85,14 +85,14 @@ class EngineClient(Engine):
             socket.close()
             raise
 
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """See `Engine.compile`."""
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         key = next(self._keys)
         self._compile_futures[key] = future = asyncio.get_running_loop().create_future()
         self._socket.send(wire.Compile(key, spec))
-        await future
+        return await future
 
     async def stop(self) -> None:
         """Disconnect, and stop the engine if this client owns it. Open requests fail with EngineDeadError."""
@@ -112,8 +112,8 @@ class EngineClient(Engine):
                     if stats is not None:
                         self.stats = stats
                     self._output_buffers.dispatch(outputs)
-                case wire.Compiled(key, error):
-                    self._end_compile(key, None if error is None else GrammarError(error))
+                case wire.Compiled(key, error, parameter_types):
+                    self._end_compile(key, parameter_types if error is None else GrammarError(*error))
                 case wire.EngineDied(reason):
                     self._die(reason)
                 case None:
@@ -128,14 +128,14 @@ class EngineClient(Engine):
         _log.error("engine client failed", exc_info=error)
         self._die(f"the engine's messages can't be read: {type(error).__name__}: {error}")
 
-    def _end_compile(self, key: int, error: Exception | None) -> None:
+    def _end_compile(self, key: int, result: ParameterTypes | Exception) -> None:
         future = self._compile_futures.pop(key)
         if future.cancelled():
             return
-        if error is None:
-            future.set_result(None)
+        if isinstance(result, Exception):
+            future.set_exception(result)
         else:
-            future.set_exception(error)
+            future.set_result(result)
 
     def _die(self, reason: str) -> None:
         super()._die(reason)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nanovllm_core.engine.output_buffers import AwaitableListener, OutputBuffer, OutputBuffers, OutputListener
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.errors import EngineDeadError, RequestError
-from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.outputs import RequestOutput
 from nanovllm_core.request import Request
 
@@ -116,9 +116,10 @@ class Engine(ABC):
             open_request.close()
 
     @abstractmethod
-    async def compile(self, spec: GrammarSpec) -> None:
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
 
+        Returns the types of parameters that are written as XML elements.
         Raises GrammarError if it can't be compiled, is too large or takes too long; EngineDeadError if the engine dies.
         """
 

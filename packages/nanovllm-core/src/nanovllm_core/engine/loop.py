@@ -16,7 +16,7 @@ from nanovllm_core.errors import GrammarError
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
-from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.outputs import RequestFailure, StepOutputs
 from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
@@ -86,11 +86,11 @@ class EngineLoop:
         self._last_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
 
-    async def compile(self, spec: GrammarSpec) -> None:
-        """Compile a grammar and cache it. Raises GrammarError."""
+    async def compile(self, spec: GrammarSpec) -> ParameterTypes:
+        """Compile a grammar and cache it. Returns and raises as `Engine.compile` does."""
         if self._grammars is None:
             raise GrammarError(GRAMMARS_UNSUPPORTED)
-        await self._grammars.compile(spec)
+        return (await self._grammars.compile(spec)).parameter_types
 
     def submit(self, key: int, client_request: Request) -> None:
         """Queue a validated request with a unique key, once its grammar is compiled."""

@@ -179,11 +179,10 @@ class EngineServer:
 
     async def _compile(self, message: wire.Compile) -> None:
         try:
-            await self._engine_loop.compile(message.grammar)
+            parameter_types = await self._engine_loop.compile(message.grammar)
+            answer = wire.Compiled(message.key, parameter_types=parameter_types)
         except GrammarError as error:
-            answer = wire.Compiled(message.key, str(error))
-        else:
-            answer = wire.Compiled(message.key, None)
+            answer = wire.Compiled(message.key, (error.message, error.place, error.code))
         if self._client_of(message.key) is not None:
             self._send(message.key // wire.KEYS_PER_CLIENT, answer)
 

@@ -4,7 +4,8 @@ import msgspec
 import numpy as np
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
-from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_core.errors import GrammarErrorCode
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request import Request
 from nanovllm_core.sampling_params import SamplingParams
@@ -86,10 +87,15 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Compile. error: why the grammar can't be compiled; None if it was compiled."""
+    """The answer to Compile.
+
+    error: arguments of the GrammarError that says why the grammar can't be compiled; None if it was compiled.
+    parameter_types: see `Engine.compile`.
+    """
 
     key: int
-    error: str | None
+    error: tuple[str, str | None, GrammarErrorCode] | None = None
+    parameter_types: ParameterTypes = {}
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag=True):

@@ -2,7 +2,7 @@
 
 xgrammar (0.2.8) alone takes 7 ms per character to compile bounds of up to 128, and 17 ms per mask for longer ones.
 """
-# `x{0,n}` becomes optional sequences of blocks of BLOCK characters, and then a tail. Tails are chains of rules,
+# `x{0,n}` becomes optional sequences of blocks of BLOCK_LENGTH characters, and then a tail. Tails are chains of rules,
 # `t2 ::= "" | x t1`, which all bounds share. Each sequence has half of the remaining blocks.
 # A token that leaves a block is allowed by a tail, so blocks have a lookahead that never matches: xgrammar uses it only
 # for masks, and without it would try these tokens one by one.
@@ -11,19 +11,19 @@ import re
 from dataclasses import dataclass
 from typing import Any, cast
 
-# Characters per block.
-BLOCK = 16
-# Characters of the shortest tail behind a block. Tokens longer than the rest of a tail can't occur there.
-MIN_TAIL = 32
-# Longest minimum length that is rewritten, because each required character is a state of its own.
-MAX_LEAST = 32
+# Number of characters of a block.
+BLOCK_LENGTH = 16
+# Minimum number of characters of the tail behind a block. A token that is longer than the tail can't occur there.
+MIN_TAIL_LENGTH = 32
+# Maximum `low` of rewritten strings, because each required character is a state of its own.
+MAX_REQUIRED_LENGTH = 32
 
 _POINT = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
 _CLASS = rf"(?:\[(?:{_POINT}(?:-{_POINT})?)+\]|{_POINT})"
 _BOUNDED = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{([0-9]{{1,7}}),([0-9]{{1,7}})\}}\$")
 _RANGE = re.compile(rf"({_POINT})(?:-({_POINT}))?")
 # Code points that a JSON string holds unescaped, except those of _ESCAPED.
-_LEAST, _MOST = 0x20, 0x10FFFF
+_FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
 # Keywords whose value is a schema, a list of schemas, and an object of schemas.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties")
@@ -70,11 +70,11 @@ class BoundedStrings:
                 marked[keyword] = self.mark_patterns(marked[keyword])
         for keyword in _LIST_KEYWORDS:
             if isinstance(schemas := marked.get(keyword), list):
-                marked[keyword] = [self.mark_patterns(each) for each in cast("list[Any]", schemas)]
+                marked[keyword] = [self.mark_patterns(item) for item in cast("list[Any]", schemas)]
         for keyword in _OBJECT_KEYWORDS:
             if isinstance(schemas := marked.get(keyword), dict):
                 marked[keyword] = {
-                    name: self.mark_patterns(each) for name, each in cast("dict[str, Any]", schemas).items()
+                    name: self.mark_patterns(item) for name, item in cast("dict[str, Any]", schemas).items()
                 }
         return marked
 
@@ -90,10 +90,10 @@ class BoundedStrings:
         bodies = [shared[bounded.characters].body(bounded) for bounded in self._numbers]
         line = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
         replaced = line.sub(lambda match: f"{match[1]} {bodies[int(match[2])]}", rules)
-        spelled = " ".join(f'"{letter}"' for letter in self._mark)
-        if self._mark in replaced or spelled in replaced:
+        letters = " ".join(f'"{letter}"' for letter in self._mark)
+        if self._mark in replaced or letters in replaced:
             raise ValueError("the pattern of a bounded string was not found in xgrammar's rules")
-        return "\n".join([replaced, *(rule for each in shared.values() for rule in each.rules())])
+        return "\n".join([replaced, *(rule for shared_rules in shared.values() for rule in shared_rules.rules())])
 
 
 class _SharedRules:
@@ -102,16 +102,16 @@ class _SharedRules:
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
         self._prefix = prefix
-        self._sizes: set[int] = set()
-        self._longest_tail = 0
+        self._block_sizes: set[int] = set()
+        self._max_tail_length = 0
 
     def body(self, bounded: BoundedString) -> str:
         """The rule body of one string, without its quotation marks."""
         num_optional = bounded.high - bounded.low
-        num_blocks = max(num_optional - MIN_TAIL, 0) // BLOCK
-        tail = num_optional - num_blocks * BLOCK
-        self._longest_tail = max(self._longest_tail, tail)
-        sizes = _sizes(num_blocks)
+        num_blocks = max(num_optional - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH
+        tail = num_optional - num_blocks * BLOCK_LENGTH
+        self._max_tail_length = max(self._max_tail_length, tail)
+        sizes = _split_into_sizes(num_blocks)
         for size in sizes:
             self._require_block(size)
         parts = [self._characters] * bounded.low
@@ -120,29 +120,29 @@ class _SharedRules:
 
     def rules(self) -> list[str]:
         """The rules, one string per rule."""
-        prefix, one = self._prefix, self._characters
+        prefix, character = self._prefix, self._characters
         rules = [f'{prefix}tail0 ::= "" (= "\\"")']
         rules += [
-            f'{prefix}tail{length} ::= "" | {one} {prefix}tail{length - 1} (= "\\"")'
-            for length in range(1, self._longest_tail + 1)
+            f'{prefix}tail{length} ::= "" | {character} {prefix}tail{length - 1} (= "\\"")'
+            for length in range(1, self._max_tail_length + 1)
         ]
-        for size in sorted(self._sizes):
+        for size in sorted(self._block_sizes):
             if size > 1:
                 half = f"{prefix}block{size // 2}"
                 rules.append(f"{prefix}block{size} ::= {half} {half}{f' {prefix}block1' * (size % 2)}")
-        if self._sizes:
+        if self._block_sizes:
             # xgrammar inlines rules without references and drops their lookahead, so `block1` refers to a `last` rule.
-            rules.append(f'{prefix}block1 ::= {f"{one} " * (BLOCK - 1)}{prefix}last (= "\\x01")')
-            rules.append(f'{prefix}last ::= {one} (= "\\x01")')
+            rules.append(f'{prefix}block1 ::= {f"{character} " * (BLOCK_LENGTH - 1)}{prefix}last (= "\\x01")')
+            rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules
 
     def _require_block(self, size: int) -> None:
-        while size and size not in self._sizes:
-            self._sizes |= {size, 1}
+        while size and size not in self._block_sizes:
+            self._block_sizes |= {size, 1}
             size //= 2
 
 
-def _sizes(number: int) -> list[int]:
+def _split_into_sizes(number: int) -> list[int]:
     """Sizes, largest first, whose subsets add up to exactly the numbers 0 to `number`."""
     sizes: list[int] = []
     while number:
@@ -161,10 +161,13 @@ def parse_bounded_pattern(pattern: str) -> BoundedString | None:
     if match is None:
         return None
     low, high = int(match[2]), int(match[3])
-    ranges = [(_point(each[1]), _point(each[2] or each[1])) for each in _RANGE.finditer(_without_brackets(match[1]))]
-    if not low <= high or low > MAX_LEAST or not all(_is_plain(*each) for each in ranges):
+    matches = _RANGE.finditer(_without_brackets(match[1]))
+    ranges = [(_code_point(bounds[1]), _code_point(bounds[2] or bounds[1])) for bounds in matches]
+    if not low <= high or low > MAX_REQUIRED_LENGTH or not all(_is_unescaped(*bounds) for bounds in ranges):
         return None
-    return BoundedString(f"[{''.join(f'{_escaped(a)}-{_escaped(b)}' for a, b in ranges)}]", low, high)
+    return BoundedString(
+        f"[{''.join(f'{_write_code_point(first)}-{_write_code_point(last)}' for first, last in ranges)}]", low, high
+    )
 
 
 def _without_brackets(classes: str) -> str:
@@ -172,13 +175,15 @@ def _without_brackets(classes: str) -> str:
     return re.sub(rf"({_POINT})|[\[\]|]", lambda match: match[1] or "", classes)
 
 
-def _point(spelled: str) -> int:
-    return int(spelled[3:-1], 16) if spelled.startswith("\\u") else ord(spelled[-1])
+def _code_point(text: str) -> int:
+    return int(text[3:-1], 16) if text.startswith("\\u") else ord(text[-1])
 
 
-def _is_plain(low: int, high: int) -> bool:
-    return _LEAST <= low <= high <= _MOST and not any(low <= last and first <= high for first, last in _ESCAPED)
+def _is_unescaped(low: int, high: int) -> bool:
+    return _FIRST_POINT <= low <= high <= _LAST_POINT and not any(
+        low <= last and first <= high for first, last in _ESCAPED
+    )
 
 
-def _escaped(point: int) -> str:
+def _write_code_point(point: int) -> str:
     return f"\\U{point:08x}"

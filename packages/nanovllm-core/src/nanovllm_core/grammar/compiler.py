@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.bounded_strings import BoundedStrings
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
-from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec
+from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec, ParameterTypes
 
 if TYPE_CHECKING:
     import xgrammar
 
-# Most consecutive whitespace characters between the parts of a JSON text. With nine, small models write as many tokens,
-# but a grammar takes 1.2 MB instead of 0.2.
+# Maximum number of consecutive whitespace characters between the parts of a JSON text. A limit of nine makes grammars
+# six times larger, and outputs of small models no shorter.
 MAX_WHITESPACE = 1
-# Most characters of an error message of xgrammar, which may quote the grammar.
-_MAX_REASON = 500
+# Maximum length of an error message of xgrammar, which may quote the grammar.
+_MAX_REASON_LENGTH = 500
 # Fields of a structural tag's formats that contain further formats.
-_INNER = ("content", "elements", "tags")
+_INNER_FORMAT_FIELDS = ("content", "elements", "tags")
 # The prefix of xgrammar's messages: "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
 _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matcher:
-    """The state of an output in its grammar, see `nanovllm_core.request.GrammarMatcher`.
+    """The state of an output in its grammar, see `nanovllm_core.grammar_types.GrammarMatcher`.
 
     possible: int32 [words], mask of the tokens that have text or end an answer. xgrammar's masks also allow others,
         which it then rejects.
@@ -67,9 +67,11 @@ class Matcher:
         """Call `accept` of each matcher."""
         import xgrammar
 
-        each = cast("Sequence[Matcher]", matchers)
-        accepted = xgrammar.BatchGrammarMatcher.batch_accept_token([matcher.inner for matcher in each], list(tokens))
-        for matcher, token, is_accepted in zip(each, tokens, accepted, strict=True):
+        own_matchers = cast("Sequence[Matcher]", matchers)
+        accepted = xgrammar.BatchGrammarMatcher.batch_accept_token(
+            [matcher.inner for matcher in own_matchers], list(tokens)
+        )
+        for matcher, token, is_accepted in zip(own_matchers, tokens, accepted, strict=True):
             if is_accepted and matcher.terminator is not None:
                 matcher.terminator.accept(token)
         return accepted
@@ -79,25 +81,30 @@ class Matcher:
         """Call `fill` of each matcher. All matchers belong to one engine and share `possible`."""
         import xgrammar
 
-        each = cast("Sequence[Matcher]", matchers)
+        own_matchers = cast("Sequence[Matcher]", matchers)
         # One thread, because the effect of an error in another thread is unknown.
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
-            [matcher.inner for matcher in each], masks
+            [matcher.inner for matcher in own_matchers], masks
         )
-        masks[: len(each)] &= each[0].possible
-        for index, matcher in enumerate(each):
+        masks[: len(own_matchers)] &= own_matchers[0].possible
+        for index, matcher in enumerate(own_matchers):
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, see `nanovllm_core.request.CompiledGrammar`. token_classes: None without JSON."""
+    """A compiled grammar, see `nanovllm_core.grammar_types.CompiledGrammar`.
+
+    token_classes: None for grammars without JSON.
+    parameter_types: see `nanovllm_core.grammar_types.ParameterTypes`.
+    """
 
     inner: "xgrammar.CompiledGrammar"
     possible: NDArray[np.int32]
     end_ids: frozenset[int]
     token_classes: JsonTokenClasses | None
+    parameter_types: ParameterTypes
 
     @property
     def num_bytes(self) -> int:
@@ -145,12 +152,12 @@ class Compiler:
     def _token_classes(self) -> JsonTokenClasses:
         return JsonTokenClasses(self._tokens, len(self._possible))
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Import xgrammar and build the data that all grammars share. This takes seconds."""
         _ = self._inner, self._possible, self._token_classes
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar. Raises GrammarError."""
+    def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
+        """Compile a grammar, whose JSON schemas must be converted, see `schema_enforcement`. Raises GrammarError."""
         inner = self._inner
         try:
             match spec.kind:
@@ -161,18 +168,20 @@ class Compiler:
                 case "ebnf":
                     compiled = inner.compile_grammar(spec.source)
             token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
-            grammar = Grammar(compiled, self._possible, self._end_ids, token_classes)
-            first = np.zeros((1, len(self._possible)), np.int32)
-            grammar.start().fill(first, 0)
+            grammar = Grammar(compiled, self._possible, self._end_ids, token_classes, parameter_types or {})
+            first_mask = np.zeros((1, len(self._possible)), np.int32)
+            grammar.start().fill(first_mask, 0)
         # C++ exceptions arrive as one of these types. Only the text says what is wrong.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
-            raise GrammarError(f"this {_NAMES[spec.kind]} can't be compiled: {_reason(error)}") from error
-        if not first.any():
-            raise GrammarError(f"this {_NAMES[spec.kind]} can't be met: no token of the model can begin an answer")
+            raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_reason(error)}") from error
+        if not first_mask.any():
+            raise GrammarError(
+                f"this {_NAME_BY_KIND[spec.kind]} can't be met: no token of the model can begin an answer"
+            )
         return grammar
 
 
-_NAMES = {
+_NAME_BY_KIND = {
     "json_schema": "JSON schema",
     "regex": "regular expression",
     "ebnf": "EBNF grammar",
@@ -182,7 +191,7 @@ _NAMES = {
 
 def _reason(error: Exception) -> str:
     text = " ".join(_SOURCE_LOCATION.sub("", str(error)).split()) or type(error).__name__
-    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "..."
+    return text if len(text) <= _MAX_REASON_LENGTH else text[:_MAX_REASON_LENGTH] + "..."
 
 
 def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
@@ -227,14 +236,14 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
 def _json_parts(part: Any) -> Iterator[dict[str, Any]]:
     """All formats of type "json_schema" within a structural tag's format. Invalid formats are left to xgrammar."""
     if isinstance(part, list):
-        for each in cast("list[Any]", part):
-            yield from _json_parts(each)
+        for item in cast("list[Any]", part):
+            yield from _json_parts(item)
     if not isinstance(part, dict):
         return
     part = cast("dict[str, Any]", part)
     if part.get("type") == "json_schema":
         yield part
-    for name in _INNER:
+    for name in _INNER_FORMAT_FIELDS:
         yield from _json_parts(part.get(name))
     rules: Any = part.get("rules")
     if isinstance(rules, list):

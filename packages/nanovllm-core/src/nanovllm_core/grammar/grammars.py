@@ -18,39 +18,42 @@ from nanovllm_core.model import Vocabulary
 
 _log = logging.getLogger(__name__)
 
-# Number of grammars compiled at the same time. Each is vetted in its own process, so slow ones do not delay others.
-NUM_COMPILING = 8
+# Number of threads that compile grammars. Each grammar is vetted in its own process.
+NUM_COMPILE_THREADS = 8
 # Maximum size of all cached grammars.
-MAX_KEPT_BYTES = 256 << 20
-# Maximum size of one cached grammar.
-MAX_BYTES = 64 << 20
+MAX_CACHE_BYTES = 256 << 20
+# Maximum size of one compiled grammar.
+MAX_GRAMMAR_BYTES = 64 << 20
 # Maximum number of characters in a grammar's source.
-MAX_SOURCE = 1 << 20
-_STOPPED = "the engine was stopped before this grammar was compiled"
+MAX_SOURCE_LENGTH = 1 << 20
+_STOPPED_MESSAGE = "the engine was stopped before this grammar was compiled"
 # Niceness of compiling threads, so that serving has priority.
 _NICE = 5
 
 
 class Grammars:
-    """A cache of compiled grammars; the least recently used is evicted first. Call it on the event loop's thread."""
+    """A cache of compiled grammars that evicts the least recently used one first.
+
+    Call its methods on the event loop's thread. vocabulary: reads the model's vocabulary, at the first grammar.
+    """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
-        self._tools = _Tools(vocabulary, vocab_size, eos_token_ids)
-        self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
-        self._kept_bytes = 0
-        self._compiling: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
-        self._pool = ThreadPoolExecutor(NUM_COMPILING, "nanovllm-grammar", initializer=_lower_priority)
+        self._vetting_compiler = _VettingCompiler(vocabulary, vocab_size, eos_token_ids)
+        self._cached: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._cache_bytes = 0
+        self._compile_tasks: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
+        self._pool = ThreadPoolExecutor(NUM_COMPILE_THREADS, "nanovllm-grammar", initializer=_lower_priority)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Number of cached grammars."""
-        return len(self._kept)
+        return len(self._cached)
 
     def get(self, spec: GrammarSpec) -> Grammar | None:
-        """A cached grammar, or None."""
-        grammar = self._kept.get(spec)
+        """The cached grammar; None if it is not cached."""
+        grammar = self._cached.get(spec)
         if grammar is not None:
-            self._kept.move_to_end(spec)
+            self._cached.move_to_end(spec)
         return grammar
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
@@ -58,55 +61,57 @@ class Grammars:
         grammar = self.get(spec)
         if grammar is not None:
             return grammar
-        task = self._compiling.get(spec)
+        task = self._compile_tasks.get(spec)
         if task is None:
-            self._compiling[spec] = task = asyncio.create_task(self._compile(spec))
-            task.add_done_callback(lambda done: self._settle(spec, done))
+            self._compile_tasks[spec] = task = asyncio.create_task(self._compile(spec))
+            task.add_done_callback(lambda task: self._cache_result(spec, task))
         # `wait` does not cancel the task if this caller is cancelled: other callers may wait for it.
         await asyncio.wait((task,))
         if task.cancelled():
-            raise GrammarError(_STOPPED)
+            raise GrammarError(_STOPPED_MESSAGE)
         return task.result()
 
     def close(self) -> None:
         """Cancel compilations and end the vetting process."""
-        for task in tuple(self._compiling.values()):
+        for task in tuple(self._compile_tasks.values()):
             task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        threading.Thread(target=self._tools.close).start()
+        threading.Thread(target=self._vetting_compiler.close).start()
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
-        if len(spec.source) > MAX_SOURCE:
-            raise GrammarError(f"this grammar has {len(spec.source)} characters, but may have at most {MAX_SOURCE}")
+        if len(spec.source) > MAX_SOURCE_LENGTH:
+            raise GrammarError(
+                f"this grammar has {len(spec.source)} characters, but may have at most {MAX_SOURCE_LENGTH}"
+            )
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._tools.compile, spec)
+            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._vetting_compiler.compile, spec)
         except GrammarError:
             raise
         # For example no vocabulary or no new process: report it to the callers and in the log.
         except Exception as error:
             _log.exception("a grammar could not be compiled")
             raise GrammarError(f"grammars can't be compiled now: {type(error).__name__}: {error}") from error
-        if grammar.num_bytes > MAX_BYTES:
+        if grammar.num_bytes > MAX_GRAMMAR_BYTES:
             raise GrammarError(
                 f"this grammar takes {grammar.num_bytes >> 20} MiB when compiled, but may take at most "
-                f"{MAX_BYTES >> 20}: make it smaller, or its repetitions shorter"
+                f"{MAX_GRAMMAR_BYTES >> 20}: make it smaller, or its repetitions shorter"
             )
         return grammar
 
-    def _settle(self, spec: GrammarSpec, done: asyncio.Task[Grammar]) -> None:
-        del self._compiling[spec]
+    def _cache_result(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
+        del self._compile_tasks[spec]
         # `exception` must be called in any case, or asyncio logs that it was never retrieved.
-        if done.cancelled() or done.exception() is not None:
+        if task.cancelled() or task.exception() is not None:
             return
-        self._kept[spec] = grammar = done.result()
-        self._kept_bytes += grammar.num_bytes + len(spec.source)
-        while self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
-            old_spec, old = self._kept.popitem(last=False)
-            self._kept_bytes -= old.num_bytes + len(old_spec.source)
+        self._cached[spec] = grammar = task.result()
+        self._cache_bytes += grammar.num_bytes + len(spec.source)
+        while self._cache_bytes > MAX_CACHE_BYTES and len(self._cached) > 1:
+            evicted_spec, evicted = self._cached.popitem(last=False)
+            self._cache_bytes -= evicted.num_bytes + len(evicted_spec.source)
 
 
-class _Tools:
-    """The vetter and the compiler, created on first use. Any thread may call this."""
+class _VettingCompiler:
+    """Vets grammars, then compiles them. Starts the vetter and the compiler on first use. Safe for any thread."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._make_vocabulary = vocabulary
@@ -119,9 +124,9 @@ class _Tools:
         with self._lock:
             # At the first grammar both start up at the same time. The vetter takes longer, because it imports torch.
             vetter, compiler = self._vetter, self._compiler
-            compiler.warm()
-        vetter.vet(spec)
-        return compiler.compile(spec)
+            compiler.warm_up()
+        enforceable = vetter.vet(spec)
+        return compiler.compile(enforceable.spec, enforceable.parameter_types)
 
     def close(self) -> None:
         """End the vetter's process if it was started."""

@@ -9,31 +9,34 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A string is closed when a pattern repeats over this many tokens and at least this many times.
-MAX_REPEATED = 96
-MIN_TIMES = 4
-# Longest repeated pattern, in tokens.
-MAX_PERIOD = 64
-# Tokens after which any string is closed, where the grammar allows it.
-MAX_STRING = 8_192
-# Tokens after which a string that the grammar does not let end may not repeat the same token sequence.
-MAX_STUCK = 512
-# Characters of an integer (as many as 64 bits need) and of any number, and digits of its exponent.
-MAX_INTEGER = 20
-MAX_NUMBER = 40
-MAX_EXPONENT = 2
-# Depth of nested arrays and objects.
+# A string is closed when a token pattern repeats at least this many times, over at least this many tokens.
+MIN_REPETITIONS = 4
+MAX_REPEATED_TOKENS = 96
+# Maximum length of a repeated pattern, in tokens.
+MAX_PERIOD_TOKENS = 64
+# Maximum number of tokens of a string, where the grammar allows the string to end.
+MAX_STRING_TOKENS = 8_192
+# Maximum number of tokens of a string that repeats itself, where the grammar does not allow the string to end.
+MAX_STUCK_TOKENS = 512
+# Maximum number of characters of an integer (as many as 64 bits need) and of any number.
+MAX_INTEGER_LENGTH = 20
+MAX_NUMBER_LENGTH = 40
+# Maximum number of digits of an exponent.
+MAX_EXPONENT_DIGITS = 2
+# Maximum depth of nested arrays and objects.
 MAX_DEPTH = 32
-# Numbers are checked from this many numeric tokens on.
-MIN_NUMERIC = 2
+# Minimum number of consecutive numeric tokens from which the length of a number is checked.
+MIN_NUMERIC_TOKENS = 2
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
-_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
-_MARKS = frozenset((_QUOTE, _BACKSLASH)) | _OPENING | _CLOSING
-_NUMBER = frozenset(b"0123456789+-.eE")
+_OPENING_BRACKETS, _CLOSING_BRACKETS = frozenset(b"[{"), frozenset(b"]}")
+_STRUCTURAL_BYTES = frozenset((_QUOTE, _BACKSLASH)) | _OPENING_BRACKETS | _CLOSING_BRACKETS
+_NUMBER_BYTES = frozenset(b"0123456789+-.eE")
 # The end of a text that may be a number, and numbers that have reached a limit.
 _TRAILING_NUMBER = re.compile(rb"[-+.0-9eE]*$")
-_LONG_NUMBER = re.compile(rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER - 1, MAX_NUMBER, MAX_EXPONENT))
+_LONG_NUMBER = re.compile(
+    rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER_LENGTH - 1, MAX_NUMBER_LENGTH, MAX_EXPONENT_DIGITS)
+)
 
 
 class JsonTokenClasses:
@@ -42,11 +45,11 @@ class JsonTokenClasses:
     Computed at construction, because a step would wait for it at the first use.
 
     tokens: the bytes of each token.
-    marked: ids of tokens that contain a quotation mark, backslash, bracket or brace.
+    structural: ids of tokens that contain a quotation mark, backslash, bracket or brace.
     numeric: ids of tokens that consist of characters of numbers.
 
     The other fields are masks, int32 [num_words]:
-    blank: tokens of whitespace.
+    whitespace: tokens of whitespace.
     opening: tokens that contain an opening bracket or brace.
     quote: the token `"`, which closes a string.
     letter: the token `a`, which can't begin a JSON value.
@@ -58,19 +61,23 @@ class JsonTokenClasses:
     def __init__(self, tokens: Sequence[bytes], num_words: int):
         self.tokens = tokens
         self._num_words = num_words
-        self.marked = frozenset(index for index, token in enumerate(tokens) if not _MARKS.isdisjoint(token))
-        self.numeric = frozenset(index for index, token in enumerate(tokens) if token and _NUMBER.issuperset(token))
-        self.blank = self._mask([token.isspace() for token in tokens])
-        self.opening = self._mask([not _OPENING.isdisjoint(token) for token in tokens])
-        self.quote = self._mask([token == b'"' for token in tokens])
-        self.letter = self._mask([token == b"a" for token in tokens])
-        self.bracket = self._mask([token == b"[" for token in tokens])
-        self.line_break = self._mask([token == b"\n" for token in tokens])
-        self.number = self._mask([token[:1] != b"" and token[0] in _NUMBER for token in tokens])
+        self.structural = frozenset(
+            index for index, token in enumerate(tokens) if not _STRUCTURAL_BYTES.isdisjoint(token)
+        )
+        self.numeric = frozenset(
+            index for index, token in enumerate(tokens) if token and _NUMBER_BYTES.issuperset(token)
+        )
+        self.whitespace = self._pack_mask([token.isspace() for token in tokens])
+        self.opening = self._pack_mask([not _OPENING_BRACKETS.isdisjoint(token) for token in tokens])
+        self.quote = self._pack_mask([token == b'"' for token in tokens])
+        self.letter = self._pack_mask([token == b"a" for token in tokens])
+        self.bracket = self._pack_mask([token == b"[" for token in tokens])
+        self.line_break = self._pack_mask([token == b"\n" for token in tokens])
+        self.number = self._pack_mask([token[:1] != b"" and token[0] in _NUMBER_BYTES for token in tokens])
 
-    def _mask(self, chosen: list[bool]) -> NDArray[np.int32]:
+    def _pack_mask(self, is_member: list[bool]) -> NDArray[np.int32]:
         bits = np.zeros(self._num_words * 32, np.bool_)
-        bits[: len(chosen)] = chosen
+        bits[: len(is_member)] = is_member
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
@@ -83,43 +90,43 @@ class JsonTerminator:
 
     def __init__(self, token_classes: JsonTokenClasses):
         self._token_classes = token_classes
-        self._escaped = False
-        self._in_string = False
+        self._is_escaped = False
+        self._is_in_string = False
         self._depth = 0
-        self._written: list[int] = []
+        self._tokens_since_quote: list[int] = []
         # Trailing tokens that may belong to one number.
-        self._num_numeric = 0
+        self._num_numeric_tokens = 0
 
     def accept(self, token: int) -> None:
         """Append the next token."""
-        self._written.append(token)
-        self._num_numeric = self._num_numeric + 1 if token in self._token_classes.numeric else 0
-        if token not in self._token_classes.marked and not self._escaped:
+        self._tokens_since_quote.append(token)
+        self._num_numeric_tokens = self._num_numeric_tokens + 1 if token in self._token_classes.numeric else 0
+        if token not in self._token_classes.structural and not self._is_escaped:
             return
         for byte in self._token_classes.tokens[token]:
-            if self._escaped:
-                self._escaped = False
+            if self._is_escaped:
+                self._is_escaped = False
             elif byte == _BACKSLASH:
-                self._escaped = True
+                self._is_escaped = True
             elif byte == _QUOTE:
-                self._in_string = not self._in_string
-                self._written.clear()
-            elif not self._in_string and byte in _OPENING:
+                self._is_in_string = not self._is_in_string
+                self._tokens_since_quote.clear()
+            elif not self._is_in_string and byte in _OPENING_BRACKETS:
                 self._depth += 1
-            elif not self._in_string and byte in _CLOSING:
+            elif not self._is_in_string and byte in _CLOSING_BRACKETS:
                 self._depth = max(self._depth - 1, 0)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
         """Restrict a mask, int32 [words], to ending tokens where something must end and the mask allows an end."""
         if self._depth >= MAX_DEPTH:
-            flat = mask & ~self._token_classes.opening
-            if (flat & ~self._token_classes.blank).any():
-                mask[:] = flat
-        if self._num_numeric >= MIN_NUMERIC:
+            mask_without_opening = mask & ~self._token_classes.opening
+            if (mask_without_opening & ~self._token_classes.whitespace).any():
+                mask[:] = mask_without_opening
+        if self._num_numeric_tokens >= MIN_NUMERIC_TOKENS:
             self._end_number(mask)
-        if len(self._written) >= MAX_REPEATED:
-            period = self._period()
-            if period or len(self._written) >= MAX_STRING:
+        if len(self._tokens_since_quote) >= MAX_REPEATED_TOKENS:
+            period = self._repeated_period()
+            if period or len(self._tokens_since_quote) >= MAX_STRING_TOKENS:
                 self._end_string(mask, period)
 
     def _end_number(self, mask: NDArray[np.int32]) -> None:
@@ -127,12 +134,12 @@ class JsonTerminator:
         if (mask & (token_classes.letter | token_classes.quote)).any():
             return
         # One more token, because the number may begin inside it.
-        last = self._written[-min(self._num_numeric, MAX_NUMBER) - 1 :]
-        text = b"".join([token_classes.tokens[token] for token in last])[-MAX_NUMBER:]
+        last = self._tokens_since_quote[-min(self._num_numeric_tokens, MAX_NUMBER_LENGTH) - 1 :]
+        text = b"".join([token_classes.tokens[token] for token in last])[-MAX_NUMBER_LENGTH:]
         number = _TRAILING_NUMBER.search(text)
-        ends = mask & ~token_classes.number
-        if number is not None and _LONG_NUMBER.fullmatch(number[0]) and ends.any():
-            mask[:] = ends
+        end_tokens = mask & ~token_classes.number
+        if number is not None and _LONG_NUMBER.fullmatch(number[0]) and end_tokens.any():
+            mask[:] = end_tokens
 
     def _end_string(self, mask: NDArray[np.int32], period: int) -> None:
         token_classes = self._token_classes
@@ -140,25 +147,25 @@ class JsonTerminator:
             return
         # Where a value may begin, a quotation mark would open a string instead of closing one.
         is_in_string = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
-        ends = mask & token_classes.quote
+        end_tokens = mask & token_classes.quote
         if not is_in_string:
             return
-        if ends.any():
-            mask[:] = ends
-        elif period and self._in_string and len(self._written) >= MAX_STUCK:
+        if end_tokens.any():
+            mask[:] = end_tokens
+        elif period and self._is_in_string and len(self._tokens_since_quote) >= MAX_STUCK_TOKENS:
             # The pattern requires another character before the end: forbid the token that continues the repetition.
-            word, bit = divmod(self._written[-period], 32)
-            others = mask.copy()
-            others[word] &= ~np.uint32(1 << bit).view(np.int32)
-            if others.any():
-                mask[:] = others
+            word, bit = divmod(self._tokens_since_quote[-period], 32)
+            other_tokens = mask.copy()
+            other_tokens[word] &= ~np.uint32(1 << bit).view(np.int32)
+            if other_tokens.any():
+                mask[:] = other_tokens
 
-    def _period(self) -> int:
+    def _repeated_period(self) -> int:
         """Length in tokens of the pattern that the output repeats at its end; 0 if it does not repeat."""
-        written = self._written
-        for period in range(1, MAX_PERIOD + 1):
-            if written[-1] == written[-1 - period] and written[-2] == written[-2 - period]:
-                length = max(MAX_REPEATED, MIN_TIMES * period)
-                if len(written) >= length and written[period - length :] == written[-length:-period]:
+        tokens = self._tokens_since_quote
+        for period in range(1, MAX_PERIOD_TOKENS + 1):
+            if tokens[-1] == tokens[-1 - period] and tokens[-2] == tokens[-2 - period]:
+                length = max(MAX_REPEATED_TOKENS, MIN_REPETITIONS * period)
+                if len(tokens) >= length and tokens[period - length :] == tokens[-length:-period]:
                     return period
         return 0

@@ -1,7 +1,7 @@
-"""Vets grammars: compiles them in separate processes that are killed if they take too much time or memory.
+"""Vets grammars: converts and compiles each in a process that is killed if it takes too much time or memory.
 
-Only the verdict comes back, and the engine compiles an accepted grammar again, because serialising a compiled grammar
-takes far longer than compiling it.
+The converted grammar comes back, and the engine compiles it again, because serialising a compiled grammar takes far
+longer than compiling it.
 """
 
 import os
@@ -17,23 +17,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nanovllm_core.errors import GrammarError
+from nanovllm_core.errors import GrammarError, GrammarErrorCode
+from nanovllm_core.grammar.schema_enforcement import EnforceableGrammar
 from nanovllm_core.grammar_types import GrammarSpec
 
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary
 
-# Limits on the wall-clock time and the additional memory of compiling one grammar.
+# Limits on the wall-clock time and the additional memory of converting and compiling one grammar.
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
 # Time allowed for the vetting process to start, which imports torch, and for killing a child at its deadline.
-_START_SECONDS = 60.0
+_START_TIMEOUT_S = 60.0
 
+# Verdicts: the last byte of a reply.
 PASSED, REFUSED, TOO_LONG, DIED = b"+", b"-", b"t", b"x"
 _HEADER = struct.Struct("<I")
 
 
-class Setup(msgspec.Struct, frozen=True):
+class VettingSetup(msgspec.Struct, frozen=True):
     """The first message to the vetting process: the vocabulary and the limits."""
 
     tokens: list[bytes]
@@ -83,7 +85,7 @@ class Vetter:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._is_set_up = False
-        self._closed = False
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
@@ -95,13 +97,15 @@ class Vetter:
         with self._lock:
             self._start()
 
-    def vet(self, spec: GrammarSpec) -> None:
-        """Compile a grammar in the vetting process, and wait for the verdict. Raises GrammarError."""
+    def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
+        """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
         # No reply means that the vetting process died. The grammar's own child can't cause that, so try again.
-        reply = self._ask(spec) or self._ask(spec)
+        reply = self._request_verdict(spec) or self._request_verdict(spec)
         verdict = reply[-1:]
+        if verdict == PASSED:
+            return msgspec.msgpack.decode(reply[:-1], type=EnforceableGrammar)
         if verdict == REFUSED:
-            raise GrammarError(reply[:-1].decode(errors="replace"))
+            raise GrammarError(*msgspec.msgpack.decode(reply[:-1], type=tuple[str, str | None, GrammarErrorCode]))
         if verdict == TOO_LONG:
             raise GrammarError(
                 f"this grammar takes more than {self._max_seconds:g} s to compile: make it smaller, or its "
@@ -112,10 +116,9 @@ class Vetter:
                 f"this grammar takes more than {self._max_bytes >> 20} MiB to compile, or is nested too deeply: "
                 "make it smaller, or its repetitions shorter"
             )
-        if verdict != PASSED:
-            raise GrammarError("the process that compiles grammars was stopped: try again")
+        raise GrammarError("the process that compiles grammars was stopped: try again")
 
-    def _ask(self, spec: GrammarSpec) -> bytes:
+    def _request_verdict(self, spec: GrammarSpec) -> bytes:
         """The reply of the vetting process: a message and the verdict; b"" if the process ended without a reply."""
         read_end, write_end = os.pipe()
         try:
@@ -123,19 +126,19 @@ class Vetter:
                 self._send(spec, write_end)
             finally:
                 os.close(write_end)
-            return _read_all(read_end, time.monotonic() + _START_SECONDS + MAX_SECONDS)
+            return _read_all(read_end, time.monotonic() + _START_TIMEOUT_S + MAX_SECONDS)
         finally:
             os.close(read_end)
 
     def close(self) -> None:
         """End the vetting process and its children."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             self._stop()
 
     def _send(self, spec: GrammarSpec, reply_fd: int) -> None:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise GrammarError("the engine was stopped")
             try:
                 self._send_to(self._connection or self._start(), spec, reply_fd)
@@ -147,9 +150,9 @@ class Vetter:
     def _send_to(self, connection: socket.socket, spec: GrammarSpec, reply_fd: int) -> None:
         if not self._is_set_up:
             tokens, end_ids = self._vocabulary()
-            setup = Setup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
+            setup = VettingSetup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
             # Sending megabytes blocks until the process has finished its imports. A timeout raises OSError.
-            connection.settimeout(_START_SECONDS)
+            connection.settimeout(_START_TIMEOUT_S)
             send_message(connection, setup, [])
             connection.settimeout(None)
             self._is_set_up = True

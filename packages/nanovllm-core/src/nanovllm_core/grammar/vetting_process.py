@@ -19,7 +19,8 @@ import msgspec
 
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler
-from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, Setup, receive_message
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
+from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
 
 # Niceness of the children, so that serving has priority.
@@ -27,7 +28,7 @@ _NICE = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class VettingChild:
     """A child that compiles a grammar until `deadline` (`time.monotonic`); the verdict is written to `reply_fd`."""
 
     deadline: float
@@ -49,18 +50,18 @@ def main() -> None:
         # Import while the engine reads its vocabulary.
         import_module("xgrammar")
 
-        if (first := receive_message(engine)) is None:
+        if (setup_message := receive_message(engine)) is None:
             return
-        setup = msgspec.msgpack.decode(first[0], type=Setup)
+        setup = msgspec.msgpack.decode(setup_message[0], type=VettingSetup)
         compiler = Compiler(setup.tokens, setup.end_ids, setup.vocab_size)
-        compiler.warm()
-        trials: dict[int, Trial] = {}
+        compiler.warm_up()
+        children: dict[int, VettingChild] = {}
         try:
-            _serve(engine, wakeup_read, setup, compiler, trials)
+            _serve(engine, wakeup_read, setup, compiler, children)
         finally:
-            for pid in trials:
+            for pid in children:
                 os.kill(pid, signal.SIGKILL)
-    # Nothing is left to write, and an ordinary exit takes a second with torch.
+    # All replies are written, and an ordinary exit takes a second with torch.
     os._exit(0)
 
 
@@ -68,21 +69,23 @@ def _ignore_signal(_signal: int, _frame: object) -> None:
     """Do nothing. The wakeup descriptor only works for signals with a handler."""
 
 
-def _serve(engine: socket.socket, wakeup_read: int, setup: Setup, compiler: Compiler, trials: dict[int, Trial]) -> None:
+def _serve(
+    engine: socket.socket, wakeup_read: int, setup: VettingSetup, compiler: Compiler, children: dict[int, VettingChild]
+) -> None:
     poll = select.poll()
     poll.register(engine, select.POLLIN)
     poll.register(wakeup_read, select.POLLIN)
     while True:
-        next_deadline = min((trial.deadline for trial in trials.values()), default=None)
+        next_deadline = min((child.deadline for child in children.values()), default=None)
         # One millisecond more, so that the deadline has passed when `poll` returns.
         timeout = None if next_deadline is None else max(next_deadline - time.monotonic(), 0) * 1000 + 1
         ready = {descriptor for descriptor, _ in poll.poll(timeout)}
         if wakeup_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup_read, 1 << 12)
-        _reap(trials)
-        for pid, trial in trials.items():
-            if trial.deadline <= time.monotonic():
+        _send_verdicts(children)
+        for pid, child in children.items():
+            if child.deadline <= time.monotonic():
                 os.kill(pid, signal.SIGKILL)
         if engine.fileno() in ready:
             if (message := receive_message(engine)) is None:
@@ -91,32 +94,32 @@ def _serve(engine: socket.socket, wakeup_read: int, setup: Setup, compiler: Comp
             pid = os.fork()
             if pid == 0:
                 # Readers of the other replies wait until every copy of the descriptor is closed.
-                for trial in trials.values():
-                    os.close(trial.reply_fd)
+                for child in children.values():
+                    os.close(child.reply_fd)
                 _compile_and_exit(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, reply_fd)
-            trials[pid] = Trial(time.monotonic() + setup.max_seconds, reply_fd)
+            children[pid] = VettingChild(time.monotonic() + setup.max_seconds, reply_fd)
 
 
-def _reap(trials: dict[int, Trial]) -> None:
-    for pid in tuple(trials):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
+def _send_verdicts(children: dict[int, VettingChild]) -> None:
+    for pid in tuple(children):
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if not ended_pid:
             continue
-        trial = trials.pop(pid)
+        child = children.pop(pid)
         exit_code = os.waitstatus_to_exitcode(status)
         if exit_code == 0:
             verdict = PASSED
         elif exit_code == 1:
             verdict = REFUSED
         else:
-            verdict = TOO_LONG if trial.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
+            verdict = TOO_LONG if child.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
         with contextlib.suppress(BrokenPipeError):
-            os.write(trial.reply_fd, verdict)
-        os.close(trial.reply_fd)
+            os.write(child.reply_fd, verdict)
+        os.close(child.reply_fd)
 
 
-def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: Setup, reply_fd: int) -> None:
-    """Compile in the child process, write an error message to `reply_fd`, and exit."""
+def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup, reply_fd: int) -> None:
+    """Convert and compile in the child process, write the result or the error to `reply_fd`, and exit."""
     exit_code = 2
     try:
         os.nice(_NICE)
@@ -128,14 +131,21 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: Setup, reply
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        compiler.compile(spec)
+        enforceable = convert_grammar(spec)
+        compiler.compile(enforceable.spec)
+        _write_reply(reply_fd, enforceable)
         exit_code = 0
     except GrammarError as error:
-        if "bad_alloc" not in str(error):
-            os.write(reply_fd, str(error).encode())
+        if "bad_alloc" not in error.message:
+            _write_reply(reply_fd, error.args)
             exit_code = 1
     finally:
         os._exit(exit_code)
+
+
+def _write_reply(reply_fd: int, reply: object) -> None:
+    with open(reply_fd, "wb", closefd=False) as file:
+        file.write(msgspec.msgpack.encode(reply))
 
 
 def _address_space() -> int | None:

@@ -11,10 +11,14 @@ import xgrammar
 
 from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas import regex, search
-from nanovllm_core.grammar.schemas.characters import PLAIN
+from nanovllm_core.grammar.schemas.characters import UNESCAPED
 from nanovllm_core.grammar.schemas.formats import FORMATS
-from nanovllm_core.grammar.schemas.spelling import MAX_COUNTED, write, write_value
-from nanovllm_core.grammar.schemas.strings import all_but, format_pattern, limit
+from nanovllm_core.grammar.schemas.pattern_writer import (
+    MAX_COUNTED_REPETITIONS,
+    write_json_string_pattern,
+    write_pattern,
+)
+from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, format_pattern, limit_length
 
 ALPHABET = "abc 1.^-${}/"
 PATTERNS = [
@@ -59,11 +63,11 @@ PATTERNS = [
 
 
 def whole(pattern: str) -> regex.Node:
-    return regex.narrow(regex.full_match(regex.parse(pattern)), PLAIN)
+    return regex.restrict_alphabet(regex.match_whole(regex.parse(pattern)), UNESCAPED)
 
 
 def grammar(tree: regex.Node) -> xgrammar.Grammar:
-    return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": write(tree)}))
+    return xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": write_pattern(tree)}))
 
 
 def permits(compiled: xgrammar.Grammar, text: str) -> bool:
@@ -150,18 +154,18 @@ def test_all_but_excludes_strings():
     rng = random.Random(3)
     for _ in range(20):
         left_out = {"".join(rng.choices("abc", k=rng.randrange(0, 4))) for _ in range(rng.randrange(1, 6))}
-        compiled = grammar(all_but(left_out))
+        compiled = grammar(exclude_strings(left_out))
         for text in texts(2):
             assert permits(compiled, text) == (text not in left_out)
     long = ["x" * 500, "y" * 500 + "z"]
-    compiled = grammar(all_but(long))
+    compiled = grammar(exclude_strings(long))
     assert permits(compiled, "x")
     assert not any(permits(compiled, text) for text in long)
 
 
 def test_lengths_of_patterns():
     for pattern, low, high in (("^a*$", 2, 4), ("^[ab]+c$", 2, 3), ("^(a|bb)$", 2, 2), ("^ab?$", 0, 5), ("a", 3, 4)):
-        tree = limit(whole(pattern), low, high)
+        tree = limit_length(whole(pattern), low, high)
         if tree is None:
             assert pattern == "a"
             continue
@@ -175,12 +179,12 @@ def test_lengths_of_patterns():
 )
 def test_lengths_of_strings(low, high):
     """Checks characters of every size in UTF-8, and invalid bytes."""
-    tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
+    tree = limit_length(regex.restrict_alphabet(regex.ANY_STRING, UNESCAPED), low, high)
     compiled = grammar(tree)
-    if max(low, high or 0) <= MAX_COUNTED:
-        written = write(tree)
-        again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
-        assert write(again) == written
+    if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
+        written = write_pattern(tree)
+        again = regex.restrict_alphabet(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED)
+        assert write_pattern(again) == written
     most = low + 10 if high is None else high
     for character in "a ~\x7f\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff":
         for length in {0, 1, low - 1, low, most - 1, most, most + 1} - {-1}:
@@ -202,19 +206,19 @@ def test_lengths_of_strings(low, high):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 40), (32, 500), (1, 100_000)])
 def test_lengths_of_values_are_left_to_the_engine(low, high):
-    tree = limit(regex.narrow(regex.ANYTHING, PLAIN), low, high)
-    written = write_value(tree)
+    tree = limit_length(regex.restrict_alphabet(regex.ANY_STRING, UNESCAPED), low, high)
+    written = write_json_string_pattern(tree)
     bounded = parse_bounded_pattern(written)
     assert (bounded.low, bounded.high) == (low, high)
-    again = regex.narrow(regex.parse(written.removeprefix("^").removesuffix("$")), PLAIN)
-    assert write_value(again) == written
+    again = regex.restrict_alphabet(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED)
+    assert write_json_string_pattern(again) == written
 
 
 @pytest.mark.parametrize(("pattern", "low", "high"), [("^[a-z]*$", 33, 500), ("^a[a-z]*$", 0, 500), ("^a*$", 3, None)])
 def test_other_lengths_are_not_left_to_the_engine(pattern, low, high):
-    tree = limit(whole(pattern), low, high)
-    assert parse_bounded_pattern(write_value(tree)) is None
-    assert write_value(tree) == write(tree)
+    tree = limit_length(whole(pattern), low, high)
+    assert parse_bounded_pattern(write_json_string_pattern(tree)) is None
+    assert write_json_string_pattern(tree) == write_pattern(tree)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -232,12 +236,12 @@ def test_formats(name):
 
 def sample(node: regex.Node, rng: random.Random) -> str:
     match node:
-        case regex.Chars(ranges):
+        case regex.CharacterSet(ranges):
             low, high = rng.choice(ranges)
             return chr(rng.randint(low, high))
-        case regex.Seq(parts):
+        case regex.Concatenation(parts):
             return "".join(sample(part, rng) for part in parts)
-        case regex.Alt(options):
+        case regex.Alternation(options):
             return sample(rng.choice(options), rng)
         case regex.Repeat(part, low, high):
             most = low + 3 if high is None else min(high, low + 3)

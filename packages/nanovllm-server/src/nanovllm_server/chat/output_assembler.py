@@ -139,7 +139,7 @@ class OutputAssembler:
             self._text_pieces.append(text)
 
     def _update_reasoning_tokens(self) -> None:
-        if self._parser.reasoned and not self._reasoning_ended:
+        if self._parser.has_reasoning and not self._reasoning_ended:
             self.num_reasoning_tokens = self.num_tokens
             self._reasoning_ended = not self._parser.in_reasoning
 

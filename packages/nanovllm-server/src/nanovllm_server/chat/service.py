@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core import Engine, GrammarError, ReasoningBudget, Request, RequestError, SamplingParams
+from nanovllm_core.grammar_types import ParameterTypes
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.generation import Generation
 from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
@@ -23,6 +24,7 @@ from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailabl
 from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
+from nanovllm_server.protocol.schema import refused_grammar
 
 # Limits of the log line about unknown fields.
 MAX_LOGGED_FIELDS = 20
@@ -100,14 +102,18 @@ class Service:
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
         requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
-        assemblers = self._make_assemblers(
-            chat, prompt, calls_only_at_start=constraint is not None and constraint.calls_only_at_start
-        )
         timeout_s = self._shortest_timeout(chat)
+        parameter_types: ParameterTypes = {}
         make_grammar_error = GrammarError
         if constraint is not None:
-            await self._compile(constraint)
+            parameter_types = await self._compile(constraint)
             make_grammar_error = partial(invalid_grammar, constraint.path)
+        assemblers = self._make_assemblers(
+            chat,
+            prompt,
+            parameter_types,
+            calls_only_at_start=constraint is not None and constraint.calls_only_at_start,
+        )
         generation = Generation(
             self.engine, requests, assemblers, self.metrics, timeout_s=timeout_s, make_grammar_error=make_grammar_error
         )
@@ -148,21 +154,27 @@ class Service:
         # The client's integer may be too large for the engine; no answer is longer than the context.
         return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
 
-    async def _compile(self, constraint: AnswerConstraint) -> None:
+    async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
+        for path, spec in constraint.unused_fields:
+            try:
+                await self.engine.compile(spec)
+            except GrammarError as error:
+                raise refused_grammar(path, error) from error
         try:
-            await self.engine.compile(constraint.spec)
+            return await self.engine.compile(constraint.spec)
         except GrammarError as error:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """The error for the first part of the constraint that fails alone, or for the whole constraint."""
-        for path, spec in constraint.parts if len(constraint.parts) > 1 else ():
+        """The error for the first field of the constraint that fails alone, or for the whole constraint."""
+        is_field_unknown = error.place is None and len(constraint.fields) > 1
+        for path, spec in constraint.fields if is_field_unknown else ():
             try:
                 await self.engine.compile(spec)
-            except GrammarError as part_error:
-                return invalid_grammar(path, str(part_error))
-        return invalid_grammar(constraint.path, str(error))
+            except GrammarError as field_error:
+                return refused_grammar(path, field_error)
+        return refused_grammar(constraint.path, error)
 
     def _finish(self, generation: Generation, exchange: HttpExchange) -> None:
         self.running.discard(generation)
@@ -178,15 +190,15 @@ class Service:
         )
 
     def _make_assemblers(
-        self, chat: ChatRequest, prompt: Prompt, *, calls_only_at_start: bool
+        self, chat: ChatRequest, prompt: Prompt, parameter_types: ParameterTypes, *, calls_only_at_start: bool
     ) -> list[OutputAssembler]:
-        tools = None if chat.tools is None else chat.tools.schemas
+        tools = None if chat.tools is None else chat.tools.type_schemas(parameter_types)
         options = ChoiceOptions(
             stop_strings=chat.stop_strings,
             include_stop=chat.include_stop,
             tag_ids=self.model_format.tag_ids(tools) if chat.skip_special_tokens else self.vocabulary.special_ids,
             include_reasoning=chat.include_reasoning,
-            allows_parallel_calls=chat.tools is None or chat.tools.parallel,
+            allows_parallel_calls=chat.tools is None or chat.tools.allows_parallel_calls,
             include_token_ids=chat.return_token_ids,
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )

@@ -5,49 +5,56 @@ from dataclasses import dataclass
 
 import orjson
 
-from nanovllm_core.grammar_types import GrammarSpec
-from nanovllm_models.chat_formats import ToolCallFormat
-from nanovllm_server.constraint.call_grammar import MAX_CALLS, Callee, begins, calls, is_bare, text_with_calls
-from nanovllm_server.constraint.structure import (
-    Part,
+from nanovllm_core.grammar.structural_tag import (
+    TagFormat,
     any_text,
     ebnf,
     either,
-    json_value,
     literal,
     optional,
     regex,
     sequence,
+    unconverted_json,
+)
+from nanovllm_core.grammar_types import GrammarSpec
+from nanovllm_models.chat_formats import ToolCallFormat
+from nanovllm_server.constraint.call_grammar import (
+    MAX_CALLS,
+    call_beginnings,
+    calls_format,
+    is_bare,
+    text_with_calls,
 )
 from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
 from nanovllm_server.protocol.answer import Answer, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.tools import Toolbox
+from nanovllm_server.protocol.tools import Function, Toolbox
 
-# Largest grammar of one request, in bytes.
-MAX_SOURCE = 1 << 20
+# Maximum size of the grammar of one request, in bytes.
+MAX_SOURCE_BYTES = 1 << 20
 # Text between reasoning and the content or calls.
-GAP = regex(r"\n{0,2}")
-ANY_OBJECT: JSON = {"type": "object"}
+LINE_BREAKS = regex(r"\n{0,2}")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerConstraint:
     """The constraint on an answer.
 
-    parts: path and own grammar of each field of the request that contributes, to find the field of a failure.
+    fields: path and own grammar of each field of the request that contributes, to find the field of a failure.
+    unused_fields: the same for fields without effect on this answer. They must be valid too.
     calls_only_at_start: see `Parser`.
     """
 
     spec: GrammarSpec
-    parts: tuple[tuple[str, GrammarSpec], ...]
+    fields: tuple[tuple[str, GrammarSpec], ...]
+    unused_fields: tuple[tuple[str, GrammarSpec], ...]
     calls_only_at_start: bool
 
     @property
     def path(self) -> str:
-        """The field that errors name if no single part fails."""
-        return self.parts[0][0] if len(self.parts) == 1 else "tools"
+        """The field that errors name if no single field fails on its own."""
+        return self.fields[0][0] if len(self.fields) == 1 else "tools"
 
 
 def constrain(
@@ -55,62 +62,69 @@ def constrain(
 ) -> AnswerConstraint | None:
     """The constraint on the answer; None for a free answer. reasoning_state: see `ModelFormat.reasoning_state`.
 
-    Raises ApiError (400) for parameters that the format of calls can't write, and for too large grammars.
+    The engine converts the JSON schemas in it. Raises ApiError (400) for too large grammars.
     """
     form = model_format.chat_format.tool_calls if tools is not None else None
-    if tools is None or form is None or not (tools.constrains or answer is not None):
+    if tools is None or form is None or not (tools.needs_grammar or answer is not None):
         if answer is None:
             return None
+        spec = _answer_spec(answer)
+        used, unused = ((answer.path, spec),), ()
         if reasoning_state == "closed":
-            return _checked(
-                AnswerConstraint(_own_spec(answer), ((answer.path, _own_spec(answer)),), calls_only_at_start=False)
-            )
-        content, parts, calls_only_at_start = _part(answer), [(answer.path, _own_spec(answer))], False
+            return _with_checked_size(AnswerConstraint(spec, used, unused, calls_only_at_start=False))
+        content, calls_only_at_start = _answer_format(answer), False
     else:
-        callees = [
-            Callee(name, function.parameters if function.enforced else ANY_OBJECT, function.path)
-            for name, function in tools.functions.items()
-        ]
-        content, calls_only_at_start = _content(answer, tools, form, callees)
-        parts = [(callee.path, _json_spec(callee.schema)) for callee in callees]
-        if answer is not None and tools.mode == "auto":
-            parts.append((answer.path, _own_spec(answer)))
-    answer_grammar = sequence(*_reasoning(model_format, reasoning_state, form), content)
-    return _checked(AnswerConstraint(_tag_spec(answer_grammar), tuple(parts), calls_only_at_start))
+        functions = [*tools.functions.values()]
+        content, calls_only_at_start = _content_format(answer, tools, form, functions)
+        function_fields = tuple(
+            (function.path, _json_spec(function.enforced_schema, function.path))
+            for function in functions
+            if function.is_enforced
+        )
+        answer_fields = () if answer is None else ((answer.path, _answer_spec(answer)),)
+        if tools.mode != "auto":
+            used, unused = function_fields, answer_fields
+        elif isinstance(answer, TagAnswer):
+            used, unused = answer_fields, function_fields
+        else:
+            used, unused = function_fields + answer_fields, ()
+    answer_format = sequence(*_reasoning_formats(model_format, reasoning_state, form), content)
+    return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), used, unused, calls_only_at_start))
 
 
-def _content(
-    answer: Answer | None, tools: Toolbox, form: ToolCallFormat, callees: Sequence[Callee]
-) -> tuple[Part, bool]:
-    most = MAX_CALLS if tools.parallel else 1
+def _content_format(
+    answer: Answer | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[Function]
+) -> tuple[TagFormat, bool]:
+    """The format of content and calls, and `AnswerConstraint.calls_only_at_start`."""
+    max_calls = MAX_CALLS if tools.allows_parallel_calls else 1
     if tools.mode != "auto":
-        return calls(form, callees, most), True
+        return calls_format(form, functions, max_calls), True
     match answer:
         case None:
-            return text_with_calls(form, callees, most), is_bare(form)
+            return text_with_calls(form, functions, max_calls), is_bare(form)
         case TagAnswer():
             # A structural tag itself defines the calls and their places.
-            return _part(answer), False
+            return _answer_format(answer), False
         case _:
-            return either([calls(form, callees, most), _part(answer)]), True
+            return either([calls_format(form, functions, max_calls), _answer_format(answer)]), True
 
 
-def _reasoning(
+def _reasoning_formats(
     model_format: ModelFormat, reasoning_state: ReasoningState, calls_form: ToolCallFormat | None
-) -> Iterator[Part]:
+) -> Iterator[TagFormat]:
     form = model_format.chat_format.reasoning
     if form is None or reasoning_state == "closed":
         return
     # A call within reasoning would end the reasoning and escape the constraint.
-    ends = begins(calls_form) if calls_form is not None and calls_form.ends_reasoning else ()
-    body = sequence(any_text((form.end, *ends)), literal(form.end), GAP)
+    excludes = call_beginnings(calls_form) if calls_form is not None and calls_form.ends_reasoning else ()
+    body = sequence(any_text((form.end, *excludes)), literal(form.end), LINE_BREAKS)
     yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 
 
-def _part(answer: Answer) -> Part:
+def _answer_format(answer: Answer) -> TagFormat:
     match answer:
-        case JsonAnswer(schema=schema):
-            return json_value(schema)
+        case JsonAnswer(path, schema):
+            return unconverted_json(schema, path)
         case RegexAnswer(pattern=pattern):
             return regex(pattern)
         case ChoiceAnswer(choices=choices):
@@ -121,33 +135,36 @@ def _part(answer: Answer) -> Part:
             return tag_format
 
 
-def _own_spec(answer: Answer) -> GrammarSpec:
+def _answer_spec(answer: Answer) -> GrammarSpec:
     match answer:
-        case JsonAnswer(schema=schema):
-            return _json_spec(schema)
+        case JsonAnswer(path, schema):
+            return _json_spec(schema, path)
         case RegexAnswer(pattern=pattern):
             return GrammarSpec("regex", pattern)
         case GrammarAnswer(grammar=grammar):
             return GrammarSpec("ebnf", grammar)
         case ChoiceAnswer() | TagAnswer():
-            return _tag_spec(_part(answer))
+            return _tag_spec(_answer_format(answer))
 
 
-def _json_spec(schema: JSON) -> GrammarSpec:
-    return GrammarSpec("json_schema", orjson.dumps(schema).decode())
+def _json_spec(schema: JSON, path: str) -> GrammarSpec:
+    return GrammarSpec("json_schema", orjson.dumps(schema).decode(), path)
 
 
-def _tag_spec(part: Part) -> GrammarSpec:
-    return GrammarSpec("structural_tag", orjson.dumps({"type": "structural_tag", "format": part}).decode())
+def _tag_spec(tag_format: TagFormat) -> GrammarSpec:
+    tag = {"type": "structural_tag", "format": tag_format}
+    return GrammarSpec("structural_tag", orjson.dumps(tag).decode())
 
 
-def _checked(constraint: AnswerConstraint) -> AnswerConstraint:
-    for path, spec in (*constraint.parts, (constraint.path, constraint.spec)):
+def _with_checked_size(constraint: AnswerConstraint) -> AnswerConstraint:
+    """`constraint` itself. Raises ApiError (400) if a grammar in it is too large."""
+    for path, spec in (*constraint.fields, *constraint.unused_fields, (constraint.path, constraint.spec)):
         size = len(spec.source.encode())
-        if size > MAX_SOURCE:
+        if size > MAX_SOURCE_BYTES:
             raise ApiError(
                 400,
-                f"{path} is {size} bytes long as a grammar, but at most {MAX_SOURCE} are supported: make it shorter",
+                f"{path} is {size} bytes long as a grammar, but at most {MAX_SOURCE_BYTES} are supported: make it "
+                "shorter",
                 param=path,
                 code="invalid_value",
             )

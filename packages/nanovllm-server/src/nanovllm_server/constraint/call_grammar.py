@@ -1,74 +1,62 @@
 """Structural tags for tool calls in each format. The package `parsing` can read every call that they allow."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import orjson
 
-from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
-from nanovllm_server.constraint.parameters import parameters
-from nanovllm_server.constraint.structure import (
-    Part,
+from nanovllm_core.grammar.structural_tag import (
+    TagFormat,
     any_text,
     either,
-    json_value,
     literal,
     optional,
     regex,
     repeated,
     sequence,
+    unconverted_json,
 )
+from nanovllm_core.grammar.xml_parameters import XmlParameters
+from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.protocol.json import JSON
+from nanovllm_server.protocol.tools import Function
 
-# Most calls in one answer: without a limit, a small model may never stop.
+# Maximum number of calls in one answer: without a limit, a small model may never stop.
 MAX_CALLS = 16
-# Most spaces and line breaks at the beginning of an answer.
-MAX_LEADING = 4
+# Maximum number of spaces and line breaks at the beginning of an answer.
+MAX_LEADING_SPACES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Callee:
-    """A function that the model may call.
-
-    schema: schema of the arguments, which must be an object.
-    path: path of the schema in the request.
-    """
-
-    name: str
-    schema: JSON
-    path: str
-
-
-def calls(form: ToolCallFormat, callees: Sequence[Callee], most: int) -> Part:
-    """One to `most` calls and nothing else. Raises ApiError (400) for parameters that the format can't write."""
+def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
+    """One to `max_calls` calls and nothing else."""
     match form:
         case JsonCalls():
-            call = _json_call(form, callees)
-            return _up_to(call, f"{form.separator} " if form.separator else "\n", most)
+            call = _json_call(form, functions)
+            return _one_or_more(call, f"{form.separator} " if form.separator else "\n", max_calls)
         case FencedCalls():
-            call = _fenced_call(form, callees)
-            return sequence(literal(form.begin), _up_to(call, "\n", most), literal(form.end))
+            call = _fenced_call(form, functions)
+            return sequence(literal(form.begin), _one_or_more(call, "\n", max_calls), literal(form.end))
         case XmlCalls():
-            call = _xml_call(form, callees)
+            call = _xml_call(form, functions)
             begin, end = sequence(literal(form.begin), literal("\n")), literal(form.end)
             if form.shared:
-                return sequence(begin, _up_to(call, "", most), end)
-            return _up_to(sequence(begin, call, end), "\n", most)
+                return sequence(begin, _one_or_more(call, "", max_calls), end)
+            return _one_or_more(sequence(begin, call, end), "\n", max_calls)
 
 
-def text_with_calls(form: ToolCallFormat, callees: Sequence[Callee], most: int) -> Part:
-    """Text with up to `most` calls in it: whatever begins like a call must be one.
+def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
+    """Text with up to `max_calls` calls in it. Text that begins like a call must be a call.
 
-    In bare formats, the answer is text or calls, never both. Raises ApiError like `calls`.
+    In bare formats, the answer is text or calls, never both.
     """
     if isinstance(form, JsonCalls) and form.bare:
-        return either([calls(form, callees, most), optional(_text_that_begins_no_call(form))])
-    text = any_text(begins(form))
-    return sequence(text, repeated(sequence(calls(form, callees, 1), text), most))
+        return either([calls_format(form, functions, max_calls), optional(_text_that_begins_no_call(form))])
+    text = any_text(call_beginnings(form))
+    return sequence(text, repeated(sequence(calls_format(form, functions, 1), text), max_calls))
 
 
-def begins(form: ToolCallFormat) -> tuple[str, ...]:
-    """The texts with which a call begins within other text; `parsing` looks for the same ones."""
+def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
+    """The texts with which a call begins within other text; `parsing` looks for the same texts."""
     return (form.begin,) if isinstance(form, JsonCalls) else (form.begin, form.call_begin)
 
 
@@ -77,48 +65,60 @@ def is_bare(form: ToolCallFormat) -> bool:
     return isinstance(form, JsonCalls) and form.bare
 
 
-def _up_to(call: Part, separator: str, most: int) -> Part:
-    return call if most == 1 else sequence(call, repeated(sequence(literal(separator), call), most - 1))
+def _one_or_more(call: TagFormat, separator: str, max_calls: int) -> TagFormat:
+    return call if max_calls == 1 else sequence(call, repeated(sequence(literal(separator), call), max_calls - 1))
 
 
-def _text_that_begins_no_call(form: JsonCalls) -> Part:
+def _text_that_begins_no_call(form: JsonCalls) -> TagFormat:
     first, second = form.begin[0], form.begin[1]
-    begin = rf"[ \n]{{0,{MAX_LEADING}}}([^{{\s{first}]|{first}[^{second}])"
+    begin = rf"[ \n]{{0,{MAX_LEADING_SPACES}}}([^{{\s{first}]|{first}[^{second}])"
     return sequence(regex(begin), any_text())
 
 
-def _json_call(form: JsonCalls, callees: Sequence[Callee]) -> Part:
+def _json_arguments(function: Function) -> TagFormat:
+    any_object: JSON = {"type": "object"}
+    schema = any_object if function.enforced_schema is None else function.enforced_schema
+    return unconverted_json(schema, function.path, objects_only=True)
+
+
+def _json_call(form: JsonCalls, functions: Sequence[Function]) -> TagFormat:
     key = orjson.dumps(form.arguments[0]).decode()
 
-    def written(callee: Callee) -> Part:
-        begin = literal(f'{{"name": "{callee.name}", {key}: ')
-        return sequence(begin, json_value(callee.schema), literal("}"))
+    def build(function: Function) -> TagFormat:
+        begin = literal(f'{{"name": "{function.name}", {key}: ')
+        return sequence(begin, _json_arguments(function), literal("}"))
 
-    call = either([written(callee) for callee in callees])
-    return (
-        call
-        if form.end is None
-        else sequence(literal(form.begin), literal("\n"), call, literal("\n"), literal(form.end))
-    )
+    call = either([build(function) for function in functions])
+    if form.end is None:
+        return call
+    return sequence(literal(f"{form.begin}\n"), call, literal(f"\n{form.end}"))
 
 
-def _fenced_call(form: FencedCalls, callees: Sequence[Callee]) -> Part:
-    def written(callee: Callee) -> Part:
-        begin = literal(f"{callee.name}\n{form.fence_begin}\n")
-        return sequence(begin, json_value(callee.schema), literal(f"\n{form.fence_end}"))
+def _fenced_call(form: FencedCalls, functions: Sequence[Function]) -> TagFormat:
+    def build(function: Function) -> TagFormat:
+        begin = literal(f"{function.name}\n{form.fence_begin}\n")
+        return sequence(begin, _json_arguments(function), literal(f"\n{form.fence_end}"))
 
     return sequence(
         literal(form.call_begin),
         literal(form.kind),
         literal(form.name_begin),
-        either([written(callee) for callee in callees]),
+        either([build(function) for function in functions]),
         literal(form.call_end),
     )
 
 
-def _xml_call(form: XmlCalls, callees: Sequence[Callee]) -> Part:
-    def written(callee: Callee) -> Part:
-        return sequence(literal(f"{callee.name}{form.name_end}\n"), parameters(form, callee.schema, callee.path))
+def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
+    def build(function: Function) -> TagFormat:
+        parameters = XmlParameters(
+            begin=form.parameter_begin,
+            key_end=form.key_end,
+            end=form.parameter_end,
+            has_line_breaks=form.newlines,
+            json_schema=function.enforced_schema,
+            place=function.path,
+        )
+        return sequence(literal(f"{function.name}{form.name_end}\n"), msgspec.to_builtins(parameters))
 
-    functions = either([written(callee) for callee in callees])
-    return sequence(literal(form.call_begin), functions, literal(form.call_end), literal("\n"))
+    call = either([build(function) for function in functions])
+    return sequence(literal(form.call_begin), call, literal(form.call_end), literal("\n"))

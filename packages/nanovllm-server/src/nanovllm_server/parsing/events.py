@@ -2,7 +2,7 @@
 
 import msgspec
 
-SPACE = " \n\r\t"
+WHITESPACE = " \n\r\t"
 
 
 class ReasoningText(msgspec.Struct, frozen=True, gc=False):
@@ -40,76 +40,76 @@ class CallEnded(msgspec.Struct, frozen=True, gc=False):
 Event = ReasoningText | ContentText | CallBegun | CallArguments | CallEnded
 
 
-class Trimmer:
+class WhitespaceTrimmer:
     """Removes whitespace at the ends of a text that comes in pieces.
 
-    holds: hold back whitespace at the end until more text follows.
-    skip_leading: remove leading whitespace and the characters `extra`.
+    holds_trailing: hold back whitespace at the end until more text follows.
+    skips_leading: remove leading whitespace and the characters `separator_characters`.
     """
 
-    def __init__(self, *, holds: bool, skip_leading: bool):
-        self.holds = holds
-        self.skip_leading = skip_leading
+    def __init__(self, *, holds_trailing: bool, skips_leading: bool):
+        self.holds_trailing = holds_trailing
+        self.skips_leading = skips_leading
         # Whether `push` has returned text.
         self.has_text = False
         # Characters that are treated like whitespace until other text comes.
-        self.extra = ""
-        self._held: list[str] = []
+        self.separator_characters = ""
+        self._pending: list[str] = []
 
     def push(self, text: str) -> str:
         """Adds `text`; returns the text that can be passed on."""
-        body = text.rstrip(SPACE) if self.holds else text
-        if self.extra and not body.strip(SPACE + self.extra):
+        body = text.rstrip(WHITESPACE) if self.holds_trailing else text
+        if self.separator_characters and not body.strip(WHITESPACE + self.separator_characters):
             body = ""
-        self._held.append(body or text)
+        self._pending.append(body or text)
         if not body:
             return ""
-        out = self._take()
-        if self.skip_leading:
-            out = out.lstrip(SPACE + self.extra)
+        out = self._take_pending()
+        if self.skips_leading:
+            out = out.lstrip(WHITESPACE + self.separator_characters)
         if out:
-            self.has_text, self.skip_leading, self.extra = True, False, ""
+            self.has_text, self.skips_leading, self.separator_characters = True, False, ""
         if len(body) < len(text):
-            self._held.append(text[len(body) :])
+            self._pending.append(text[len(body) :])
         return out
 
     def drop(self) -> None:
         """Discards the whitespace that is held back."""
-        self._held.clear()
+        self._pending.clear()
 
     def flush(self) -> str:
-        """The text that is held back, at the end of the answer; "" if leading whitespace is skipped."""
-        out = self._take()
-        return "" if self.skip_leading else out
+        """Returns the whitespace that is held back; "" if this is leading whitespace that is skipped."""
+        out = self._take_pending()
+        return "" if self.skips_leading else out
 
-    def _take(self) -> str:
-        out = "".join(self._held)
-        self._held.clear()
+    def _take_pending(self) -> str:
+        out = "".join(self._pending)
+        self._pending.clear()
         return out
 
 
-class Report:
-    """Collects the events of one answer. calls: the answer may have tool calls."""
+class EventCollector:
+    """Collects the events of one answer. allows_calls: the answer may have tool calls."""
 
-    def __init__(self, *, calls: bool) -> None:
+    def __init__(self, *, allows_calls: bool) -> None:
         self.num_calls = 0
         # Whether a call has begun and not ended.
         self.in_call = False
         self._events: list[Event] = []
-        self._reasoning = Trimmer(holds=True, skip_leading=True)
-        self._content = Trimmer(holds=calls, skip_leading=False)
+        self._reasoning = WhitespaceTrimmer(holds_trailing=True, skips_leading=True)
+        self._content = WhitespaceTrimmer(holds_trailing=allows_calls, skips_leading=False)
 
     @property
-    def settled(self) -> bool:
+    def is_content_unchanged(self) -> bool:
         """Whether content now passes unchanged."""
-        return not (self._content.holds or self._content.skip_leading)
+        return not (self._content.holds_trailing or self._content.skips_leading)
 
-    def take(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
 
-    def reasoning(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Adds text to the reasoning."""
         if out := self._reasoning.push(text):
             self._events.append(ReasoningText(out))
@@ -117,9 +117,9 @@ class Report:
     def end_reasoning(self) -> None:
         """Ends the reasoning, and drops the whitespace between it and the content or call that follows."""
         self._reasoning.drop()
-        self._content.skip_leading = True
+        self._content.skips_leading = True
 
-    def content(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Adds text to the content."""
         if out := self._content.push(text):
             self._events.append(ContentText(out))
@@ -132,7 +132,7 @@ class Report:
         self._events.append(CallBegun(self.num_calls, name))
         self.num_calls += 1
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """Adds text to the arguments of the call."""
         if text:
             self._events.append(CallArguments(self.num_calls - 1, text))
@@ -142,8 +142,8 @@ class Report:
         self.in_call = False
         self._events.append(CallEnded(self.num_calls - 1))
         # Whitespace between content before the call and content after it stays.
-        self._content.skip_leading = not self._content.has_text
-        self._content.extra = separator
+        self._content.skips_leading = not self._content.has_text
+        self._content.separator_characters = separator
 
     def finish(self) -> None:
         """Ends the answer."""

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Literal
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat, ToolCallFormat
-from nanovllm_server.parsing.call_parser import Tools
+from nanovllm_server.parsing.call_parser import SchemasByFunction
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.parser import Parser
 
@@ -32,7 +32,7 @@ class ModelFormat:
         """Id of the token that ends reasoning; None without reasoning, or if the end tag is not a single token."""
         return None if self.chat_format.reasoning is None else self._vocabulary.find_id(self.chat_format.reasoning.end)
 
-    def tag_ids(self, tools: Tools | None) -> frozenset[int]:
+    def tag_ids(self, tools: SchemasByFunction | None) -> frozenset[int]:
         """Ids of the special tokens that the parser needs in an answer's text."""
         return self._reasoning_tag_ids if tools is None else self._all_tag_ids
 
@@ -43,11 +43,11 @@ class ModelFormat:
             return "closed"
         return "open" if prompt.rstrip().endswith(reasoning.begin) else "undecided"
 
-    def make_parser(self, prompt: str, tools: Tools | None, *, calls_only_at_start: bool = False) -> Parser:
+    def make_parser(self, prompt: str, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False) -> Parser:
         """Makes the parser of one answer to `prompt`. tools, calls_only_at_start: see `Parser`."""
         return Parser(
             self.chat_format,
-            reasoning_begun=self.reasoning_state(prompt) == "open",
+            starts_in_reasoning=self.reasoning_state(prompt) == "open",
             tools=tools,
             calls_only_at_start=calls_only_at_start,
         )

@@ -4,119 +4,119 @@ Accepts any text without raising an exception.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
-from nanovllm_server.parsing.call_parser import Tools, make_reader
-from nanovllm_server.parsing.events import ContentText, Event, Report
+from nanovllm_server.parsing.call_parser import SchemasByFunction, make_reader
+from nanovllm_server.parsing.events import ContentText, Event, EventCollector
 from nanovllm_server.parsing.source import Reading, Source
 
-# Characters read at a time: bounds the text in which tags are searched for.
-PIECE = 4096
+# Maximum number of characters parsed at a time. It bounds the text in which tags are searched for.
+MAX_PIECE_LENGTH = 4096
 
 
 class Parser:
     """Parses one answer.
 
-    reasoning_begun: the prompt ends within reasoning.
+    starts_in_reasoning: the prompt ends within reasoning.
     tools: functions that the model may call; None: text that looks like a call is content.
-    calls_only_at_start: if the answer does not begin with a call, text that looks like one is content.
+    calls_only_at_start: if the answer does not begin with a call, text that looks like a call is content.
     """
 
     def __init__(
         self,
         form: ChatFormat,
         *,
-        reasoning_begun: bool = False,
-        tools: Tools | None = None,
+        starts_in_reasoning: bool = False,
+        tools: SchemasByFunction | None = None,
         calls_only_at_start: bool = False,
     ):
         self._source = Source()
         if form.tool_calls is None or tools is None:
-            self._report = Report(calls=False)
-            self._calls = None
+            self._collector = EventCollector(allows_calls=False)
+            self._call_reader = None
         else:
-            self._report = Report(calls=True)
-            self._calls = make_reader(form.tool_calls, self._source, self._report, tools)
+            self._collector = EventCollector(allows_calls=True)
+            self._call_reader = make_reader(form.tool_calls, self._source, self._collector, tools)
         self._calls_only_at_start = calls_only_at_start
-        self._reading = self._read(form.reasoning, reasoning_begun)
+        self._reader = self._read(form.reasoning, starts_in_reasoning)
         self._in_reasoning = False
-        self._at_content = False
-        # Only content can follow: `push` then skips the parsing. True for most answers from the beginning.
-        self._settled = False
+        self._is_in_content = False
+        # Whether only content can follow, so that `push` skips the parsing. Most answers begin with content.
+        self._is_only_content = False
         # Whether the answer has reasoning, even if it is empty.
-        self.reasoned = False
+        self.has_reasoning = False
 
     @property
     def in_reasoning(self) -> bool:
         """Whether the text so far ends within reasoning."""
-        return self._in_reasoning and not self._report.num_calls
+        return self._in_reasoning and not self._collector.num_calls
 
     @property
     def num_calls(self) -> int:
         """The number of calls that have begun."""
-        return self._report.num_calls
+        return self._collector.num_calls
 
     @property
     def in_call(self) -> bool:
         """Whether the text so far ends within a call; after `finish`, whether a call was cut off."""
-        return self._report.in_call
+        return self._collector.in_call
 
     def push(self, text: str) -> list[Event]:
         """Adds `text`; returns the events that are certain now."""
-        if self._settled:
+        if self._is_only_content:
             return [ContentText(text)] if text else []
-        for at in range(0, len(text), PIECE):
-            self._source.feed(text[at : at + PIECE])
-            next(self._reading)
-        self._settled = self._at_content and self._report.settled
-        return self._report.take()
+        for index in range(0, len(text), MAX_PIECE_LENGTH):
+            self._source.feed(text[index : index + MAX_PIECE_LENGTH])
+            next(self._reader)
+        self._is_only_content = self._is_in_content and self._collector.is_content_unchanged
+        return self._collector.take_events()
 
     def finish(self) -> list[Event]:
         """Ends the answer; returns the remaining events."""
         self._source.end()
-        for _ in self._reading:
+        for _ in self._reader:
             pass
-        self._report.finish()
-        return self._report.take()
+        self._collector.finish()
+        return self._collector.take_events()
 
-    def _read(self, reasoning: ReasoningFormat | None, begun: bool) -> Reading[None]:
+    def _read(self, reasoning: ReasoningFormat | None, starts_in_reasoning: bool) -> Reading[None]:
         if reasoning is not None:
-            yield from self._read_reasoning(reasoning, begun)
-        self._at_content = True
-        begins = () if self._calls is None else self._calls.begins
-        if self._calls_only_at_start and not (yield from self._begins_with(begins)):
-            begins = ()
-        while (yield from self._source.until(begins, self._report.content)) is not None:
-            if self._calls is not None:
-                yield from self._calls.block(self._report.content)
+            yield from self._read_reasoning(reasoning, starts_in_reasoning)
+        self._is_in_content = True
+        begin_texts = () if self._call_reader is None else self._call_reader.begin_texts
+        if self._calls_only_at_start and not (yield from self._begins_with(begin_texts)):
+            begin_texts = ()
+        while (yield from self._source.read_until(begin_texts, self._collector.add_content)) is not None:
+            if self._call_reader is not None:
+                yield from self._call_reader.read_block(self._collector.add_content)
 
     def _begins_with(self, tags: tuple[str, ...]) -> Reading[bool]:
         """Reads whitespace as content; returns whether one of `tags` follows."""
-        self._source.record()
-        yield from self._source.space()
-        self._report.content(self._source.recorded())
+        self._source.start_recording()
+        yield from self._source.skip_whitespace()
+        self._collector.add_content(self._source.stop_recording())
         for tag in tags:
-            if (yield from self._source.ahead(tag)):
+            if (yield from self._source.is_next(tag)):
                 return True
         return False
 
-    def _read_reasoning(self, form: ReasoningFormat, begun: bool) -> Reading[None]:
-        source, report = self._source, self._report
-        source.record()
-        yield from source.space()
+    def _read_reasoning(self, form: ReasoningFormat, starts_in_reasoning: bool) -> Reading[None]:
+        source, collector = self._source, self._collector
+        source.start_recording()
+        yield from source.skip_whitespace()
         # Some models repeat the tag with which the prompt ends.
-        opened = yield from source.literal(form.begin)
-        before = source.recorded()
-        if not (opened or begun):
-            report.content(before)
+        has_begin_tag = yield from source.read_literal(form.begin)
+        recorded_text = source.stop_recording()
+        if not (has_begin_tag or starts_in_reasoning):
+            collector.add_content(recorded_text)
             return
-        self.reasoned = self._in_reasoning = True
-        calls = self._calls if self._calls is not None and self._calls.form.ends_reasoning else None
-        tags = (form.end, *calls.begins) if calls is not None else (form.end,)
-        while (tag := (yield from source.until(tags, report.reasoning))) is not None:
+        self.has_reasoning = self._in_reasoning = True
+        calls = self._call_reader if self._call_reader is not None and self._call_reader.form.ends_reasoning else None
+        tags = (form.end, *calls.begin_texts) if calls is not None else (form.end,)
+        while (tag := (yield from source.read_until(tags, collector.add_reasoning))) is not None:
             if tag == form.end:
-                yield from source.literal(tag)
-                report.end_reasoning()
+                yield from source.read_literal(tag)
+                collector.end_reasoning()
                 break
-            if calls is not None and (yield from calls.block(report.reasoning)):
+            if calls is not None and (yield from calls.read_block(collector.add_reasoning)):
                 break
         else:
             return

@@ -1,4 +1,4 @@
-"""Reads text that arrives in pieces. The result does not depend on where the text is split.
+"""Reads text that arrives in pieces. The results do not depend on the borders of the pieces.
 
 Readers are generators that yield when they need more text. The total time is proportional to the text's length.
 """
@@ -8,21 +8,21 @@ from typing import TypeAlias, TypeVar
 
 import orjson
 
-from nanovllm_server.parsing.events import SPACE
+from nanovllm_server.parsing.events import WHITESPACE
 
 Value = TypeVar("Value")
-# A reader: yields when it needs more text, and returns the value that it read.
+# A generator that yields when it needs more text, and returns the value that it read.
 Reading: TypeAlias = Generator[None, None, Value]
 
 # Maximum number of characters in a name.
-MAX_NAME = 256
+MAX_NAME_LENGTH = 256
 # Characters of JSON's numbers, true, false and null.
-SCALARS = frozenset("+-.0123456789truefalsnE")
-# JSON allows these characters only inside strings. Tags, code fences and separators of calls begin with one of them.
-NO_JSON = "<`;"
+SCALAR_CHARACTERS = frozenset("+-.0123456789truefalsnE")
+# Characters that JSON allows only in strings. Tags, code fences and separators of calls begin with one of these.
+NON_JSON_CHARACTERS = "<`;"
 
 
-class Nesting:
+class NestingCounter:
     """Counts open brackets and strings in a text that need not be valid JSON."""
 
     def __init__(self, depth: int = 0):
@@ -52,191 +52,191 @@ class Nesting:
 
 
 class Source:
-    """Text that has arrived and is not yet read. On demand, it records the text that is read."""
+    """Text that has arrived and is not yet read. It can record the text that is read."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0
-        self._ended = False
-        self._record: list[str] | None = None
+        self._position = 0
+        self._has_ended = False
+        self._recording: list[str] | None = None
 
     def feed(self, piece: str) -> None:
         """Adds text."""
-        self._text = self._text[self._at :] + piece
-        self._at = 0
+        self._text = self._text[self._position :] + piece
+        self._position = 0
 
     def end(self) -> None:
         """Marks the end of the text."""
-        self._ended = True
+        self._has_ended = True
 
-    def record(self) -> None:
-        """Starts to record the text that is read."""
-        self._record = []
+    def start_recording(self) -> None:
+        """Starts to record the text that is read, and discards an earlier recording."""
+        self._recording = []
 
-    def recorded(self) -> str:
-        """Stops recording; returns the text read since `record`."""
-        record, self._record = self._record, None
-        return "".join(record or ())
+    def stop_recording(self) -> str:
+        """Stops recording. Returns the text read since `start_recording`."""
+        recording, self._recording = self._recording, None
+        return "".join(recording or ())
 
     def peek(self) -> Reading[str]:
         """The next character, without reading it; "" at the end."""
-        while self._at == len(self._text):
-            if self._ended:
+        while self._position == len(self._text):
+            if self._has_ended:
                 return ""
             yield
-        return self._text[self._at]
+        return self._text[self._position]
 
-    def ahead(self, literal: str) -> Reading[bool]:
+    def is_next(self, literal: str) -> Reading[bool]:
         """Whether `literal` comes next, without reading it."""
-        while not self._text.startswith(literal, self._at):
-            rest = len(self._text) - self._at
-            if self._ended or rest >= len(literal) or not literal.startswith(self._text[self._at :]):
+        while not self._text.startswith(literal, self._position):
+            num_unread = len(self._text) - self._position
+            if self._has_ended or num_unread >= len(literal) or not literal.startswith(self._text[self._position :]):
                 return False
             yield
         return True
 
-    def literal(self, literal: str) -> Reading[bool]:
+    def read_literal(self, literal: str) -> Reading[bool]:
         """Reads `literal` if it comes next; returns whether it did."""
-        if not (yield from self.ahead(literal)):
+        if not (yield from self.is_next(literal)):
             return False
-        self._take(self._at + len(literal))
+        self._read_to(self._position + len(literal))
         return True
 
-    def broken_off(self, *literals: str) -> bool:
-        """If the text has ended in an incomplete literal of `literals`, reads it; returns whether it did."""
-        rest = self._text[self._at :]
-        if not self._ended or not rest or not any(literal.startswith(rest) for literal in literals):
+    def read_truncated_literal(self, *literals: str) -> bool:
+        """If the text ends in the first part of one of `literals`, reads that part. Returns whether it did."""
+        unread = self._text[self._position :]
+        if not self._has_ended or not unread or not any(literal.startswith(unread) for literal in literals):
             return False
-        self._take(len(self._text))
+        self._read_to(len(self._text))
         return True
 
-    def space(self) -> Reading[None]:
+    def skip_whitespace(self) -> Reading[None]:
         """Reads whitespace."""
-        while (character := (yield from self.peek())) and character in SPACE:
-            self._take(self._at + 1)
+        while (character := (yield from self.peek())) and character in WHITESPACE:
+            self._read_to(self._position + 1)
 
-    def until(self, tags: Sequence[str], sink: Callable[[str], None]) -> Reading[str | None]:
-        """Reads text to `sink` up to the first of `tags`. Returns that tag without reading it, or None at the end."""
+    def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> Reading[str | None]:
+        """Passes text to `sink` up to the first of `tags`. Returns that tag without reading it, or None at the end."""
         while True:
-            found = [(at, tag) for tag in tags if (at := self._text.find(tag, self._at)) >= 0]
+            found = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
             if found:
-                at, tag = min(found)
-                sink(self._take(at))
+                index, tag = min(found)
+                sink(self._read_to(index))
                 return tag
-            sink(self._take(len(self._text) if self._ended else self._undecided(tags)))
-            if self._ended:
+            sink(self._read_to(len(self._text) if self._has_ended else self._find_possible_tag(tags)))
+            if self._has_ended:
                 return None
             yield
 
-    def name(self, end: str) -> Reading[str | None]:
-        """Reads a name and `end` after it; returns the name: one line of at most MAX_NAME characters.
+    def read_name(self, end: str) -> Reading[str | None]:
+        """Reads a name and `end` after it; returns the name: one line of at most MAX_NAME_LENGTH characters.
 
-        Otherwise returns None and reads nothing, except that it reads the rest of a text that has ended without `end`.
+        Otherwise returns None and reads nothing. If the text has ended without `end`, reads all of it.
         """
-        while (at := self._text.find(end, self._at)) < 0:
-            rest = self._text[self._at :]
-            if len(rest) >= MAX_NAME + len(end) or "\n" in rest:
+        while (index := self._text.find(end, self._position)) < 0:
+            unread = self._text[self._position :]
+            if len(unread) >= MAX_NAME_LENGTH + len(end) or "\n" in unread:
                 return None
-            if self._ended:
-                self._take(len(self._text))
+            if self._has_ended:
+                self._read_to(len(self._text))
                 return None
             yield
-        name = self._text[self._at : at]
-        if at - self._at > MAX_NAME or "\n" in name:
+        name = self._text[self._position : index]
+        if index - self._position > MAX_NAME_LENGTH or "\n" in name:
             return None
-        self._take(at + len(end))
+        self._read_to(index + len(end))
         return name
 
-    def string(self, max_length: int) -> Reading[str | None]:
-        """Reads a JSON string, which takes at most `max_length` characters, and decodes it.
+    def read_string(self, max_length: int) -> Reading[str | None]:
+        """Reads and decodes a JSON string that is at most `max_length` characters long.
 
         Returns None if no such string comes next.
         """
         if (yield from self.peek()) != '"':
             return None
         parts: list[str] = []
-        if not (yield from self.json(parts.append, max_length)):
+        if not (yield from self.read_json(parts.append, max_length)):
             return None
-        return _decoded("".join(parts))
+        return _decode_string("".join(parts))
 
-    def value(self) -> Reading[str | None]:
+    def read_value(self) -> Reading[str | None]:
         """Reads any JSON value; returns its text, or None if no value comes next."""
         parts: list[str] = []
         if (yield from self.peek()) in ('"', "{", "["):
-            return "".join(parts) if (yield from self.json(parts.append)) else None
-        while (character := (yield from self.peek())) and character in SCALARS:
-            parts.append(self._take(self._at + 1))
+            return "".join(parts) if (yield from self.read_json(parts.append)) else None
+        while (character := (yield from self.peek())) and character in SCALAR_CHARACTERS:
+            parts.append(self._read_to(self._position + 1))
         return "".join(parts) or None
 
-    def json(self, sink: Callable[[str], None], max_length: int | None = None) -> Reading[bool]:
-        """Reads a JSON object, array or string to `sink`, piece by piece; returns whether it was complete.
+    def read_json(self, sink: Callable[[str], None], max_length: int | None = None) -> Reading[bool]:
+        """Passes a JSON object, array or string to `sink`, piece by piece. Returns whether the value was complete.
 
         Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
-        Outside strings it stops before a character of NO_JSON.
+        Outside strings, reading stops before a character of NON_JSON_CHARACTERS.
         max_length: maximum number of characters; a line break in a string then stops reading too. None: no limit.
         """
-        nesting, length = Nesting(), 0
+        nesting, length = NestingCounter(), 0
         ends_string = "" if max_length is None else "\n"
         while True:
             text = self._text
-            for at in range(self._at, len(text)):
-                if text[at] in (ends_string if nesting.in_string else NO_JSON):
-                    sink(self._take(at))
+            for index in range(self._position, len(text)):
+                if text[index] in (ends_string if nesting.in_string else NON_JSON_CHARACTERS):
+                    sink(self._read_to(index))
                     return False
-                nesting.step(text[at])
+                nesting.step(text[index])
                 length += 1
-                closed = not nesting.depth
-                if closed or length == max_length:
-                    sink(self._take(at + 1))
-                    return closed
-            sink(self._take(len(text)))
-            if self._ended:
+                is_closed = not nesting.depth
+                if is_closed or length == max_length:
+                    sink(self._read_to(index + 1))
+                    return is_closed
+            sink(self._read_to(len(text)))
+            if self._has_ended:
                 return False
             yield
 
-    def braces(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Reads the rest of an open object to `sink`: through its closing brace, or up to a line that begins with {."""
-        nesting, at_start = Nesting(1), False
+    def read_open_object(self, sink: Callable[[str], None]) -> Reading[None]:
+        """Passes an open object to `sink`, up to its closing brace or to a line that begins with {."""
+        nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text
-            for at in range(self._at, len(text)):
-                if at_start and text[at] == "{":
-                    sink(self._take(at))
+            for index in range(self._position, len(text)):
+                if is_line_start and text[index] == "{":
+                    sink(self._read_to(index))
                     return
-                at_start = text[at] == "\n"
-                if at_start:
+                is_line_start = text[index] == "\n"
+                if is_line_start:
                     nesting.end_line()
-                nesting.step(text[at])
+                nesting.step(text[index])
                 if not nesting.depth:
-                    sink(self._take(at + 1))
+                    sink(self._read_to(index + 1))
                     return
-            sink(self._take(len(text)))
-            if self._ended:
+            sink(self._read_to(len(text)))
+            if self._has_ended:
                 return
             yield
 
-    def _undecided(self, tags: Sequence[str]) -> int:
-        """The start of the longest end of the text that may begin a tag; the text's length if there is none."""
+    def _find_possible_tag(self, tags: Sequence[str]) -> int:
+        """Index from which the text may be the beginning of a tag; the text's length if it is no beginning."""
         text = self._text
-        undecided = len(text)
+        tag_start = len(text)
         for tag in tags:
-            at = text.find(tag[0], max(self._at, len(text) - len(tag) + 1))
-            while 0 <= at < undecided:
-                if tag.startswith(text[at:]):
-                    undecided = at
+            index = text.find(tag[0], max(self._position, len(text) - len(tag) + 1))
+            while 0 <= index < tag_start:
+                if tag.startswith(text[index:]):
+                    tag_start = index
                     break
-                at = text.find(tag[0], at + 1)
-        return undecided
+                index = text.find(tag[0], index + 1)
+        return tag_start
 
-    def _take(self, end: int) -> str:
-        out = self._text[self._at : end]
-        self._at = end
-        if self._record is not None:
-            self._record.append(out)
-        return out
+    def _read_to(self, end: int) -> str:
+        text = self._text[self._position : end]
+        self._position = end
+        if self._recording is not None:
+            self._recording.append(text)
+        return text
 
 
-def _decoded(literal: str) -> str | None:
+def _decode_string(literal: str) -> str | None:
     try:
         decoded: object = orjson.loads(literal)
     except orjson.JSONDecodeError:

@@ -1,6 +1,6 @@
 """Reads the fields that constrain the answer: OpenAI's `response_format`, and `structured_outputs`.
 
-This module checks schemas. The engine checks later whether a grammar compiles.
+The engine checks later whether schemas can be enforced and whether grammars compile.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import orjson
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.schema import check_schema
+from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_SCHEMA_NAME_LENGTH = 64
 MAX_REGEX_LENGTH = 16 << 10
@@ -109,12 +109,16 @@ def _read_json_schema(fields: FieldReader) -> JsonAnswer:
     schema = json_schema_fields.raw("schema", {"type": ["object", "boolean"]})
     if not isinstance(schema, dict | bool):
         raise json_schema_fields.wrong("schema", "a JSON schema")
-    path = json_schema_fields.path("schema")
-    return JsonAnswer(path, check_schema(schema, path))
+    return _json_answer(json_schema_fields.path("schema"), schema)
 
 
 def _object_answer(path: str) -> JsonAnswer:
-    return JsonAnswer(path, check_schema({"type": "object"}, path))
+    return JsonAnswer(path, {"type": "object"})
+
+
+def _json_answer(path: str, schema: JSON) -> JsonAnswer:
+    require_small_schema(schema, path)
+    return JsonAnswer(path, schema)
 
 
 def _read_structured_outputs(body: FieldReader) -> Answer | None:
@@ -144,8 +148,7 @@ def _read_json(fields: FieldReader) -> JsonAnswer | None:
         return None
     if not isinstance(schema, dict | bool):
         raise fields.wrong("json", "a JSON schema, or a string that contains one")
-    path = fields.path("json")
-    return JsonAnswer(path, check_schema(schema, path))
+    return _json_answer(fields.path("json"), schema)
 
 
 def _read_regex(fields: FieldReader) -> RegexAnswer | None:
@@ -213,24 +216,31 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
     if not isinstance(tag_format, dict):
         raise fields.wrong("format", "the format of a structural tag, an object with type")
     path = fields.path("format")
-    checked_format = _with_checked_schemas(tag_format, path, 0)
-    if len(orjson.dumps(checked_format)) > MAX_GRAMMAR_LENGTH:
+    marked_format = _with_schema_places(tag_format, path, 0)
+    if len(orjson.dumps(tag_format)) > MAX_GRAMMAR_LENGTH:
         message = f"{path} may have at most {MAX_GRAMMAR_LENGTH} bytes as JSON"
         raise ApiError(400, message, param=path, code="invalid_value")
-    return cast("dict[str, JSON]", checked_format)
+    return cast("dict[str, JSON]", marked_format)
 
 
-def _with_checked_schemas(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Replaces each JSON schema in the format of a structural tag by the result of `check_schema`."""
+def _with_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
+    """Adds the path of each JSON schema to the format of a structural tag, as `place`, see `convert_grammar`.
+
+    Raises ApiError if the format or a schema is too deep or too large.
+    """
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
     if isinstance(tag_part, list):
-        return [_with_checked_schemas(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(tag_part)]
+        return [_with_schema_places(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(tag_part)]
     if not isinstance(tag_part, dict):
         return tag_part
-    return {
-        name: check_schema(value, f"{path}.{name}")
-        if name == "json_schema" and isinstance(value, dict | bool)
-        else _with_checked_schemas(value, f"{path}.{name}", depth + 1)
+    has_schema = isinstance(tag_part.get("json_schema"), dict | bool)
+    result = {
+        name: value if name == "json_schema" and has_schema else _with_schema_places(value, f"{path}.{name}", depth + 1)
         for name, value in tag_part.items()
     }
+    if has_schema:
+        schema_path = f"{path}.json_schema"
+        require_small_schema(tag_part["json_schema"], schema_path)
+        result["place"] = schema_path
+    return result

@@ -1,18 +1,30 @@
-"""The check of JSON schemas in requests: a schema that can't be enforced is refused with a 400."""
+"""JSON schemas of requests: the check of their size, and the response to a schema that the engine refuses.
 
-from nanovllm_core.grammar.schemas.conversion import convert_schema
-from nanovllm_core.grammar.schemas.document import SchemaError
-from nanovllm_server.protocol.error import ApiError
+The engine converts and compiles schemas in a process with limits, because both may take any time.
+"""
+
+from nanovllm_core.errors import GrammarError, GrammarErrorCode
+from nanovllm_core.grammar.schemas.document import check_schema_size
+from nanovllm_server.protocol.error import ApiError, invalid_grammar
 from nanovllm_server.protocol.json import JSON
 
+RESPONSE_CODES: dict[GrammarErrorCode, str] = {
+    "invalid_schema": "invalid_value",
+    "unsupported_schema": "unsupported_schema",
+    "unsupported_parameters": "unsupported_parameter",
+}
 
-def check_schema(schema: JSON, path: str) -> JSON:
-    """The schema of the field at `path`, converted by `convert_schema` for xgrammar.
 
-    Raises ApiError, a 400 that names the keyword and its place, if the schema can't be enforced.
-    """
+def require_small_schema(schema: JSON, path: str) -> None:
+    """Raises ApiError (400) if the schema of the field at `path` is too large or nested too deeply."""
     try:
-        return convert_schema(schema, path)
-    except SchemaError as error:
-        code = "invalid_value" if error.wrong else "unsupported_schema"
-        raise ApiError(400, str(error), param=error.place, code=code) from error
+        check_schema_size(schema, path)
+    except GrammarError as error:
+        raise refused_grammar(path, error) from error
+
+
+def refused_grammar(path: str, error: GrammarError) -> ApiError:
+    """A 400 that names the keyword at fault in a JSON schema, else the field at `path`."""
+    if error.place is None:
+        return invalid_grammar(path, error.message)
+    return ApiError(400, error.message, param=error.place, code=RESPONSE_CODES[error.code])

@@ -4,68 +4,82 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+from nanovllm_core.grammar_types import ParameterTypes
 from nanovllm_server.protocol.error import bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, is_deeper
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.schema import check_schema
+from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_TOOLS = 1024
-# Levels of nesting in a tool's definition, which templates write as JSON.
-MAX_DEPTH = 100
-MAX_NAME = 256
-# Characters that no format of calls has to quote.
+# Maximum nesting of objects and arrays in a tool's definition, which templates write as JSON.
+MAX_DEFINITION_DEPTH = 100
+MAX_FUNCTION_NAME_LENGTH = 256
+# Characters that are written as they are in every format of calls.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
-CHOICES = ("auto", "none", "required")
+TOOL_CHOICES = ("auto", "none", "required")
 # auto: the model may call functions. required: it must call one. named: it must call the one that the request names.
-Mode = Literal["auto", "required", "named"]
+ToolMode = Literal["auto", "required", "named"]
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function that the model may call.
 
-    parameters: schema of the arguments; if `enforced`, converted by `check_schema` and restricted to objects.
-    enforced: the arguments must follow the schema.
+    parameters: schema of the arguments; None if the request has none.
+    is_enforced: the arguments must follow the schema.
     path: path of the field `parameters` in the request.
     """
 
     name: str
     parameters: JSON
-    enforced: bool
+    is_enforced: bool
     path: str
+
+    @property
+    def enforced_schema(self) -> JSON:
+        """The schema that a grammar enforces; None for any object. Without `parameters`, there are no properties."""
+        no_properties: JSON = {"type": "object", "properties": {}, "additionalProperties": False}
+        return None if not self.is_enforced else no_properties if self.parameters is None else self.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
     """The tools of a request.
 
-    definitions: all tools as the request defines them, for the prompt.
+    definitions: all tools of the request, unchanged, for the prompt.
     functions: functions that the model may call, by name.
-    restricted: `functions` are fewer than `definitions`.
-    parallel: one answer may have several calls.
+    is_restricted: the model may not call all functions of `definitions`.
+    allows_parallel_calls: an answer may have several calls.
     """
 
     definitions: tuple[dict[str, JSON], ...]
     functions: dict[str, Function]
-    mode: Mode
-    restricted: bool
-    parallel: bool
+    mode: ToolMode
+    is_restricted: bool
+    allows_parallel_calls: bool
+
+    def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
+        """Schemas that declare the types of the parameters, by name of the function.
+
+        parameter_types: types from the compiled grammar, by the path of `parameters`. They take precedence over the
+            types that the request declares, because the grammar determines what the model writes.
+        """
+        return {
+            name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()
+        }
 
     @property
-    def schemas(self) -> dict[str, JSON]:
-        """The schema of each function's parameters, by name."""
-        return {name: function.parameters for name, function in self.functions.items()}
-
-    @property
-    def constrains(self) -> bool:
+    def needs_grammar(self) -> bool:
         """Whether a grammar must restrict the model's calls."""
-        return self.mode != "auto" or self.restricted or any(each.enforced for each in self.functions.values())
+        is_enforced = any(function.is_enforced for function in self.functions.values())
+        return self.mode != "auto" or self.is_restricted or is_enforced
 
 
 @dataclass(frozen=True, slots=True)
 class _ToolChoice:
-    mode: Mode | Literal["none"]
-    # None for all functions.
+    """The field `tool_choice`. names: functions that the model may call; None for all functions."""
+
+    mode: ToolMode | Literal["none"]
     names: tuple[str, ...] | None = None
 
 
@@ -73,7 +87,7 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
     """The tools of a request; None if the model may not call any. Raises ApiError."""
     expected = f"left out or an array of 1 to {MAX_TOOLS} tools"
     items = body.array("tools", expected, MAX_TOOLS)
-    parallel = body.boolean("parallel_tool_calls")
+    allows_parallel_calls = body.boolean("parallel_tool_calls")
     if items is None:
         if body.raw("tool_choice") not in (None, "none"):
             raise body.wrong("tool_choice", 'left out or "none" when there are no tools')
@@ -84,33 +98,33 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
     functions: dict[str, Function] = {}
     for index, item in enumerate(items):
         tool = body.element("tools", index, item, "an object with type and function")
-        if is_deeper(item, MAX_DEPTH):
-            raise body.wrong("tools", f"nested at most {MAX_DEPTH} deep in each tool")
-        function = _function(tool)
+        if is_deeper(item, MAX_DEFINITION_DEPTH):
+            raise body.wrong("tools", f"nested at most {MAX_DEFINITION_DEPTH} deep in each tool")
+        function = _read_function(tool)
         if function.name in functions:
             raise bad_field(tool.path("function.name"), "different from those of the other tools", function.name)
         definitions.append(cast(dict[str, JSON], item))
         functions[function.name] = function
-    choice = _tool_choice(body, functions.keys())
+    choice = _read_tool_choice(body, functions.keys())
     # With "none", the model doesn't see the tools either.
     if choice.mode == "none":
         return None
     names = choice.names or tuple(functions)
-    # If the model must call, arguments follow the schemas even if `strict` is false.
+    # If the model must call a function, the arguments follow the schema even if `strict` is false.
     return Toolbox(
         definitions=tuple(definitions),
-        functions={name: _with_enforced_schema(functions[name], always=choice.mode != "auto") for name in names},
+        functions={name: _with_enforcement(functions[name], is_call_required=choice.mode != "auto") for name in names},
         mode=choice.mode,
-        restricted=len(names) < len(functions),
+        is_restricted=len(names) < len(functions),
         # With "named", the answer is one call.
-        parallel=parallel is not False and choice.mode != "named",
+        allows_parallel_calls=allows_parallel_calls is not False and choice.mode != "named",
     )
 
 
-def _tool_choice(body: FieldReader, names: Collection[str]) -> _ToolChoice:
+def _read_tool_choice(body: FieldReader, names: Collection[str]) -> _ToolChoice:
     choice = body.child("tool_choice") if isinstance(body.raw("tool_choice"), dict) else None
     if choice is None:
-        match body.one_of("tool_choice", CHOICES):
+        match body.one_of("tool_choice", TOOL_CHOICES):
             case None | "auto":
                 return _ToolChoice("auto")
             case "none":
@@ -119,13 +133,13 @@ def _tool_choice(body: FieldReader, names: Collection[str]) -> _ToolChoice:
                 return _ToolChoice("required")
     kind = choice.one_of("type", ("function", "allowed_tools"))
     if kind == "function":
-        return _ToolChoice("named", (_named(choice, names),))
+        return _ToolChoice("named", (_read_function_name(choice, names),))
     if kind is None:
         raise choice.wrong("type", '"function" or "allowed_tools"')
-    return _allowed(choice, names)
+    return _read_allowed_tools(choice, names)
 
 
-def _allowed(choice: FieldReader, names: Collection[str]) -> _ToolChoice:
+def _read_allowed_tools(choice: FieldReader, names: Collection[str]) -> _ToolChoice:
     allowed = choice.child("allowed_tools")
     if allowed is None:
         raise choice.wrong("allowed_tools", "an object with mode and tools")
@@ -136,15 +150,15 @@ def _allowed(choice: FieldReader, names: Collection[str]) -> _ToolChoice:
     items = allowed.array("tools", expected)
     if not items:
         raise allowed.wrong("tools", expected)
-    chosen: list[str] = []
+    chosen_names: list[str] = []
     for index, item in enumerate(items):
         tool = allowed.element("tools", index, item, "an object with type and function")
         tool.one_of("type", ("function",))
-        chosen.append(_named(tool, names))
-    return _ToolChoice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen)))
+        chosen_names.append(_read_function_name(tool, names))
+    return _ToolChoice("auto" if mode == "auto" else "required", tuple(dict.fromkeys(chosen_names)))
 
 
-def _named(tool: FieldReader, names: Collection[str]) -> str:
+def _read_function_name(tool: FieldReader, names: Collection[str]) -> str:
     function = tool.child("function")
     if function is None:
         raise tool.wrong("function", "an object with name")
@@ -154,15 +168,15 @@ def _named(tool: FieldReader, names: Collection[str]) -> str:
     return name
 
 
-def _function(tool: FieldReader) -> Function:
+def _read_function(tool: FieldReader) -> Function:
     if tool.raw("type", {"const": "function"}) != "function":
         raise tool.wrong("type", '"function"')
     function = tool.child("function")
     if function is None:
         raise tool.wrong("function", "an object with name, description and parameters")
-    name = function.text("name", MAX_NAME, {"pattern": "^[A-Za-z0-9_.:/-]+$"})
+    name = function.text("name", MAX_FUNCTION_NAME_LENGTH, {"pattern": "^[A-Za-z0-9_.:/-]+$"})
     if not name or not NAME_CHARACTERS.issuperset(name):
-        raise function.wrong("name", f"a string of 1 to {MAX_NAME} letters, digits and _-.:/")
+        raise function.wrong("name", f"a string of 1 to {MAX_FUNCTION_NAME_LENGTH} letters, digits and _-.:/")
     function.text("description")
     parameters = function.child("parameters")
     return Function(
@@ -173,31 +187,8 @@ def _function(tool: FieldReader) -> Function:
     )
 
 
-def _with_enforced_schema(function: Function, *, always: bool) -> Function:
-    if not (function.enforced or always):
+def _with_enforcement(function: Function, *, is_call_required: bool) -> Function:
+    if not (function.is_enforced or is_call_required):
         return function
-    return replace(function, parameters=_arguments(function), enforced=True)
-
-
-def _arguments(function: Function) -> JSON:
-    """The schema that the grammar enforces for a function's arguments. Raises ApiError if it allows no object."""
-    if function.parameters is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = _objects(check_schema(function.parameters, function.path))
-    if schema is None:
-        raise bad_field(function.path, "a schema that allows an object", function.parameters)
-    return schema
-
-
-def _objects(schema: JSON) -> JSON:
-    """The part of a schema (a result of `check_schema`) that allows objects; None if there is none."""
-    match schema:
-        case {"type": "object"}:
-            return schema
-        case {"anyOf": list(branches)}:
-            objects = [branch for branch in branches if _objects(branch) is not None]
-            return {**schema, "anyOf": objects} if objects else None
-        case {"type": _} | {"enum": _}:
-            return None
-        case _:
-            return {"type": "object", "additionalProperties": {}}
+    require_small_schema(function.parameters, function.path)
+    return replace(function, is_enforced=True)

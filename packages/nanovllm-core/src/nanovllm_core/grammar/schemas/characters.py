@@ -7,7 +7,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 MAX_CODE_POINT = 0x10FFFF
 # Whitespace in every regex engine, and in at least one.
 SPACES: Ranges = ((9, 13), (32, 32))
-SPACES_SOMEWHERE: Ranges = (
+SPACES_IN_ANY_ENGINE: Ranges = (
     (9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A),
     (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
 )  # fmt: skip
@@ -15,18 +15,18 @@ DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
 # Each class letter's characters in every regex engine, and in at least one.
-CLASSES: dict[str, tuple[Ranges, Ranges]] = {
+CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
     "d": (DIGITS, DIGITS + BEYOND_ASCII),
     "w": (WORD, WORD + BEYOND_ASCII),
-    "s": (SPACES, SPACES_SOMEWHERE),
+    "s": (SPACES, SPACES_IN_ANY_ENGINE),
 }
 # Line ends that `.` does not match in at least one regex engine; the first is the only one in every engine.
-NO_DOT: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
+LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
 # Characters that a JSON string holds without an escape.
-PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
+UNESCAPED: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
 
 
-def normalized(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
+def normalize_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
     """`ranges`, sorted, with ranges joined that overlap or touch."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
@@ -37,19 +37,19 @@ def normalized(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
     return tuple(joined)
 
 
-def invert(ranges: Ranges) -> Ranges:
+def invert_ranges(ranges: Ranges) -> Ranges:
     """The code points that are in none of `ranges`."""
     gaps: list[tuple[int, int]] = []
-    next_one = 0
-    for low, high in normalized(ranges):
-        if low > next_one:
-            gaps.append((next_one, low - 1))
-        next_one = high + 1
-    if next_one <= MAX_CODE_POINT:
-        gaps.append((next_one, MAX_CODE_POINT))
+    next_point = 0
+    for low, high in normalize_ranges(ranges):
+        if low > next_point:
+            gaps.append((next_point, low - 1))
+        next_point = high + 1
+    if next_point <= MAX_CODE_POINT:
+        gaps.append((next_point, MAX_CODE_POINT))
     return tuple(gaps)
 
 
-def common(one: Ranges, other: Ranges) -> Ranges:
-    """The code points that are in `one` and `other`."""
-    return invert(normalized(invert(one) + invert(other)))
+def intersect_ranges(first: Ranges, second: Ranges) -> Ranges:
+    """The code points that are in `first` and `second`."""
+    return invert_ranges(normalize_ranges(invert_ranges(first) + invert_ranges(second)))

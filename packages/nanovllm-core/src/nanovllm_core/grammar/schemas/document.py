@@ -3,39 +3,40 @@
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
 
+# Limits of one schema: approximate size as JSON, depth of nested values, and number of values.
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
 # Keywords whose value is a schema, an array of schemas, and an object of schemas.
-ONE = (
+SCHEMA_KEYWORDS = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
 )
-LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+SCHEMA_MAP_KEYWORDS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 
 
-class SchemaError(ValueError):
+class SchemaError(GrammarError):
     """A schema is invalid or can't be enforced.
 
     place: JSON pointer to the keyword.
     problem: the rest of the sentence that begins with keyword and place.
-    wrong: the schema is invalid; otherwise it is valid but can't be enforced.
+    is_invalid: the schema is invalid; otherwise it is valid but can't be enforced.
     """
 
-    def __init__(self, place: str, keyword: str, problem: str, *, wrong: bool = False):
-        super().__init__(f"{keyword} at {place} {problem}")
-        self.place = place
+    def __init__(self, place: str, keyword: str, problem: str, *, is_invalid: bool = False):
+        code = "invalid_schema" if is_invalid else "unsupported_schema"
+        super().__init__(f"{keyword} at {place} {problem}", place, code)
         self.keyword = keyword
         self.problem = problem
-        self.wrong = wrong
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class LocatedSchema:
     """A schema in a document. place: JSON pointer to it. base: URI to which its references are relative."""
 
     schema: JSON
@@ -50,52 +51,52 @@ class Document:
     """
 
     def __init__(self, schema: JSON, place: str):
-        _check_size(schema, place)
-        self.root = Spot(schema, place, "")
-        self._resources: dict[str, Spot] = {}
-        self._anchors: dict[tuple[str, str], Spot] = {}
-        self._dynamic: dict[str, list[Spot]] = {}
+        check_schema_size(schema, place)
+        self.root = LocatedSchema(schema, place, "")
+        self._resources: dict[str, LocatedSchema] = {}
+        self._anchors: dict[tuple[str, str], LocatedSchema] = {}
+        self._dynamic_anchors: dict[str, list[LocatedSchema]] = {}
         self._bases: dict[int, str] = {}
         self._index()
 
     def _index(self) -> None:
         self._resources[""] = self.root
-        waiting = [self.root]
-        while waiting:
-            spot = waiting.pop()
-            schema = spot.schema
+        pending = [self.root]
+        while pending:
+            located = pending.pop()
+            schema = located.schema
             if not isinstance(schema, dict):
                 continue
             name = schema.get("$id")
             if isinstance(name, str) and name and not name.startswith("#"):
-                base = urldefrag(urljoin(spot.base, name)).url
-                spot = Spot(schema, spot.place, base)
-                self._resources.setdefault(base, spot)
-                if spot.place == self.root.place:
-                    self.root = spot
+                base = urldefrag(urljoin(located.base, name)).url
+                located = LocatedSchema(schema, located.place, base)
+                self._resources.setdefault(base, located)
+                if located.place == self.root.place:
+                    self.root = located
             elif isinstance(name, str) and name.startswith("#"):
-                self._anchors.setdefault((spot.base, name[1:]), spot)
-            self._bases[id(schema)] = spot.base
+                self._anchors.setdefault((located.base, name[1:]), located)
+            self._bases[id(schema)] = located.base
             for keyword in ("$anchor", "$dynamicAnchor"):
                 anchor = schema.get(keyword)
                 if isinstance(anchor, str):
-                    self._anchors.setdefault((spot.base, anchor), spot)
+                    self._anchors.setdefault((located.base, anchor), located)
                     if keyword == "$dynamicAnchor":
-                        self._dynamic.setdefault(anchor, []).append(spot)
-            waiting.extend(reversed(children(spot)))
+                        self._dynamic_anchors.setdefault(anchor, []).append(located)
+            pending.extend(reversed(subschemas(located)))
 
-    def base(self, spot: Spot) -> str:
-        """The URI to which references in the schema at `spot` are relative."""
-        return self._bases.get(id(spot.schema), spot.base)
+    def base(self, located: LocatedSchema) -> str:
+        """The URI to which references in the schema at `located` are relative."""
+        return self._bases.get(id(located.schema), located.base)
 
-    def refer(self, spot: Spot, reference: JSON, keyword: str) -> Spot:
-        """The schema that `reference` in the schema at `spot` names. Raises SchemaError."""
-        place = f"{spot.place}/{keyword}"
+    def resolve_reference(self, located: LocatedSchema, reference: JSON, keyword: str) -> LocatedSchema:
+        """The schema that `reference` in the schema at `located` names. Raises SchemaError."""
+        place = f"{located.place}/{keyword}"
         if not isinstance(reference, str):
-            raise SchemaError(place, keyword, "must be a string", wrong=True)
-        address, fragment = urldefrag(urljoin(self.base(spot), reference))
+            raise SchemaError(place, keyword, "must be a string", is_invalid=True)
+        address, fragment = urldefrag(urljoin(self.base(located), reference))
         if reference.startswith("#"):
-            address, fragment = self.base(spot), reference[1:]
+            address, fragment = self.base(located), reference[1:]
         resource = self._resources.get(address)
         if resource is None:
             raise SchemaError(
@@ -104,22 +105,22 @@ class Document:
         if fragment and not fragment.startswith("/"):
             anchor = self._anchors.get((address, unquote(fragment)))
             if anchor is None:
-                raise SchemaError(place, keyword, f"leads to nothing: {reference[:200]!r}", wrong=True)
+                raise SchemaError(place, keyword, f"leads to nothing: {reference[:200]!r}", is_invalid=True)
             return anchor
-        return self._point(resource, unquote(fragment), place, keyword)
+        return self._resolve_pointer(resource, unquote(fragment), place, keyword)
 
-    def dynamic(self, spot: Spot, reference: JSON) -> Spot:
+    def resolve_dynamic_reference(self, located: LocatedSchema, reference: JSON) -> LocatedSchema:
         """The schema that a `$dynamicRef` names. Raises SchemaError if it depends on the context."""
-        target = self.refer(spot, reference, "$dynamicRef")
+        target = self.resolve_reference(located, reference, "$dynamicRef")
         schema = target.schema
         name = schema.get("$dynamicAnchor") if isinstance(schema, dict) else None
-        if isinstance(name, str) and len(self._dynamic.get(name, ())) > 1:
+        if isinstance(name, str) and len(self._dynamic_anchors.get(name, ())) > 1:
             problem = "depends on the schemas that lead to it, which can't be enforced; use $ref"
-            raise SchemaError(f"{spot.place}/$dynamicRef", "$dynamicRef", problem)
+            raise SchemaError(f"{located.place}/$dynamicRef", "$dynamicRef", problem)
         return target
 
-    def _point(self, resource: Spot, pointer: str, place: str, keyword: str) -> Spot:
-        value, at, base = resource.schema, resource.place, resource.base
+    def _resolve_pointer(self, resource: LocatedSchema, pointer: str, place: str, keyword: str) -> LocatedSchema:
+        value, target_place, base = resource.schema, resource.place, resource.base
         for part in pointer.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict) and name in value:
@@ -127,55 +128,58 @@ class Document:
             elif isinstance(value, list) and name.isascii() and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             else:
-                raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", wrong=True)
-            at, base = f"{at}/{part}", self._bases.get(id(value), base)
-        return Spot(value, at, base)
+                raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", is_invalid=True)
+            target_place, base = f"{target_place}/{part}", self._bases.get(id(value), base)
+        return LocatedSchema(value, target_place, base)
 
 
-def children(spot: Spot) -> list[Spot]:
-    """The schemas directly inside the schema at `spot`, in the values of `ONE`, `LISTS` and `MAPS`."""
-    schema, found = spot.schema, list[Spot]()
+def subschemas(located: LocatedSchema) -> list[LocatedSchema]:
+    """The schemas directly inside the schema at `located`."""
+    schema, found = located.schema, list[LocatedSchema]()
     if not isinstance(schema, dict):
         return found
     for keyword, value in schema.items():
-        place = f"{spot.place}/{escaped(keyword)}"
-        if keyword in ONE and isinstance(value, dict | bool):
-            found.append(Spot(value, place, spot.base))
-        if keyword in LISTS and isinstance(value, list):
-            found.extend(Spot(item, f"{place}/{index}", spot.base) for index, item in enumerate(value))
-        if keyword in MAPS and isinstance(value, dict):
-            found.extend(Spot(item, f"{place}/{escaped(name)}", spot.base) for name, item in value.items())
+        place = f"{located.place}/{escape_pointer_part(keyword)}"
+        if keyword in SCHEMA_KEYWORDS and isinstance(value, dict | bool):
+            found.append(LocatedSchema(value, place, located.base))
+        if keyword in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
+            found.extend(LocatedSchema(item, f"{place}/{index}", located.base) for index, item in enumerate(value))
+        if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            found.extend(
+                LocatedSchema(item, f"{place}/{escape_pointer_part(name)}", located.base)
+                for name, item in value.items()
+            )
     return found
 
 
-def escaped(name: str) -> str:
+def escape_pointer_part(name: str) -> str:
     """`name` as a part of a JSON pointer, cut to 100 characters."""
     return name[:100].replace("~", "~0").replace("/", "~1")
 
 
-def _check_size(schema: JSON, place: str) -> None:
+def check_schema_size(schema: JSON, place: str) -> None:
     """Refuses a schema that is too large or too deep. Iterates, because recursion would overflow on a deep one."""
     level: list[JSON] = [schema]
-    count = size = depth = 0
+    num_values = size_bytes = depth = 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise SchemaError(place, "schema", f"is nested deeper than {MAX_DEPTH} levels", wrong=True)
-        below: list[JSON] = []
+            raise SchemaError(place, "schema", f"is nested deeper than {MAX_DEPTH} levels", is_invalid=True)
+        next_level: list[JSON] = []
         for value in level:
-            count += 1
+            num_values += 1
             match value:
                 case dict():
-                    below.extend(value.values())
-                    size += sum(len(name) + 4 for name in value)
+                    next_level.extend(value.values())
+                    size_bytes += sum(len(name) + 4 for name in value)
                 case list():
-                    below.extend(value)
-                    size += len(value)
+                    next_level.extend(value)
+                    size_bytes += len(value)
                 case str():
-                    size += len(value) + 2
+                    size_bytes += len(value) + 2
                 case _:
-                    size += 5
-        if count + len(below) > MAX_VALUES or size > MAX_BYTES:
+                    size_bytes += 5
+        if num_values + len(next_level) > MAX_VALUES or size_bytes > MAX_BYTES:
             limits = f"{MAX_BYTES // 1024} KiB or {MAX_VALUES} values"
-            raise SchemaError(place, "schema", f"is larger than {limits}", wrong=True)
-        level = below
+            raise SchemaError(place, "schema", f"is larger than {limits}", is_invalid=True)
+        level = next_level

@@ -1,4 +1,4 @@
-"""Parses ECMA 262 patterns into trees, and rewrites the trees to match full_match strings.
+"""Parses ECMA 262 patterns into trees, and rewrites the trees to match whole strings.
 
 JSON Schema searches for a pattern in the string; xgrammar matches the whole string.
 """
@@ -8,21 +8,21 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.characters import (
-    CLASSES,
+    CLASS_ESCAPES,
+    LINE_ENDS,
     MAX_CODE_POINT,
-    NO_DOT,
-    PLAIN,
+    UNESCAPED,
     Ranges,
-    common,
-    invert,
-    normalized,
+    intersect_ranges,
+    invert_ranges,
+    normalize_ranges,
 )
 
-MAX_PATTERN = 4096
+MAX_PATTERN_LENGTH = 4096
 MAX_NESTING = 40
 # Limit of `_count_states`, in which repeated groups are written out.
 MAX_STATES = 20_000
-ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
 
 
@@ -31,21 +31,21 @@ class RegexError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Chars:
+class CharacterSet:
     """One character. ranges: its code points; sorted ranges that neither overlap nor touch."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Seq:
+class Concatenation:
     """The parts, one after another. Without parts: the empty string."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class Alt:
+class Alternation:
     """One of the options. Without options: matches nothing."""
 
     options: "tuple[Node, ...]"
@@ -68,19 +68,19 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Lookahead:
     """A lookahead: the following text begins with `part`, or, if negative, does not."""
 
     part: "Node"
-    negative: bool
+    is_negative: bool
 
 
-Node: TypeAlias = Chars | Seq | Alt | Repeat | Anchor | Look
+Node: TypeAlias = CharacterSet | Concatenation | Alternation | Repeat | Anchor | Lookahead
 
-EMPTY = Seq(())
-NOTHING = Alt(())
-ANY = Chars(((0, MAX_CODE_POINT),))
-ANYTHING = Repeat(ANY, 0, None)
+EMPTY_STRING = Concatenation(())
+NO_STRING = Alternation(())
+ANY_CHARACTER = CharacterSet(((0, MAX_CODE_POINT),))
+ANY_STRING = Repeat(ANY_CHARACTER, 0, None)
 
 
 @lru_cache(maxsize=1024)
@@ -90,8 +90,8 @@ def parse(pattern: str, *, any_engine: bool = False) -> Node:
     Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
     any_engine: the tree matches a character if at least one engine does; otherwise, if all engines do.
     """
-    if len(pattern) > MAX_PATTERN:
-        raise RegexError(f"it has {len(pattern)} character_class, at most {MAX_PATTERN} are supported")
+    if len(pattern) > MAX_PATTERN_LENGTH:
+        raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are supported")
     tree = _Parser(pattern, any_engine).parse()
     if _count_states(tree) > MAX_STATES:
         raise RegexError("its repetitions are too large")
@@ -104,21 +104,21 @@ class _Parser:
     def __init__(self, text: str, any_engine: bool):
         self.text = text
         self.any_engine = any_engine
-        self.at = 0
+        self.position = 0
         self.depth = 0
 
     def parse(self) -> Node:
         tree = self.alternatives()
-        if self.at < len(self.text):
+        if self.position < len(self.text):
             raise RegexError("it has a ) without (")
         return tree
 
     def peek(self, count: int = 1) -> str:
-        return self.text[self.at : self.at + count]
+        return self.text[self.position : self.position + count]
 
-    def take(self, word: str) -> bool:
-        if self.text.startswith(word, self.at):
-            self.at += len(word)
+    def skip(self, word: str) -> bool:
+        if self.text.startswith(word, self.position):
+            self.position += len(word)
             return True
         return False
 
@@ -127,47 +127,47 @@ class _Parser:
         if self.depth > MAX_NESTING:
             raise RegexError(f"its groups are nested deeper than {MAX_NESTING}")
         options = [self.sequence()]
-        while self.take("|"):
+        while self.skip("|"):
             options.append(self.sequence())
         self.depth -= 1
-        classes = [option for option in options if isinstance(option, Chars)]
+        classes = [option for option in options if isinstance(option, CharacterSet)]
         if len(classes) == len(options):
-            return Chars(normalized([each for option in classes for each in option.ranges]))
-        return options[0] if len(options) == 1 else Alt(tuple(options))
+            return CharacterSet(normalize_ranges([bounds for option in classes for bounds in option.ranges]))
+        return options[0] if len(options) == 1 else Alternation(tuple(options))
 
     def sequence(self) -> Node:
         parts: list[Node] = []
-        while self.at < len(self.text) and self.peek() not in "|)":
+        while self.position < len(self.text) and self.peek() not in "|)":
             atom = self.atom()
             bounds = self.quantifier()
             if bounds is not None:
-                if isinstance(atom, Anchor | Look):
+                if isinstance(atom, Anchor | Lookahead):
                     raise RegexError("it repeats an assertion")
                 atom = Repeat(atom, *bounds)
                 if self.quantifier() is not None or self.peek() == "+":
                     raise RegexError("it has two quantifiers in a row")
             parts.append(atom)
-        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
     def quantifier(self) -> tuple[int, int | None] | None:
         bounds: tuple[int, int | None] | None = None
         for word, meaning in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if bounds is None and self.take(word):
+            if bounds is None and self.skip(word):
                 bounds = meaning
         if bounds is None and self.peek() == "{":
             bounds = self.read_counts()
         if bounds is not None:
-            self.take("?")  # A lazy quantifier matches the same strings as a greedy one.
+            self.skip("?")  # A lazy quantifier matches the same strings as a greedy one.
         return bounds
 
     def read_counts(self) -> tuple[int, int | None] | None:
-        end = self.text.find("}", self.at)
-        low, comma, high = self.text[self.at + 1 : max(end, self.at + 1)].partition(",")
+        end = self.text.find("}", self.position)
+        low, comma, high = self.text[self.position + 1 : max(end, self.position + 1)].partition(",")
         if comma and not low and high.isdecimal():
             raise RegexError("{,n} means different things to different engines")
         if not all(digits.isascii() and digits.isdecimal() and len(digits) < 7 for digits in (low, high or "0")):
             return None  # A brace without counts is a literal character.
-        self.at = end + 1
+        self.position = end + 1
         bounds = int(low), (int(high) if high else None) if comma else int(low)
         if bounds[1] is not None and bounds[1] < bounds[0]:
             raise RegexError("it has a quantifier whose numbers are out of order")
@@ -175,83 +175,83 @@ class _Parser:
 
     def atom(self) -> Node:
         character = self.peek()
-        self.at += 1
+        self.position += 1
         match character:
             case "^" | "$":
                 return Anchor(character == "^")
             case ".":
-                return Chars(invert(NO_DOT[:1] if self.any_engine else NO_DOT))
+                return CharacterSet(invert_ranges(LINE_ENDS[:1] if self.any_engine else LINE_ENDS))
             case "(":
                 return self.group()
             case "[":
-                return Chars(self.character_class())
+                return CharacterSet(self.character_class())
             case "\\":
-                return Chars(self.escape(self.any_engine)[0])
+                return CharacterSet(self.escape(self.any_engine)[0])
             case "*" | "+" | "?":
                 raise RegexError(f"there is nothing to repeat before {character}")
             case _:
-                return Chars(((ord(character), ord(character)),))
+                return CharacterSet(((ord(character), ord(character)),))
 
     def group(self) -> Node:
-        look: bool | None = None
-        if self.take("?"):
-            if self.take("=") or self.take("!"):
-                look = self.text[self.at - 1] == "!"
+        is_negative_lookahead: bool | None = None
+        if self.skip("?"):
+            if self.skip("=") or self.skip("!"):
+                is_negative_lookahead = self.text[self.position - 1] == "!"
             elif self.peek(2) in ("<=", "<!"):
                 raise RegexError("lookbehind is not supported")
-            elif self.take("P<") or self.take("<"):
-                end = self.text.find(">", self.at)
-                if not self.text[self.at : end].isidentifier():
+            elif self.skip("P<") or self.skip("<"):
+                end = self.text.find(">", self.position)
+                if not self.text[self.position : end].isidentifier():
                     raise RegexError("it has a group without a proper name")
-                self.at = end + 1
-            elif not self.take(":"):
+                self.position = end + 1
+            elif not self.skip(":"):
                 raise RegexError("flags and the like after (? are not supported")
-        self.any_engine ^= look is True
+        self.any_engine ^= is_negative_lookahead is True
         inner = self.alternatives()
-        self.any_engine ^= look is True
-        if not self.take(")"):
+        self.any_engine ^= is_negative_lookahead is True
+        if not self.skip(")"):
             raise RegexError("it has a ( without )")
-        return inner if look is None else Look(inner, look)
+        return inner if is_negative_lookahead is None else Lookahead(inner, is_negative_lookahead)
 
     def character_class(self) -> Ranges:
-        negative = self.take("^")
-        chosen: list[tuple[int, int]] = []
+        is_negative = self.skip("^")
+        members: list[tuple[int, int]] = []
         if self.peek() == "]":
             raise RegexError("it has an empty character class")
-        while not self.take("]"):
-            low, is_set = self.class_member(negative ^ self.any_engine)
-            if not is_set and self.peek() == "-" and self.peek(2) not in ("-]", "-"):
-                self.at += 1
-                high, is_set = self.class_member(negative ^ self.any_engine)
-                if is_set:
+        while not self.skip("]"):
+            member, is_class = self.class_member(is_negative ^ self.any_engine)
+            if not is_class and self.peek() == "-" and self.peek(2) not in ("-]", "-"):
+                self.position += 1
+                last, is_class = self.class_member(is_negative ^ self.any_engine)
+                if is_class:
                     raise RegexError("it has a range that ends in a class")
-                if high[0][0] < low[0][0]:
+                if last[0][0] < member[0][0]:
                     raise RegexError("it has a range that is out of order")
-                low = ((low[0][0], high[0][0]),)
-            chosen.extend(low)
-        ranges = normalized(chosen)
-        return invert(ranges) if negative else ranges
+                member = ((member[0][0], last[0][0]),)
+            members.extend(member)
+        ranges = normalize_ranges(members)
+        return invert_ranges(ranges) if is_negative else ranges
 
     def class_member(self, any_engine: bool) -> tuple[Ranges, bool]:
         character = self.peek()
         if not character:
             raise RegexError("it has a [ without ]")
-        self.at += 1
+        self.position += 1
         if character != "\\":
             return ((ord(character), ord(character)),), False
-        if self.take("b"):
+        if self.skip("b"):
             return ((8, 8),), False
         return self.escape(any_engine)
 
     def escape(self, any_engine: bool) -> tuple[Ranges, bool]:
         """The characters that an escape stands for, and whether it is a class such as `\\d`."""
         letter = self.peek()
-        self.at += 1
-        if letter.lower() in CLASSES and letter:
-            strict, loose = CLASSES[letter.lower()]
+        self.position += 1
+        if letter.lower() in CLASS_ESCAPES and letter:
+            strict, loose = CLASS_ESCAPES[letter.lower()]
             if letter.islower():
-                return normalized(loose if any_engine else strict), True
-            return invert(strict if any_engine else loose), True
+                return normalize_ranges(loose if any_engine else strict), True
+            return invert_ranges(strict if any_engine else loose), True
         code_point = self.code_point(letter)
         return ((code_point, code_point),), False
 
@@ -259,37 +259,37 @@ class _Parser:
         match letter:
             case "x":
                 return self.hexadecimal(2)
-            case "u" if self.take("{"):
-                end = self.text.find("}", self.at)
-                return self.hexadecimal(end - self.at, closing=1)
+            case "u" if self.skip("{"):
+                end = self.text.find("}", self.position)
+                return self.hexadecimal(end - self.position, closing=1)
             case "u":
                 high = self.hexadecimal(4)
-                if 0xD800 <= high < 0xDC00 and self.take("\\u"):
+                if 0xD800 <= high < 0xDC00 and self.skip("\\u"):
                     return 0x10000 + ((high - 0xD800) << 10) + self.hexadecimal(4) - 0xDC00
                 return high
             case "c" if self.peek().isascii() and self.peek().isalpha():
-                self.at += 1
-                return ord(self.text[self.at - 1]) % 32
+                self.position += 1
+                return ord(self.text[self.position - 1]) % 32
             case "0" if not self.peek().isdecimal():
                 return 0
             case "":
                 raise RegexError("it ends in a backslash")
-            case _ if letter in ESCAPES:
-                return ESCAPES[letter]
+            case _ if letter in CONTROL_ESCAPES:
+                return CONTROL_ESCAPES[letter]
             case _ if letter.isalnum():
                 raise RegexError(f"\\{letter} is not supported")
             case _:
                 return ord(letter)
 
     def hexadecimal(self, count: int, closing: int = 0) -> int:
-        digits = self.text[self.at : self.at + max(count, 0)]
+        digits = self.text[self.position : self.position + max(count, 0)]
         if not 0 < count <= 6 or len(digits) < count or not HEX.issuperset(digits) or int(digits, 16) > MAX_CODE_POINT:
             raise RegexError("it has an escape with improper hexadecimal digits")
-        self.at += count + closing
+        self.position += count + closing
         return int(digits, 16)
 
 
-def full_match(tree: Node) -> Node:
+def match_whole(tree: Node) -> Node:
     """A tree without anchors that matches the whole of every string in which `tree` is found.
 
     Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
@@ -298,13 +298,13 @@ def full_match(tree: Node) -> Node:
 
 
 def _with_open_edges(node: Node, left: bool, right: bool) -> Node:
-    """Adds `ANYTHING` at the open edges of `node` that have no anchor.
+    """Adds `ANY_STRING` at the open edges of `node` that have no anchor.
 
     left, right: whether `node` is at the start, at the end of the whole pattern.
     """
-    if isinstance(node, Alt) and _has_anchor(node):
-        return Alt(tuple(_with_open_edges(option, left, right) for option in node.options))
-    parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
+    if isinstance(node, Alternation) and _has_anchor(node):
+        return Alternation(tuple(_with_open_edges(option, left, right) for option in node.options))
+    parts: list[Node] = list(node.parts) if isinstance(node, Concatenation) else [node]
     start, end = 0, len(parts)
     while start < end and parts[start] == Anchor(True) and left:
         start += 1
@@ -323,49 +323,49 @@ def _with_open_edges(node: Node, left: bool, right: bool) -> Node:
             raise RegexError("it repeats an assertion")
         inner[-1] = _with_open_edges(inner[-1], False, True)
         open_right = False
-    for part in inner:
-        if _has_anchor(part):
-            raise RegexError("it has an anchor in the middle")
-    anything: list[Node] = [ANYTHING]
-    return seq(anything * open_left + inner + anything * open_right)
+    if any(_has_anchor(part) for part in inner):
+        raise RegexError("it has an anchor in the middle")
+    any_string: list[Node] = [ANY_STRING]
+    return concatenate(any_string * open_left + inner + any_string * open_right)
 
 
 def _has_anchor(node: Node) -> bool:
     match node:
         case Anchor():
             return True
-        case Seq(parts) | Alt(parts):
+        case Concatenation(parts) | Alternation(parts):
             return any(_has_anchor(part) for part in parts)
-        case Repeat(part) | Look(part):
+        case Repeat(part) | Lookahead(part):
             return _has_anchor(part)
         case _:
             return False
 
 
-def seq(parts: list[Node]) -> Node:
+def concatenate(parts: list[Node]) -> Node:
     """A sequence of the parts, in which nested sequences are flattened."""
     flat: list[Node] = []
     for part in parts:
-        flat.extend(part.parts if isinstance(part, Seq) else (part,))
-    return flat[0] if len(flat) == 1 else Seq(tuple(flat))
+        flat.extend(part.parts if isinstance(part, Concatenation) else (part,))
+    return flat[0] if len(flat) == 1 else Concatenation(tuple(flat))
 
 
-def narrow(node: Node, alphabet: Ranges = PLAIN) -> Node:
+def restrict_alphabet(node: Node, alphabet: Ranges = UNESCAPED) -> Node:
     """Restricts `node` to the characters of `alphabet`, and removes options that then match nothing."""
     match node:
-        case Chars(ranges):
-            shared = common(ranges, alphabet)
-            return Chars(shared) if shared else NOTHING
-        case Seq(parts):
-            narrowed = [narrow(part, alphabet) for part in parts]
-            return NOTHING if NOTHING in narrowed else seq(narrowed)
-        case Alt(options):
-            kept = [option for option in (narrow(option, alphabet) for option in options) if option != NOTHING]
-            return kept[0] if len(kept) == 1 else Alt(tuple(dict.fromkeys(kept)))
+        case CharacterSet(ranges):
+            allowed = intersect_ranges(ranges, alphabet)
+            return CharacterSet(allowed) if allowed else NO_STRING
+        case Concatenation(parts):
+            restricted = [restrict_alphabet(part, alphabet) for part in parts]
+            return NO_STRING if NO_STRING in restricted else concatenate(restricted)
+        case Alternation(options):
+            restricted = [restrict_alphabet(option, alphabet) for option in options]
+            remaining = [option for option in restricted if option != NO_STRING]
+            return remaining[0] if len(remaining) == 1 else Alternation(tuple(dict.fromkeys(remaining)))
         case Repeat(part, low, high):
-            inner = narrow(part, alphabet)
-            if inner in (NOTHING, EMPTY) or high == 0:
-                return NOTHING if inner == NOTHING and low else EMPTY
+            inner = restrict_alphabet(part, alphabet)
+            if inner in (NO_STRING, EMPTY_STRING) or high == 0:
+                return NO_STRING if inner == NO_STRING and low else EMPTY_STRING
             return Repeat(inner, low, high)
         case _:
             raise RegexError("it has an assertion in the middle")
@@ -373,15 +373,15 @@ def narrow(node: Node, alphabet: Ranges = PLAIN) -> Node:
 
 def _count_states(node: Node) -> int:
     match node:
-        case Chars():
+        case CharacterSet():
             return 1
-        case Seq(parts) | Alt(parts):
+        case Concatenation(parts) | Alternation(parts):
             return 1 + sum(_count_states(part) for part in parts)
-        case Repeat(Chars()):
+        case Repeat(CharacterSet()):
             return 2  # xgrammar counts repetitions of a single character.
         case Repeat(part, low, high):
             return 1 + _count_states(part) * max(low, high or 1, 1)
-        case Look(part):
+        case Lookahead(part):
             return _count_states(part)
         case _:
             return 1

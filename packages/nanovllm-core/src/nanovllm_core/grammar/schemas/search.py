@@ -1,72 +1,76 @@
 """Searches strings for patterns given as trees, and bounds the lengths of their matches."""
 
+from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
-from nanovllm_core.grammar.schemas.regex import Alt, Anchor, Chars, Look, Node, Repeat, Seq
 
 
-def is_found(tree: Node, text: str) -> bool:
+def is_found(tree: regex.Node, text: str) -> bool:
     """Whether `tree` is found in `text`. Time: at most proportional to both sizes and to the repetition counts."""
-    return bool(_ends(tree, text, frozenset(range(len(text) + 1))))
+    return bool(_match_ends(tree, text, frozenset(range(len(text) + 1))))
 
 
-def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozenset[int]:
     """The positions at which matches that begin at one of `starts` may end."""
     match node:
-        case Chars(ranges):
-            return frozenset(at + 1 for at in starts if at < len(text) and _among(ord(text[at]), ranges))
-        case Seq(parts):
+        case regex.CharacterSet(ranges):
+            return frozenset(
+                position + 1 for position in starts if position < len(text) and _contains(ord(text[position]), ranges)
+            )
+        case regex.Concatenation(parts):
             for part in parts:
-                starts = _ends(part, text, starts)
+                starts = _match_ends(part, text, starts)
             return starts
-        case Alt(options):
-            return frozenset[int]().union(*(_ends(option, text, starts) for option in options))
-        case Anchor(start):
+        case regex.Alternation(options):
+            return frozenset[int]().union(*(_match_ends(option, text, starts) for option in options))
+        case regex.Anchor(start):
             return starts & {0 if start else len(text)}
-        case Look(part, negative):
-            return frozenset(at for at in starts if bool(_ends(part, text, frozenset({at}))) is not negative)
-        case Repeat(part, low, high):
+        case regex.Lookahead(part, negative):
+            return frozenset(
+                position for position in starts if bool(_match_ends(part, text, frozenset({position}))) is not negative
+            )
+        case regex.Repeat(part, low, high):
             ends = starts if low == 0 else frozenset[int]()
             count = 0
             while starts and (high is None or count < high):
-                before = starts
-                starts = _ends(part, text, starts)
+                previous_starts = starts
+                starts = _match_ends(part, text, starts)
                 count += 1
                 if count >= low:
                     if starts <= ends:
                         break
                     ends |= starts
-                elif starts == before:
+                elif starts == previous_starts:
                     count = low - 1  # Further repetitions change nothing: skip to the last required one.
             return ends
 
 
-def _among(point: int, ranges: Ranges) -> bool:
+def _contains(point: int, ranges: Ranges) -> bool:
     return any(low <= point <= high for low, high in ranges)
 
 
-def lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most code points that `node` matches; None for no upper limit."""
+def match_lengths(node: regex.Node) -> tuple[int, int | None]:
+    """The minimum and maximum number of code points that `node` matches. A maximum of None means no limit."""
     match node:
-        case Chars():
+        case regex.CharacterSet():
             return 1, 1
-        case Seq(parts):
-            bounds = [lengths(part) for part in parts]
-            return sum(low for low, _ in bounds), _total([high for _, high in bounds])
-        case Alt(options):
-            bounds = [lengths(option) for option in options]
-            highs = [high for _, high in bounds]
-            return min((low for low, _ in bounds), default=0), None if None in highs else max(h or 0 for h in highs)
-        case Repeat(part, low, high):
-            least, most = lengths(part)
-            return least * low, 0 if most == 0 else None if most is None or high is None else most * high
+        case regex.Concatenation(parts):
+            bounds = [match_lengths(part) for part in parts]
+            return sum(low for low, _ in bounds), _sum_or_none([high for _, high in bounds])
+        case regex.Alternation(options):
+            bounds = [match_lengths(option) for option in options]
+            highs = [high for _, high in bounds if high is not None]
+            min_length = min((low for low, _ in bounds), default=0)
+            return min_length, max(highs, default=0) if len(highs) == len(bounds) else None
+        case regex.Repeat(part, low, high):
+            min_length, max_length = match_lengths(part)
+            return (
+                min_length * low,
+                0 if max_length == 0 else None if max_length is None or high is None else max_length * high,
+            )
         case _:
             return 0, 0
 
 
-def _total(highs: list[int | None]) -> int | None:
-    total = 0
-    for high in highs:
-        if high is None:
-            return None
-        total += high
-    return total
+def _sum_or_none(highs: list[int | None]) -> int | None:
+    known = [high for high in highs if high is not None]
+    return sum(known) if len(known) == len(highs) else None

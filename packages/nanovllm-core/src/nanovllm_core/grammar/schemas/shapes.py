@@ -1,19 +1,18 @@
 """Shapes: descriptions of values of one JSON type. A schema allows the values of any of its shapes.
 
 Items and properties refer to their schemas by number, so that recursive schemas have finite shapes.
-Bounds and counts that are None are no limit.
+A bound or count of None means no limit.
 """
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal as Kind
 from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# A conjunction: sorted numbers, in a Library, of the schemas that all apply. () allows any value.
-Conj: TypeAlias = tuple[int, ...]
-# Number, in every library, of the schema that allows no value.
+# A conjunction: sorted numbers, in a `ShapeResolver`, of schemas that all apply. () allows any value.
+SchemaSet: TypeAlias = tuple[int, ...]
+# Number, in every `ShapeResolver`, of the schema that allows no value.
 NEVER = 0
 # Keywords and their places in the document.
 Places: TypeAlias = tuple[tuple[str, str], ...]
@@ -24,13 +23,13 @@ class Shape:
     """Values of one JSON type.
 
     places: keywords that the shape comes from, for error messages.
-    narrowed: the shape has fewer values than the schema allows, so that it can't be negated.
-    negated: the shape comes from a negation, so that its properties and items do not count as evaluated.
+    is_narrowed: the shape has fewer values than the schema allows, so that it can't be negated.
+    is_negated: the shape comes from a negation, so that its properties and items do not count as evaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
-    narrowed: bool = field(default=False, compare=False, kw_only=True)
-    negated: bool = field(default=False, compare=False, kw_only=True)
+    is_narrowed: bool = field(default=False, compare=False, kw_only=True)
+    is_negated: bool = field(default=False, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,16 @@ class Number(Shape):
     """Numbers from `low` to `high`.
 
     integer: only numbers without a fraction.
-    open_low, open_high: whether the range excludes the bound.
-    multiples: each number is a multiple of all of these.
+    excludes_low, excludes_high: whether the range excludes the bound.
+    multiples: each number is a multiple of all of `multiples`.
+    excluded: numbers that the shape does not include.
     """
 
     integer: bool = False
     low: Fraction | None = None
     high: Fraction | None = None
-    open_low: bool = False
-    open_high: bool = False
+    excludes_low: bool = False
+    excludes_high: bool = False
     multiples: frozenset[Fraction] = frozenset()
     excluded: frozenset[Fraction] = frozenset()
 
@@ -63,7 +63,7 @@ class Number(Shape):
 class Text(Shape):
     """Strings of `low` to `high` code points, without those in `excluded`.
 
-    patterns, absent_patterns: each of the former and none of the latter is found in the string.
+    patterns, absent_patterns: all of `patterns` and none of `absent_patterns` are found in the string.
     format: strings are written in this format; other strings are valid too. None for no format.
     """
 
@@ -79,7 +79,7 @@ class Text(Shape):
 class Contains:
     """`low` to `high` items are valid against `item`."""
 
-    item: Conj
+    item: SchemaSet
     low: int
     high: int | None
 
@@ -93,8 +93,8 @@ class Array(Shape):
     rest_is_declared: `rest` comes from a keyword, so that unevaluatedItems does not apply.
     """
 
-    prefix: tuple[Conj, ...] = ()
-    rest: Conj = ()
+    prefix: tuple[SchemaSet, ...] = ()
+    rest: SchemaSet = ()
     low: int = 0
     high: int | None = None
     unique: bool = False
@@ -108,14 +108,14 @@ class Object(Shape):
 
     properties: schemas by name.
     patterns: schemas by a pattern that is found in the name.
-    rest: schemas of all other properties; None if no keyword gives them.
+    rest: schemas of all other properties; None if no keyword is about them.
     """
 
-    properties: tuple[tuple[str, Conj], ...] = ()
+    properties: tuple[tuple[str, SchemaSet], ...] = ()
     required: tuple[str, ...] = ()
-    patterns: tuple[tuple[str, Conj], ...] = ()
-    rest: Conj | None = None
-    names: Conj = ()
+    patterns: tuple[tuple[str, SchemaSet], ...] = ()
+    rest: SchemaSet | None = None
+    names: SchemaSet = ()
     low: int = 0
     high: int | None = None
 
@@ -130,96 +130,100 @@ ANY_VALUE: tuple[Shape, ...] = (
     Constant(False, "false"),
     Constant(None, "null"),
 )
-TypeName: TypeAlias = Kind["object", "array", "string", "integer", "number", "boolean", "null"]
 
 
-def conjunction(one: Conj, other: Conj) -> Conj:
-    """All schemas of `one` and `other`."""
-    if NEVER in one or NEVER in other:
+def conjunction(first: SchemaSet, second: SchemaSet) -> SchemaSet:
+    """All schemas of `first` and `second`."""
+    if NEVER in first or NEVER in second:
         return (NEVER,)
-    return one if not other else tuple(sorted({*one, *other}))
+    return first if not second else tuple(sorted({*first, *second}))
 
 
-def stricter_high(one: int | None, other: int | None) -> int | None:
+def lower_maximum(first: int | None, second: int | None) -> int | None:
     """The stricter of two upper bounds."""
-    return other if one is None else one if other is None else min(one, other)
+    return second if first is None else first if second is None else min(first, second)
 
 
-def meet_numbers(one: Number, other: Number) -> Number | None:
-    """The numbers that are in `one` and `other`; None if there are none."""
-    lows = [(s.low, s.open_low) for s in (one, other) if s.low is not None]
-    highs = [(s.high, not s.open_high) for s in (one, other) if s.high is not None]
-    low, open_low = max(lows, default=(None, False))
+def intersect_numbers(first: Number, second: Number) -> Number | None:
+    """The numbers that are in `first` and `second`; None if there are none."""
+    lows = [(s.low, s.excludes_low) for s in (first, second) if s.low is not None]
+    highs = [(s.high, not s.excludes_high) for s in (first, second) if s.high is not None]
+    low, excludes_low = max(lows, default=(None, False))
     high, closed_high = min(highs, default=(None, True))
-    if low is not None and high is not None and (low > high or (low == high and (open_low or not closed_high))):
+    if low is not None and high is not None and (low > high or (low == high and (excludes_low or not closed_high))):
         return None
     return Number(
-        one.integer or other.integer,
+        first.integer or second.integer,
         low,
         high,
-        open_low,
+        excludes_low,
         not closed_high,
-        one.multiples | other.multiples,
-        one.excluded | other.excluded,
+        first.multiples | second.multiples,
+        first.excluded | second.excluded,
     )
 
 
-def holds(shape: Number, value: Fraction) -> bool:
+def includes_number(shape: Number, value: Fraction) -> bool:
     """Whether `value` is one of the shape's numbers."""
-    if shape.low is not None and (value < shape.low or (shape.open_low and value == shape.low)):
+    if shape.low is not None and (value < shape.low or (shape.excludes_low and value == shape.low)):
         return False
-    if shape.high is not None and (value > shape.high or (shape.open_high and value == shape.high)):
+    if shape.high is not None and (value > shape.high or (shape.excludes_high and value == shape.high)):
         return False
     if (shape.integer and value.denominator != 1) or value in shape.excluded:
         return False
     return all((value / step).denominator == 1 for step in shape.multiples)
 
 
-def meet_texts(one: Text, other: Text) -> Text | None:
-    """The strings that are in `one` and `other`; None if their lengths exclude each other."""
-    low, high = max(one.low, other.low), stricter_high(one.high, other.high)
+def intersect_strings(first: Text, second: Text) -> Text | None:
+    """The strings that are in `first` and `second`; None if their lengths exclude each other."""
+    low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
     if high is not None and low > high:
         return None
     return Text(
         low,
         high,
-        one.patterns | other.patterns,
-        one.absent_patterns | other.absent_patterns,
-        one.excluded | other.excluded,
-        one.format or other.format,
+        first.patterns | second.patterns,
+        first.absent_patterns | second.absent_patterns,
+        first.excluded | second.excluded,
+        first.format or second.format,
     )
 
 
-def meet_arrays(one: Array, other: Array) -> Array | None:
-    """The arrays that are in `one` and `other`; None if their lengths exclude each other."""
-    low, high = max(one.low, other.low), stricter_high(one.high, other.high)
+def intersect_arrays(first: Array, second: Array) -> Array | None:
+    """The arrays that are in `first` and `second`; None if their lengths exclude each other."""
+    low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
     if high is not None and low > high:
         return None
-    count = max(len(one.prefix), len(other.prefix))
+    count = max(len(first.prefix), len(second.prefix))
     return Array(
-        tuple(conjunction(item_at(one, index), item_at(other, index)) for index in range(count)),
-        conjunction(one.rest, other.rest),
+        tuple(conjunction(schemas_of_item(first, index), schemas_of_item(second, index)) for index in range(count)),
+        conjunction(first.rest, second.rest),
         low,
         high,
-        one.unique or other.unique,
-        one.contains | other.contains,
-        one.rest_is_declared or other.rest_is_declared,
+        first.unique or second.unique,
+        first.contains | second.contains,
+        first.rest_is_declared or second.rest_is_declared,
     )
 
 
-def item_at(shape: Array, index: int) -> Conj:
+def schemas_of_item(shape: Array, index: int) -> SchemaSet:
     """The schemas of the item at `index`."""
     return shape.prefix[index] if index < len(shape.prefix) else shape.rest
 
 
-def with_origins(shape: Shape, *origins: Shape) -> Shape:
+def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
     """`shape` with the places and marks of the shapes that it was made from."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),
-        narrowed=any(origin.narrowed for origin in origins),
-        negated=any(origin.negated for origin in origins),
+        is_narrowed=any(origin.is_narrowed for origin in origins),
+        is_negated=any(origin.is_negated for origin in origins),
     )
+
+
+def allows_count(shape: Text | Array | Object, count: int) -> bool:
+    """Whether `count` characters, items or properties are within the shape's limits."""
+    return shape.low <= count and (shape.high is None or count <= shape.high)
 
 
 def keyword_place(shape: Shape, keyword: str) -> str | None:

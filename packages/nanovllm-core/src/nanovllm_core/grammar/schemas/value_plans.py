@@ -10,39 +10,39 @@ from itertools import combinations, permutations
 from math import ceil, comb, floor, perm
 from typing import TypeAlias
 
-from nanovllm_core.grammar.schemas import keys
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
-from nanovllm_core.grammar.schemas.library import Library
+from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE,
     NEVER,
     Array,
-    Conj,
     Constant,
     Number,
     Object,
+    SchemaSet,
     Shape,
     Text,
     conjunction,
     keyword_place,
-    stricter_high,
+    lower_maximum,
 )
-from nanovllm_core.grammar.schemas.strings import as_text, format_pattern
+from nanovllm_core.grammar.schemas.string_patterns import format_pattern, string_pattern
+from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_properties
 
-# Most constants that replace a keyword such as multipleOf or uniqueItems.
-MAX_WRITTEN_OUT = 2_000
-# Most items of an enum whose arrangements are listed for uniqueItems.
-MAX_DISTINCT = 200
-# Largest minItems or maxItems that xgrammar gets.
+# Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
+MAX_ENUMERATED_VALUES = 2_000
+# Maximum number of values of an enum whose arrangements are listed for uniqueItems.
+MAX_UNIQUE_ENUM_VALUES = 200
+# Maximum minItems and maxItems that are passed to xgrammar.
 MAX_ITEMS = 100_000
-# Largest multipleOf without bounds.
-MAX_MULTIPLE = 1024
-# Largest magnitudes of integers and of other numbers' bounds in xgrammar.
-INT64 = 2**63 - 1
-EXACT = 2**53
+# Maximum multipleOf without bounds.
+MAX_UNBOUNDED_MULTIPLE = 1024
+# Maximum magnitudes in xgrammar: of integers, and of the bounds of other numbers.
+MAX_INT64 = 2**63 - 1
+MAX_EXACT_INTEGER = 2**53
 # xgrammar writes a bounded number with up to 6 fraction digits.
-GRID = 10**6
+DECIMAL_SCALE = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Numbers:
     """Numbers between bounds; fields as in `shapes.Number`. multiple: all numbers are multiples of it; None for any."""
 
     integer: bool
-    low: Fraction | None
-    high: Fraction | None
-    open_low: bool
-    open_high: bool
-    multiple: int | None
+    low: Fraction | None = None
+    high: Fraction | None = None
+    excludes_low: bool = False
+    excludes_high: bool = False
+    multiple: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class Texts:
 class Items:
     """Arrays of `low` to `high` items: the first ones follow `prefix`, the others `rest`. high: None for no limit."""
 
-    prefix: tuple[Conj, ...]
-    rest: Conj
+    prefix: tuple[SchemaSet, ...]
+    rest: SchemaSet
     low: int
     high: int | None
 
@@ -86,11 +86,11 @@ class Properties:
     """Objects of `low` to `high` properties (None for no limit).
 
     named: properties in the order in which they are written: name, schemas of the value, whether it is required.
-    others: further properties: pattern of the name (None for any name), schemas of the value.
+    undeclared: further properties: pattern of the name (None for any name), schemas of the value.
     """
 
-    named: tuple[tuple[str, Conj, bool], ...]
-    others: tuple[tuple[str | None, Conj], ...]
+    named: tuple[tuple[str, SchemaSet, bool], ...]
+    undeclared: tuple[tuple[str | None, SchemaSet], ...]
     low: int
     high: int | None
 
@@ -98,49 +98,49 @@ class Properties:
 Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
-def plans(library: Library, conj: Conj) -> tuple[Plan, ...] | None:
-    """The plans of the values that are valid against `conj`; None if any value is. Raises SchemaError."""
-    shapes = library.shapes(conj)
+def plan_values(resolver: ShapeResolver, schema_set: SchemaSet) -> tuple[Plan, ...] | None:
+    """The plans of the values that are valid against `schema_set`; None if any value is. Raises SchemaError."""
+    shapes = resolver.shapes(schema_set)
     if set(shapes) == set(ANY_VALUE):
         return None
-    shapes = _implied_types(shapes)
-    constants = [shape for shape in shapes if isinstance(shape, Constant)]
+    shapes = _infer_types(shapes)
     planned: list[Plan] = []
-    place = library.place(conj)
+    place = resolver.place(schema_set)
     for shape in shapes:
         match shape:
             case Number():
-                planned.extend(_numbers(shape, place))
+                planned.extend(_plan_numbers(shape, place))
             case Text():
-                planned.extend(_texts(shape, place))
+                planned.extend(_plan_strings(shape, place))
             case Array():
-                planned.extend(_arrays(library, shape, place))
+                planned.extend(_plan_arrays(resolver, shape, place))
             case Object():
-                planned.extend(_objects(library, shape, place))
+                planned.extend(_plan_objects(resolver, shape, place))
             case _:
                 pass
-    if constants:
-        for shape in constants:
-            _check_constant(shape, place)
-        planned.append(Constants(tuple(shape.value for shape in constants)))
-    return tuple(planned)
+    constants = [shape for shape in shapes if isinstance(shape, Constant)]
+    for shape in constants:
+        _check_constant(shape, place)
+    return (*planned, Constants(tuple(shape.value for shape in constants))) if constants else tuple(planned)
 
 
-def _implied_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """Without `type`, keeps only the types that keywords restrict: a schema with `properties` then means an object."""
-    free = set(ANY_VALUE)
+    unrestricted = set(ANY_VALUE)
     if not all(
         any(type(kind) is type(s) and (kind == s or not isinstance(kind, Constant)) for s in shapes)
         for kind in ANY_VALUE
     ):
         return shapes
     restricted = tuple(
-        shape for shape in shapes if shape not in free and not shape.negated and not isinstance(shape, Constant)
+        shape
+        for shape in shapes
+        if shape not in unrestricted and not shape.is_negated and not isinstance(shape, Constant)
     )
     return restricted or shapes
 
 
-def _refused(shape: Shape, keyword: str, place: str, problem: str) -> SchemaError:
+def _unsupported(shape: Shape, keyword: str, place: str, problem: str) -> SchemaError:
     return SchemaError(keyword_place(shape, keyword) or place, keyword, problem)
 
 
@@ -149,120 +149,111 @@ def _refused(shape: Shape, keyword: str, place: str, problem: str) -> SchemaErro
 
 def _check_constant(shape: Constant, place: str) -> None:
     """Refuses integers beyond 64 bits: xgrammar would change them to floats."""
-    waiting = [shape.value]
-    while waiting:
-        value = waiting.pop()
+    pending = [shape.value]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict | list):
-            waiting.extend(value.values() if isinstance(value, dict) else value)
-        elif type(value) is int and abs(value) > INT64:
+            pending.extend(value.values() if isinstance(value, dict) else value)
+        elif type(value) is int and abs(value) > MAX_INT64:
             keyword = "const" if keyword_place(shape, "const") else "enum"
-            raise _refused(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
+            raise _unsupported(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
 
 
-def _numbers(shape: Number, place: str) -> list[Plan]:
+def _plan_numbers(shape: Number, place: str) -> list[Plan]:
     if shape.excluded:
-        return _around(shape, place)
-    step = _step(shape, place)
+        return _plan_between_excluded(shape, place)
+    step = _common_multiple(shape, place)
     if shape.integer or (step is not None and step.denominator == 1):
-        return _integers(shape, step, place)
+        return _plan_integers(shape, step, place)
     if step is not None:
-        raise _refused(shape, "multipleOf", place, "can't be enforced for numbers with a fraction; use integers")
+        raise _unsupported(shape, "multipleOf", place, "can't be enforced for numbers with a fraction; use integers")
     low, high = shape.low, shape.high
-    open_low, open_high = shape.open_low, shape.open_high
-    if low is not None and low < -EXACT:
-        low, open_low = Fraction(-EXACT), False
-    if high is not None and high > EXACT:
-        high, open_high = Fraction(EXACT), False
-    keyword = next((k for k, _ in shape.places if k in BOUNDS), "minimum")
-    if (low is not None and low > EXACT) or (high is not None and high < -EXACT):
-        raise _refused(shape, keyword, place, "is beyond what can be enforced: 2**53")
-    if low is not None and high is not None and not _on_grid(low, high, open_low, open_high):
-        raise _refused(shape, keyword, place, "leaves no number of at most 6 fraction digits")
-    return [Numbers(False, low, high, open_low, open_high, None)]
+    excludes_low, excludes_high = shape.excludes_low, shape.excludes_high
+    if low is not None and low < -MAX_EXACT_INTEGER:
+        low, excludes_low = Fraction(-MAX_EXACT_INTEGER), False
+    if high is not None and high > MAX_EXACT_INTEGER:
+        high, excludes_high = Fraction(MAX_EXACT_INTEGER), False
+    if (low is not None and low > MAX_EXACT_INTEGER) or (high is not None and high < -MAX_EXACT_INTEGER):
+        raise _unsupported(shape, _bound_keyword(shape), place, "is beyond what can be enforced: 2**53")
+    if low is not None and high is not None and not _has_writable_number(low, high, excludes_low, excludes_high):
+        raise _unsupported(shape, _bound_keyword(shape), place, "leaves no number of at most 6 fraction digits")
+    return [Numbers(False, low, high, excludes_low, excludes_high)]
 
 
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+def _bound_keyword(shape: Number) -> str:
+    """The keyword that an error about the bounds names."""
+    keywords = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    return next((keyword for keyword, _ in shape.places if keyword in keywords), "minimum")
 
 
-def _on_grid(low: Fraction, high: Fraction, open_low: bool, open_high: bool) -> bool:
-    first, last = ceil(low * GRID), floor(high * GRID)
-    first += open_low and Fraction(first, GRID) == low
-    last -= open_high and Fraction(last, GRID) == high
+def _has_writable_number(low: Fraction, high: Fraction, excludes_low: bool, excludes_high: bool) -> bool:
+    first, last = ceil(low * DECIMAL_SCALE), floor(high * DECIMAL_SCALE)
+    first += excludes_low and Fraction(first, DECIMAL_SCALE) == low
+    last -= excludes_high and Fraction(last, DECIMAL_SCALE) == high
     return first <= last
 
 
-def _around(shape: Number, place: str) -> list[Plan]:
+def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
     """The ranges between the excluded numbers."""
     unrestricted = replace(shape, excluded=frozenset())
     planned: list[Plan] = []
-    low, open_low = shape.low, shape.open_low
+    low, excludes_low = shape.low, shape.excludes_low
     for value in sorted(shape.excluded):
         if (shape.low is not None and value < shape.low) or (shape.high is not None and value > shape.high):
             continue
         if low is None or low < value:
-            gap = replace(unrestricted, low=low, open_low=open_low, high=value, open_high=True)
-            planned.extend(_numbers(gap, place))
-        low, open_low = value, True
+            gap = replace(unrestricted, low=low, excludes_low=excludes_low, high=value, excludes_high=True)
+            planned.extend(_plan_numbers(gap, place))
+        low, excludes_low = value, True
     if shape.high is None or low is None or low < shape.high:
-        planned.extend(_numbers(replace(unrestricted, low=low, open_low=open_low), place))
+        planned.extend(_plan_numbers(replace(unrestricted, low=low, excludes_low=excludes_low), place))
     return planned
 
 
-def _step(shape: Number, place: str) -> Fraction | None:
+def _common_multiple(shape: Number, place: str) -> Fraction | None:
     """The number of which all `multiples` require a multiple; None without `multiples`."""
     step: Fraction | None = None
-    for other in shape.multiples:
+    for divisor in shape.multiples:
         # The least common multiple of fractions in lowest terms.
-        if step is None:
-            step = other
-        else:
-            top = step.numerator * other.denominator
-            bottom = other.numerator * step.denominator
-            ratio = Fraction(top, bottom)
-            step *= ratio.denominator
+        step = divisor if step is None else step * (step / divisor).denominator
     if step is not None and shape.integer and step.denominator != 1:
         # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
         # A large d means that a float such as 0.1 is not the fraction that its author meant.
-        if step.denominator > MAX_MULTIPLE:
-            raise _refused(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
+        if step.denominator > MAX_UNBOUNDED_MULTIPLE:
+            raise _unsupported(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
         step = Fraction(step.numerator)
     return step
 
 
-def _integers(shape: Number, step: Fraction | None, place: str) -> list[Plan]:
-    low = None if shape.low is None else ceil(shape.low) + (shape.open_low and shape.low.denominator == 1)
-    high = None if shape.high is None else floor(shape.high) - (shape.open_high and shape.high.denominator == 1)
-    if (low is not None and low > INT64) or (high is not None and high < -INT64):
-        raise _refused(shape, next((k for k, _ in shape.places if k in BOUNDS), "minimum"), place, "is beyond 64 bits")
+def _plan_integers(shape: Number, step: Fraction | None, place: str) -> list[Plan]:
+    low = None if shape.low is None else ceil(shape.low) + (shape.excludes_low and shape.low.denominator == 1)
+    high = None if shape.high is None else floor(shape.high) - (shape.excludes_high and shape.high.denominator == 1)
+    if (low is not None and low > MAX_INT64) or (high is not None and high < -MAX_INT64):
+        raise _unsupported(shape, _bound_keyword(shape), place, "is beyond 64 bits")
     if low is not None and high is not None and low > high:
         return []
     if step is not None and step != 1:
-        return _multiples(shape, int(step), low, high, place)
-    return [
-        Numbers(
-            True,
-            None if low is None else Fraction(max(low, -INT64)),
-            None if high is None else Fraction(min(high, INT64)),
-            False,
-            False,
-            None,
-        )
-    ]
+        return _plan_multiples(shape, int(step), low, high, place)
+    low_bound = None if low is None else Fraction(max(low, -MAX_INT64))
+    return [Numbers(True, low_bound, None if high is None else Fraction(min(high, MAX_INT64)))]
 
 
-def _multiples(shape: Number, step: int, low: int | None, high: int | None, place: str) -> list[Plan]:
+def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None, place: str) -> list[Plan]:
     if low is None and high is None:
-        if step > MAX_MULTIPLE:
-            raise _refused(shape, "multipleOf", place, f"above {MAX_MULTIPLE} can be enforced between bounds only")
+        if step > MAX_UNBOUNDED_MULTIPLE:
+            problem = f"above {MAX_UNBOUNDED_MULTIPLE} can be enforced between bounds only"
+            raise _unsupported(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
-            return [Numbers(True, None, None, False, False, step)]
+            return [Numbers(True, multiple=step)]
         # Appended zeros never make such a number a multiple, so the grammar could not let it end.
-        low, high = -(MAX_WRITTEN_OUT // 2 - 1) * step, MAX_WRITTEN_OUT // 2 * step
+        low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
-        raise _refused(shape, "multipleOf", place, "can be enforced with both bounds or with none; give the other one")
+        problem = "can be enforced with both bounds or without bounds; give the other bound"
+        raise _unsupported(shape, "multipleOf", place, problem)
     first, last = -(-low // step), high // step
-    if last - first >= MAX_WRITTEN_OUT:
-        raise _refused(shape, "multipleOf", place, f"between bounds leaves more than {MAX_WRITTEN_OUT} values")
+    if last - first >= MAX_ENUMERATED_VALUES:
+        problem = f"between bounds leaves more than {MAX_ENUMERATED_VALUES} values"
+        raise _unsupported(shape, "multipleOf", place, problem)
     return [Constants(tuple(index * step for index in range(first, last + 1)))] if first <= last else []
 
 
@@ -274,47 +265,48 @@ def _ends_with_zeros(step: int) -> bool:
 # Strings.
 
 
-def _texts(shape: Text, place: str) -> list[Plan]:
+def _plan_strings(shape: Text, place: str) -> list[Plan]:
     if not (shape.low or shape.high is not None or shape.patterns or shape.absent_patterns or shape.excluded):
         pattern = None if shape.format is None else format_pattern(shape.format)
         return [Texts(pattern)]
-    pattern = as_text(shape, place)
+    pattern = string_pattern(shape, place)
     return [] if pattern is None else [Texts(pattern)]
 
 
 # Arrays.
 
 
-def _arrays(library: Library, shape: Array, place: str) -> list[Plan]:
+def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan]:
     high = shape.high
     if shape.rest == (NEVER,):
-        high = stricter_high(high, len(shape.prefix))
+        high = lower_maximum(high, len(shape.prefix))
     if (NEVER,) in shape.prefix:
-        high = stricter_high(high, shape.prefix.index((NEVER,)))
-    prefix, wanted = _with_contained(shape, high, place)
-    low = max(shape.low, wanted)
+        high = lower_maximum(high, shape.prefix.index((NEVER,)))
+    prefix, num_contained = _add_contained_items(shape, high, place)
+    low = max(shape.low, num_contained)
     if high is not None and low > high:
         return []
     if low > MAX_ITEMS:
-        raise _refused(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
+        raise _unsupported(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
     if high is not None:
         high = min(high, MAX_ITEMS)
         prefix = prefix[:high]
     if shape.unique and (high is None or high > 1):
-        return [_distinct(library, shape, prefix, low, high, place)]
+        return [_plan_unique_items(resolver, shape, prefix, low, high, place)]
     rest = (NEVER,) if high is not None and high <= len(prefix) else shape.rest
     return [Items(tuple(prefix), rest, low, high)]
 
 
-def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Conj], int]:
+def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[list[SchemaSet], int]:
     """The schemas of the first items, including those that `contains` requires, and the number that it requires."""
     prefix = list(shape.prefix)
     position = 0
     for contains in sorted(shape.contains, key=lambda contains: contains.item):
         if contains.high is not None and (high is None or high > contains.high):
-            raise _refused(shape, "contains", place, "can't be enforced with maxContains below maxItems")
-        if contains.low > MAX_WRITTEN_OUT:
-            raise _refused(shape, "contains", place, f"can't be enforced with minContains above {MAX_WRITTEN_OUT}")
+            raise _unsupported(shape, "contains", place, "can't be enforced with maxContains below maxItems")
+        if contains.low > MAX_ENUMERATED_VALUES:
+            problem = f"can't be enforced with minContains above {MAX_ENUMERATED_VALUES}"
+            raise _unsupported(shape, "contains", place, problem)
         prefix += [shape.rest] * (position + contains.low - len(prefix))
         for index in range(position, position + contains.low):
             prefix[index] = conjunction(prefix[index], contains.item)
@@ -322,48 +314,50 @@ def _with_contained(shape: Array, high: int | None, place: str) -> tuple[list[Co
     return prefix, position
 
 
-def _distinct(library: Library, shape: Array, prefix: list[Conj], low: int, high: int | None, place: str) -> Plan:
+def _plan_unique_items(
+    resolver: ShapeResolver, shape: Array, prefix: list[SchemaSet], low: int, high: int | None, place: str
+) -> Plan:
     """Lists all arrays of distinct items; if there are too many, only those in the order of the enum."""
-    items = library.shapes(shape.rest)
+    items = resolver.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
-    most = min(len(values) if high is None else high, len(values))
-    if not prefix and len(values) == len(items) and len(values) <= MAX_DISTINCT:
-        for ways, count in ((permutations, perm), (combinations, comb)):
-            if sum(count(len(values), length) for length in range(low, most + 1)) <= MAX_WRITTEN_OUT:
-                arrays = (list(array) for length in range(low, most + 1) for array in ways(values, length))
-                return Constants(tuple(arrays))
-    problem = f"can be enforced only if items are an enum that allows at most {MAX_WRITTEN_OUT} arrays"
-    raise _refused(shape, "uniqueItems", place, f"{problem}; leave it out")
+    max_length = min(len(values) if high is None else high, len(values))
+    if not prefix and len(values) == len(items) and len(values) <= MAX_UNIQUE_ENUM_VALUES:
+        for arrange, count in ((permutations, perm), (combinations, comb)):
+            lengths = range(low, max_length + 1)
+            if sum(count(len(values), length) for length in lengths) <= MAX_ENUMERATED_VALUES:
+                return Constants(tuple(list(array) for length in lengths for array in arrange(values, length)))
+    problem = f"can be enforced only if items are an enum that allows at most {MAX_ENUMERATED_VALUES} arrays"
+    raise _unsupported(shape, "uniqueItems", place, f"{problem}; leave it out")
 
 
 # Objects.
 
 
-def _objects(library: Library, shape: Object, place: str) -> list[Plan]:
+def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Plan]:
     known = dict(shape.properties)
-    missing = tuple((name, library.property(shape, name)) for name in shape.required if name not in known)
+    missing = tuple((name, resolver.schemas_of_property(shape, name)) for name in shape.required if name not in known)
     shape = replace(shape, properties=shape.properties + missing)
-    named = [(name, library.property(shape, name), name in shape.required) for name, _ in shape.properties]
-    named = [(name, conj, needed) for name, conj, needed in named if conj != (NEVER,) or needed]
-    if any(conj == (NEVER,) for _, conj, _ in named):
+    named = [(name, resolver.schemas_of_property(shape, name), name in shape.required) for name, _ in shape.properties]
+    if any(schema_set == (NEVER,) and is_required for _, schema_set, is_required in named):
         return []
+    named = [prop for prop in named if prop[1] != (NEVER,)]
     rest = shape.rest
     if rest is None:
         # No keyword is about other properties: there are none if some are declared and they suffice for `low`.
         rest = (NEVER,) if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
-    others: list[tuple[str | None, Conj]] = []
+    undeclared: list[tuple[str | None, SchemaSet]] = []
     if shape.high is None or shape.high > 0:
-        more, others = keys.others(library, shape, rest, place)
-        named += more
+        with_known_names, undeclared = plan_undeclared_properties(resolver, shape, rest, place)
+        named += with_known_names
     if shape.high is not None and (shape.high < len(shape.required) or (shape.high == 0 and shape.low)):
         return []
-    low = shape.low if shape.low > sum(needed for *_, needed in named) else 0
-    if low > 1 and others:
+    low = shape.low if shape.low > sum(is_required for *_, is_required in named) else 0
+    if low > 1 and undeclared:
         problem = "above 1 can't be enforced with undeclared properties, because a name may occur twice"
-        raise _refused(shape, "minProperties", place, problem)
+        raise _unsupported(shape, "minProperties", place, problem)
     high = shape.high
-    if high is not None and not others and high >= len(named):
+    if high is not None and not undeclared and high >= len(named):
         high = None
     if high == 0:
-        named, others, high = [], [], None
-    return [Properties(tuple(named), tuple(others), low, high)]
+        named, undeclared, high = [], [], None
+    return [Properties(tuple(named), tuple(undeclared), low, high)]

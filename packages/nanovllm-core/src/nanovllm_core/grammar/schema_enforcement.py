@@ -1,0 +1,105 @@
+"""Converts the JSON schemas of a grammar to schemas that xgrammar enforces completely."""
+
+import msgspec
+import orjson
+
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.grammar.schemas.conversion import convert_schema
+from nanovllm_core.grammar.schemas.document import escape_pointer_part
+from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.xml_parameters import XmlParameters, any_elements, schema_elements
+from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
+
+# Maximum size of a grammar's source after the conversion.
+MAX_CONVERTED_BYTES = 1 << 20
+
+
+class EnforceableGrammar(msgspec.Struct, frozen=True):
+    """A grammar whose JSON schemas are converted. parameter_types: see `ParameterTypes`."""
+
+    spec: GrammarSpec
+    parameter_types: ParameterTypes
+
+
+def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
+    """Converts the JSON schemas of a grammar.
+
+    A structural tag may have two additions to xgrammar's formats:
+    - The field "place" next to "json_schema" names the schema's root in errors, and "objects_only": true restricts
+      the schema to objects.
+    - The format "xml_parameters" is replaced, see `XmlParameters`.
+
+    Raises GrammarError. Time and memory are not bounded: call this where `vetting` limits both.
+    """
+    if spec.kind not in ("json_schema", "structural_tag"):
+        return EnforceableGrammar(spec, {})
+    try:
+        source: JSON = orjson.loads(spec.source)
+    except orjson.JSONDecodeError as error:
+        name = "JSON schema" if spec.kind == "json_schema" else "structural tag"
+        raise GrammarError(f"this {name} can't be compiled: {error}") from error
+    parameter_types: ParameterTypes = {}
+    if spec.kind == "json_schema":
+        converted: JSON = convert_schema(source, spec.place)
+    else:
+        converted = _converted_tag(source, spec.place, parameter_types)
+    text = orjson.dumps(converted)
+    if len(text) > MAX_CONVERTED_BYTES:
+        raise GrammarError(
+            f"with its schemas written out, this grammar has {len(text)} bytes, but may have at most "
+            f"{MAX_CONVERTED_BYTES}: make it shorter"
+        )
+    return EnforceableGrammar(GrammarSpec(spec.kind, text.decode()), parameter_types)
+
+
+def _converted_tag(value: JSON, place: str, parameter_types: ParameterTypes) -> JSON:
+    """`value`, a part of a structural tag, with converted schemas. Adds entries to `parameter_types`."""
+    if isinstance(value, list):
+        return [_converted_tag(item, f"{place}/{index}", parameter_types) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "xml_parameters":
+        return _converted_parameters(value, place, parameter_types)
+    converted = {
+        name: _converted_tag(item, f"{place}/{escape_pointer_part(name)}", parameter_types)
+        if name != "json_schema"
+        else item
+        for name, item in value.items()
+    }
+    schema = value.get("json_schema")
+    if isinstance(schema, dict | bool):
+        schema_place = str(converted.pop("place", f"{place}/json_schema"))
+        convert = _objects_schema if converted.pop("objects_only", False) else convert_schema
+        converted["json_schema"] = convert(schema, schema_place)
+    return converted
+
+
+def _converted_parameters(value: dict[str, JSON], place: str, parameter_types: ParameterTypes) -> JSON:
+    try:
+        parameters = msgspec.convert(value, XmlParameters)
+    except msgspec.ValidationError as error:
+        raise GrammarError(f"the format xml_parameters at {place} is wrong: {error}") from error
+    if parameters.json_schema is None:
+        return any_elements(parameters)
+    schema_place = parameters.place or f"{place}/json_schema"
+    schema = _objects_schema(parameters.json_schema, schema_place)
+    elements, parameter_types[schema_place] = schema_elements(parameters, schema, schema_place)
+    return elements
+
+
+def _objects_schema(schema: JSON, place: str) -> dict[str, JSON]:
+    """Like `convert_schema`, but only for the objects that `schema` allows."""
+    converted = convert_schema(schema, place)
+    if not converted:
+        return {"type": "object", "additionalProperties": {}}
+    if converted.get("type") == "object":
+        return converted
+    branches = converted.get("anyOf")
+    objects = [
+        branch
+        for branch in (branches if isinstance(branches, list) else [])
+        if isinstance(branch, dict) and branch.get("type") == "object"
+    ]
+    if not objects:
+        raise GrammarError(f"{place} must be a schema that allows an object", place, "invalid_schema")
+    return {**converted, "anyOf": list[JSON](objects)}

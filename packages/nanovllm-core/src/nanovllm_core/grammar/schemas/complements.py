@@ -1,0 +1,102 @@
+"""Complements of shapes, for schemas with `not`, `oneOf` and `if`."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from fractions import Fraction
+
+from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.json_values import key_of
+from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
+from nanovllm_core.grammar.schemas.shapes import ANY_VALUE, NEVER, Array, Constant, Number, Object, Shape, Text
+
+
+def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
+    """The shapes of the values that are in none of `shapes`. Raises SchemaError if shapes can't express them."""
+    remaining: tuple[Shape, ...] = ANY_VALUE
+    shapes = list(shapes)
+    constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
+    if constants:
+        remaining = resolver.intersect(remaining, _complement_of_constants(list(constants.values()), place), place)
+    for shape in (shape for shape in shapes if not isinstance(shape, Constant)):
+        if shape.is_narrowed:
+            raise SchemaError(place, "not", "can't be negated: it has oneOf or unevaluated keywords inside")
+        options = [unrestricted for unrestricted in ANY_VALUE if type(unrestricted) is not type(shape)]
+        options += [replace(other, is_negated=True) for other in _complement_of_shape(resolver, shape, place)]
+        remaining = resolver.intersect(remaining, options, place)
+    return remaining
+
+
+def _complement_of_constants(constants: list[Constant], place: str) -> list[Shape]:
+    keys = {shape.key for shape in constants}
+    texts = frozenset(shape.value for shape in constants if isinstance(shape.value, str))
+    values = [shape.value for shape in constants]
+    numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
+    if any(isinstance(shape.value, dict | list) for shape in constants):
+        raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
+    other_constants = [shape for shape in ANY_VALUE if isinstance(shape, Constant) and shape.key not in keys]
+    return [Object(), Array(), Text(excluded=texts), Number(excluded=numbers), *other_constants]
+
+
+def _complement_of_shape(resolver: ShapeResolver, shape: Shape, place: str) -> list[Shape]:
+    match shape:
+        case Number():
+            return _complement_of_number(shape, place)
+        case Text():
+            return _complement_of_string(shape)
+        case Array():
+            return _complement_of_array(resolver, shape, place)
+        case Object():
+            return _complement_of_object(resolver, shape, place)
+        case _:
+            raise AssertionError(shape)
+
+
+def _complement_of_array(resolver: ShapeResolver, shape: Array, place: str) -> list[Shape]:
+    is_counted = any(contained.high is not None or contained.low != 1 for contained in shape.contains)
+    if shape.unique or shape.rest or is_counted:
+        raise SchemaError(place, "not", "can't be negated: it has items, uniqueItems or counted contains")
+    complement = _complement_of_counts(shape)
+    complement += [Array(rest=resolver.negation(contained.item)) for contained in shape.contains]
+    for index, item in enumerate(shape.prefix):
+        if item:
+            complement.append(Array(((),) * index + (resolver.negation(item),), low=index + 1))
+    return complement
+
+
+def _complement_of_object(resolver: ShapeResolver, shape: Object, place: str) -> list[Shape]:
+    if shape.rest or shape.patterns or shape.names:
+        keywords = "additionalProperties, patternProperties or propertyNames"
+        raise SchemaError(place, "not", f"can't be negated: it has {keywords}")
+    complement = _complement_of_counts(shape)
+    complement += [Object(((name, (NEVER,)),)) for name in shape.required]
+    for name, schema_set in shape.properties:
+        if schema_set:
+            complement.append(Object(((name, resolver.negation(schema_set)),), (name,)))
+    return complement
+
+
+def _complement_of_counts(shape: Text | Array | Object) -> list[Shape]:
+    """The shapes of fewer and of more characters, items or properties than `shape` allows."""
+    shape_type = type(shape)
+    complement: list[Shape] = [shape_type(high=shape.low - 1)] if shape.low else []
+    return complement + ([] if shape.high is None else [shape_type(low=shape.high + 1)])
+
+
+def _complement_of_number(shape: Number, place: str) -> list[Shape]:
+    if shape.integer and not (shape.low is None and shape.high is None and not shape.multiples):
+        raise SchemaError(place, "not", "can't be negated: it has bounds of an integer")
+    if shape.integer or shape.multiples:
+        raise SchemaError(place, "not", "can't be negated: it has type integer or multipleOf")
+    complement: list[Shape] = []
+    if shape.low is not None:
+        complement.append(Number(high=shape.low, excludes_high=not shape.excludes_low))
+    if shape.high is not None:
+        complement.append(Number(low=shape.high, excludes_low=not shape.excludes_high))
+    return complement + [Number(low=value, high=value) for value in shape.excluded]
+
+
+def _complement_of_string(shape: Text) -> list[Shape]:
+    complement = _complement_of_counts(shape)
+    complement += [Text(absent_patterns=frozenset({pattern})) for pattern in shape.patterns]
+    complement += [Text(patterns=frozenset({pattern})) for pattern in shape.absent_patterns]
+    return complement + [Constant(text, key_of(text)) for text in shape.excluded]

@@ -1,0 +1,337 @@
+"""Numbers the schemas of one document and finds the shapes of any set of schemas. Reads a schema on first use."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias
+
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.document import Document, LocatedSchema, SchemaError
+from nanovllm_core.grammar.schemas.json_values import JSON, key_of
+from nanovllm_core.grammar.schemas.shapes import (
+    ANY_VALUE,
+    NEVER,
+    Array,
+    Constant,
+    Number,
+    Object,
+    SchemaSet,
+    Shape,
+    Text,
+    allows_count,
+    conjunction,
+    includes_number,
+    intersect_arrays,
+    intersect_numbers,
+    intersect_strings,
+    lower_maximum,
+    schemas_of_item,
+    with_origins_of,
+)
+
+# Maximum number of steps of one conversion. A step takes about 2 us, and usual schemas take less than 40,000 steps.
+# Without a limit, a few kilobytes of `oneOf` would take seconds, because its work is quadratic.
+MAX_STEPS = 400_000
+# Maximum number of shapes of one set of schemas.
+MAX_SHAPES = 4096
+# Maximum number of pairs of shapes that one `intersect` compares.
+MAX_PAIRS = 200_000
+# Maximum depth of nested schemas that `may_have_value` examines.
+MAX_EMPTINESS_DEPTH = 6
+# Maximum length of a chain of schemas in which reading each schema requires the next.
+MAX_REFERENCE_CHAIN = 100
+
+
+class LoopError(SchemaError):
+    """A schema whose shapes depend on its own shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Negation:
+    """The values that are not valid against all of `schema_set`."""
+
+    schema_set: SchemaSet
+
+
+class ShapeResolver:
+    """The schemas of a document, by number, and their shapes.
+
+    reader: reads one schema or negation. It numbers the schemas inside and asks the resolver for their shapes.
+    """
+
+    def __init__(self, document: Document, reader: "SchemaReader"):
+        self.document = document
+        self._reader = reader
+        self._entries: list[LocatedSchema | Negation | None] = [None]
+        # By the id of a schema, or by a negation: its index in `_entries`.
+        self._entry_numbers: dict[int | Negation, int] = {}
+        self._shapes: dict[SchemaSet, tuple[Shape, ...]] = {(): ANY_VALUE, (NEVER,): ()}
+        self._sets_in_progress: list[SchemaSet] = []
+        self._num_steps = 0
+
+    def schema_set_of(self, located: LocatedSchema) -> SchemaSet:
+        """The schema at `located` as a conjunction: () if it allows everything, (NEVER,) if nothing."""
+        if located.schema is True or located.schema == {}:
+            return ()
+        if located.schema is False:
+            return (NEVER,)
+        return self._number_entry(id(located.schema), located)
+
+    def negation(self, schema_set: SchemaSet) -> SchemaSet:
+        """The negation of `schema_set`, as a conjunction of one entry."""
+        if not schema_set or schema_set == (NEVER,):
+            return () if schema_set else (NEVER,)
+        negation = Negation(schema_set)
+        return self._number_entry(negation, negation)
+
+    def _number_entry(self, key: int | Negation, entry: LocatedSchema | Negation) -> SchemaSet:
+        if key not in self._entry_numbers:
+            self._entry_numbers[key] = len(self._entries)
+            self._entries.append(entry)
+        return (self._entry_numbers[key],)
+
+    def place_and_keyword(self, schema_set: SchemaSet) -> tuple[str, str]:
+        """The place and the keyword that an error names when no value is valid against `schema_set`."""
+        for index in schema_set:
+            entry = self._entries[index]
+            if isinstance(entry, LocatedSchema) and isinstance(entry.schema, dict):
+                for keyword in ("enum", "const", "allOf", "oneOf", "anyOf", "not", "required", "type"):
+                    if keyword in entry.schema:
+                        return f"{entry.place}/{keyword}", keyword
+        return self.place(schema_set), "schema"
+
+    def count_steps(self, num_steps: int = 1) -> None:
+        """Count steps of the conversion. Raises SchemaError after `MAX_STEPS`."""
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            root = self.document.root.place
+            raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
+
+    def place(self, schema_set: SchemaSet) -> str:
+        """The place of the first schema of `schema_set`."""
+        for index in schema_set:
+            entry = self._entries[index]
+            while isinstance(entry, Negation):
+                entry = self._entries[entry.schema_set[0]]
+            if entry is not None:
+                return entry.place
+        return self.document.root.place
+
+    def shapes(self, schema_set: SchemaSet) -> tuple[Shape, ...]:
+        """The shapes of the values that are valid against all of `schema_set`. Raises SchemaError."""
+        if schema_set in self._shapes:
+            return self._shapes[schema_set]
+        if len(self._sets_in_progress) > MAX_REFERENCE_CHAIN:
+            problem = f"is in a chain of more than {MAX_REFERENCE_CHAIN} schemas"
+            raise SchemaError(self.place(schema_set), "$ref", problem, is_invalid=True)
+        if schema_set in self._sets_in_progress:
+            raise LoopError(self.place(schema_set), "$ref", "leads back to itself without end", is_invalid=True)
+        self._sets_in_progress.append(schema_set)
+        try:
+            intersection: tuple[Shape, ...] | None = None
+            for index in schema_set:
+                shapes = self._read(index) if len(schema_set) == 1 else self.shapes((index,))
+                if intersection is not None:
+                    shapes = self.intersect(intersection, shapes, self.place(schema_set))
+                intersection = shapes
+        finally:
+            self._sets_in_progress.pop()
+        self._shapes[schema_set] = intersection or ()
+        return self._shapes[schema_set]
+
+    def _read(self, index: int) -> tuple[Shape, ...]:
+        entry = self._entries[index]
+        return () if entry is None else self._reader(self, entry)
+
+    # Intersection.
+
+    def intersect(self, first: Sequence[Shape], second: Sequence[Shape], place: str) -> tuple[Shape, ...]:
+        """The shapes of the values that are in both. Raises SchemaError, which names `place`, if there are too many."""
+        self.count_steps()
+        if first is ANY_VALUE:
+            return tuple(second)
+        if second is ANY_VALUE:
+            return tuple(first)
+        intersection: dict[Shape, None] = {}
+        second_keys = {shape.key for shape in second if isinstance(shape, Constant)}
+        first_general, second_general = _without_constants(first), _without_constants(second)
+        if len(first) * (len(second_general) + 1) + len(first_general) * len(second) > MAX_PAIRS:
+            raise SchemaError(place, "anyOf", "has more combinations than are supported")
+        for shape in first:
+            if isinstance(shape, Constant):
+                if shape.key in second_keys or any(
+                    self._shape_admits(general, shape.value) for general in second_general
+                ):
+                    intersection[shape] = None
+                continue
+            for other_shape in second:
+                if isinstance(other_shape, Constant):
+                    if self._shape_admits(shape, other_shape.value):
+                        intersection[other_shape] = None
+                elif (overlap := self._intersect_shapes(shape, other_shape, place)) is not None:
+                    intersection[with_origins_of(overlap, shape, other_shape)] = None
+        if len(intersection) > MAX_SHAPES:
+            raise SchemaError(place, "anyOf", "has more combinations than are supported")
+        return tuple(intersection)
+
+    def _intersect_shapes(self, first: Shape, second: Shape, place: str) -> Shape | None:
+        self.count_steps()
+        match first, second:
+            case Number(), Number():
+                return intersect_numbers(first, second)
+            case Text(), Text():
+                return intersect_strings(first, second)
+            case Array(), Array():
+                return intersect_arrays(first, second)
+            case Object(), Object():
+                return self._intersect_objects(first, second, place)
+            case _:
+                return None
+
+    def _intersect_objects(self, first: Object, second: Object, place: str) -> Object | None:
+        low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
+        if high is not None and low > high:
+            return None
+        names = dict.fromkeys([name for name, _ in first.properties] + [name for name, _ in second.properties])
+        properties = tuple(
+            (name, conjunction(self.schemas_of_property(first, name), self.schemas_of_property(second, name)))
+            for name in names
+        )
+        return Object(
+            properties,
+            tuple(dict.fromkeys(first.required + second.required)),
+            self._intersect_patterns(first, second, place),
+            first.rest
+            if second.rest is None
+            else second.rest
+            if first.rest is None
+            else conjunction(first.rest, second.rest),
+            conjunction(first.names, second.names),
+            low,
+            high,
+        )
+
+    def _intersect_patterns(self, first: Object, second: Object, place: str) -> tuple[tuple[str, SchemaSet], ...]:
+        first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
+        if (
+            first_patterns
+            and second_patterns
+            and first_patterns.keys() != second_patterns.keys()
+            and (first.rest or second.rest)
+        ):
+            raise SchemaError(place, "patternProperties", "can't be joined with second patternProperties")
+        return tuple(
+            (
+                pattern,
+                conjunction(
+                    first_patterns.get(pattern, first.rest or ()), second_patterns.get(pattern, second.rest or ())
+                ),
+            )
+            for pattern in first_patterns | second_patterns
+        )
+
+    def schemas_of_property(self, shape: Object, name: str) -> SchemaSet:
+        """The schemas that apply to the property `name` in objects of this shape."""
+        self.count_steps(1 + len(shape.properties) // 32)
+        schema_sets = [schema_set for known, schema_set in shape.properties if known == name]
+        schema_sets += [schema_set for pattern, schema_set in shape.patterns if self.is_found(pattern, name, shape)]
+        if not schema_sets:
+            schema_sets = [shape.rest or ()]
+        if shape.names and not self.admits(shape.names, name):
+            schema_sets.append((NEVER,))
+        joined: SchemaSet = ()
+        for schema_set in schema_sets:
+            joined = conjunction(joined, schema_set)
+        return joined
+
+    def is_found(self, pattern: str, text: str, shape: Shape) -> bool:
+        """Whether `pattern` is found in `text`. Raises SchemaError if regex engines disagree about it."""
+        is_found_by_all = search.is_found(regex.parse(pattern), text)
+        if not is_found_by_all and search.is_found(regex.parse(pattern, any_engine=True), text):
+            problem = f"{pattern!r} matches {text!r} in some regex engines only"
+            raise SchemaError(self._pattern_place(shape), "pattern", problem)
+        return is_found_by_all
+
+    def _pattern_place(self, shape: Shape) -> str:
+        return next((place for _, place in shape.places), self.document.root.place)
+
+    # Membership.
+
+    def admits(self, schema_set: SchemaSet, value: JSON) -> bool:
+        """Whether `value` is valid against all of `schema_set`."""
+        return any(self._shape_admits(shape, value) for shape in self.shapes(schema_set))
+
+    def _shape_admits(self, shape: Shape, value: JSON) -> bool:
+        self.count_steps()
+        match shape, value:
+            case Constant(), _:
+                return shape.key == key_of(value)
+            case Number(), bool():
+                return False
+            case Number(), int() | float():
+                return includes_number(shape, Fraction(value))
+            case Text(), str():
+                return (
+                    allows_count(shape, len(value))
+                    and value not in shape.excluded
+                    and all(self.is_found(pattern, value, shape) for pattern in shape.patterns)
+                    and not any(self.is_found(pattern, value, shape) for pattern in shape.absent_patterns)
+                )
+            case Array(), list():
+                return self._admits_items(shape, value)
+            case Object(), dict():
+                return (
+                    allows_count(shape, len(value))
+                    and all(name in value for name in shape.required)
+                    and all(self.admits(self.schemas_of_property(shape, name), inner) for name, inner in value.items())
+                )
+            case _:
+                return False
+
+    def _admits_items(self, shape: Array, value: list[JSON]) -> bool:
+        if not allows_count(shape, len(value)):
+            return False
+        if shape.unique and len({key_of(item) for item in value}) < len(value):
+            return False
+        for contained in shape.contains:
+            count = sum(self.admits(contained.item, item) for item in value)
+            if count < contained.low or (contained.high is not None and count > contained.high):
+                return False
+        return all(self.admits(schemas_of_item(shape, index), item) for index, item in enumerate(value))
+
+    # Emptiness.
+
+    def may_have_value(self, shapes: Iterable[Shape], depth: int = MAX_EMPTINESS_DEPTH) -> bool:
+        """Whether the shapes may have a value. False is certain; True is not, because `depth` bounds the search."""
+        return any(self._shape_may_have_value(shape, depth) for shape in shapes)
+
+    def _shape_may_have_value(self, shape: Shape, depth: int) -> bool:
+        self.count_steps()
+        match shape:
+            case Object() if depth:
+                if shape.high is not None and shape.high < len(shape.required):
+                    return False
+                return all(
+                    self._set_may_have_value(self.schemas_of_property(shape, name), depth) for name in shape.required
+                )
+            case Array() if depth:
+                items = [schemas_of_item(shape, index) for index in range(min(shape.low, len(shape.prefix) + 1))]
+                return all(self._set_may_have_value(item, depth) for item in items)
+            case Number(integer=True, low=Fraction() as low, high=Fraction() as high):
+                smallest = -(-low.numerator // low.denominator) + (shape.excludes_low and low.denominator == 1)
+                return smallest <= high.numerator // high.denominator - (shape.excludes_high and high.denominator == 1)
+            case _:
+                return True
+
+    def _set_may_have_value(self, schema_set: SchemaSet, depth: int) -> bool:
+        try:
+            return self.may_have_value(self.shapes(schema_set), depth - 1)
+        except LoopError:
+            return True  # The schema contains itself and is being read: assume that it has a value.
+
+
+SchemaReader: TypeAlias = Callable[[ShapeResolver, LocatedSchema | Negation], tuple[Shape, ...]]
+
+
+def _without_constants(shapes: Iterable[Shape]) -> list[Shape]:
+    return [shape for shape in shapes if not isinstance(shape, Constant)]

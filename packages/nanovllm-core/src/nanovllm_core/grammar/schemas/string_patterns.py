@@ -1,0 +1,138 @@
+"""Writes the strings of a `Text` shape as one pattern for xgrammar."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from nanovllm_core.grammar.schemas import regex, search
+from nanovllm_core.grammar.schemas.characters import invert_ranges, normalize_ranges
+from nanovllm_core.grammar.schemas.document import SchemaError
+from nanovllm_core.grammar.schemas.formats import FORMATS
+from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
+from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
+
+MAX_LENGTH = 1_000_000
+# Limits of the trie in `exclude_strings`: its depth in characters, and its number of prefixes.
+MAX_TRIE_DEPTH = 32
+MAX_TRIE_PREFIXES = 16
+
+
+def format_pattern(name: str) -> str | None:
+    """The pattern of a format; None if the format is not enforced."""
+    if name not in FORMATS:
+        return None
+    return write_pattern(regex.restrict_alphabet(regex.match_whole(regex.parse(FORMATS[name]))))
+
+
+def string_pattern(shape: Text, place: str) -> str | None:
+    """The pattern of a shape's strings for xgrammar; None if there are no strings. Raises SchemaError."""
+    tree = string_tree(shape, place)
+    return None if tree == regex.NO_STRING else write_json_string_pattern(tree)
+
+
+def string_tree(shape: Text, place: str) -> regex.Node:
+    """The regex tree of a shape's strings, restricted to characters that JSON does not escape. Raises SchemaError."""
+    keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
+    error_place = keyword_place(shape, keyword) or place
+    if len(shape.patterns) > 1:
+        raise SchemaError(error_place, "pattern", "can't be enforced together with another pattern")
+    if shape.absent_patterns:
+        raise SchemaError(error_place, "not", "of a pattern can't be enforced")
+    try:
+        tree: regex.Node = regex.ANY_STRING
+        for pattern in shape.patterns:
+            tree = regex.match_whole(regex.parse(pattern))
+        tree = regex.restrict_alphabet(tree)
+    except regex.RegexError as error:
+        raise SchemaError(error_place, "pattern", f"has a pattern that can't be enforced: {error}") from error
+    if shape.low or shape.high is not None:
+        limited = limit_length(tree, shape.low, shape.high)
+        if limited is None:
+            raise SchemaError(error_place, keyword, "can't be enforced together with this pattern")
+        tree = limited
+    if shape.excluded:
+        if tree == regex.restrict_alphabet(regex.ANY_STRING):
+            return exclude_strings(shape.excluded)
+        if any(_matches(tree, text) for text in shape.excluded):
+            problem = "of single strings can't be enforced together with a pattern or length"
+            raise SchemaError(error_place, "not", problem)
+    return tree
+
+
+def _matches(tree: regex.Node, text: str) -> bool:
+    return search.is_found(regex.concatenate([regex.Anchor(True), tree, regex.Anchor(False)]), text)
+
+
+def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | None:
+    """Restricts `tree` to strings of `low` to `high` code points; None if this function can't express it."""
+    min_length, max_length = search.match_lengths(tree)
+    if min_length >= low and (high is None or (max_length is not None and max_length <= high)):
+        return tree
+    if (high is not None and min_length > high) or (max_length is not None and max_length < low):
+        return regex.NO_STRING
+    match tree:
+        case regex.Alternation(options):
+            limited = [limit_length(option, low, high) for option in options]
+            if any(option is None for option in limited):
+                return None
+            remaining = tuple(option for option in limited if option is not None and option != regex.NO_STRING)
+            return remaining[0] if len(remaining) == 1 else regex.Alternation(remaining)
+        case regex.Repeat(regex.CharacterSet() as part, min_times, max_times):
+            limit_high = high if max_times is None else max_times if high is None else min(high, max_times)
+            return regex.Repeat(part, max(low, min_times), None if limit_high is None else min(limit_high, MAX_LENGTH))
+        case regex.Concatenation(parts):
+            return _limit_varying_part(parts, low, high)
+        case _:
+            return None
+
+
+def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:
+    """Applies the limits to the only part that varies in length; None if several do."""
+    varying = [index for index, part in enumerate(parts) if len(set(search.match_lengths(part))) > 1]
+    if len(varying) != 1:
+        return None
+    index = varying[0]
+    fixed_length = sum(search.match_lengths(part)[0] for other, part in enumerate(parts) if other != index)
+    limited = limit_length(parts[index], max(low - fixed_length, 0), None if high is None else high - fixed_length)
+    if limited is None or limited == regex.NO_STRING:
+        return limited
+    return regex.concatenate([*parts[:index], limited, *parts[index + 1 :]])
+
+
+@dataclass(slots=True)
+class _TrieNode:
+    """A node of the trie of excluded strings.
+
+    is_end: an excluded string ends here.
+    is_truncated: the trie ends here although an excluded string goes on, so all strings with this prefix are excluded.
+    """
+
+    is_end: bool = False
+    is_truncated: bool = False
+    children: "dict[str, _TrieNode]" = field(default_factory=dict)
+
+
+def exclude_strings(texts: Collection[str]) -> regex.Node:
+    """All strings without escapes except `texts`. If `texts` are many or long, excludes others too."""
+    max_depth = MAX_TRIE_DEPTH
+    while max_depth > 1 and len({text[:length] for text in texts for length in range(max_depth)}) > MAX_TRIE_PREFIXES:
+        max_depth //= 2
+    root = _TrieNode()
+    for text in texts:
+        node = root
+        for character in text[:max_depth]:
+            node = node.children.setdefault(character, _TrieNode())
+        node.is_end = True
+        node.is_truncated |= len(text) > max_depth
+    return regex.restrict_alphabet(_strings_outside(root))
+
+
+def _strings_outside(node: _TrieNode) -> regex.Node:
+    if node.is_truncated:
+        return regex.NO_STRING
+    next_characters = normalize_ranges([(ord(character), ord(character)) for character in node.children])
+    options: list[regex.Node] = [] if node.is_end else [regex.EMPTY_STRING]
+    options.append(regex.concatenate([regex.CharacterSet(invert_ranges(next_characters)), regex.ANY_STRING]))
+    for character, child in node.children.items():
+        first = regex.CharacterSet(((ord(character), ord(character)),))
+        options.append(regex.concatenate([first, _strings_outside(child)]))
+    return options[0] if len(options) == 1 else regex.Alternation(tuple(options))

@@ -1,0 +1,76 @@
+"""Constructors for the formats of a structural tag (xgrammar 0.2, `xgrammar.structural_tag`), as JSON.
+
+`schema_enforcement` converts schemas and the format "xml_parameters", which xgrammar does not have.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from nanovllm_core.grammar.schemas.json_values import JSON
+
+# A format of a structural tag: an object with `type`.
+TagFormat = dict[str, JSON]
+EMPTY: TagFormat = {"type": "const_string", "value": ""}
+
+
+def literal(text: str) -> TagFormat:
+    """Exactly `text`."""
+    return {"type": "const_string", "value": text}
+
+
+def any_text(excludes: Iterable[str] = ()) -> TagFormat:
+    """Any text, including the empty text, in which none of `excludes` occurs."""
+    return {"type": "any_text", "excludes": [*excludes]}
+
+
+def regex(pattern: str) -> TagFormat:
+    """Text that `pattern` matches as a whole."""
+    return {"type": "regex", "pattern": pattern}
+
+
+def ebnf(grammar: str) -> TagFormat:
+    """Text that matches the rule `root` of `grammar`."""
+    return {"type": "grammar", "grammar": grammar}
+
+
+def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
+    """JSON of a converted schema. excludes: texts that strings without a pattern, format or length must not contain."""
+    return {"type": "json_schema", "json_schema": schema, "excludes": [*excludes]}
+
+
+def unconverted_json(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
+    """JSON of a schema that `convert_grammar` is to convert, which explains `place` and `objects_only`."""
+    return {"type": "json_schema", "json_schema": schema, "place": place, "objects_only": objects_only}
+
+
+def sequence(*formats: TagFormat) -> TagFormat:
+    """The formats one after another."""
+    joined: list[TagFormat] = []
+    for outer in formats:
+        for element in cast("list[TagFormat]", outer["elements"]) if outer["type"] == "sequence" else [outer]:
+            if element == EMPTY:
+                continue
+            previous = joined[-1] if joined else None
+            # Fewer elements make a smaller grammar.
+            if previous is not None and previous["type"] == element["type"] == "const_string":
+                joined[-1] = literal(f"{previous['value']}{element['value']}")
+            else:
+                joined.append(element)
+    if len(joined) < 2:
+        return joined[0] if joined else EMPTY
+    return {"type": "sequence", "elements": [*joined]}
+
+
+def either(formats: Sequence[TagFormat]) -> TagFormat:
+    """One of the formats."""
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": [*formats]}
+
+
+def optional(content: TagFormat) -> TagFormat:
+    """`content` or nothing."""
+    return {"type": "optional", "content": content}
+
+
+def repeated(content: TagFormat, max_times: int) -> TagFormat:
+    """`content`, 0 to `max_times` times."""
+    return {"type": "repeat", "min": 0, "max": max_times, "content": content}

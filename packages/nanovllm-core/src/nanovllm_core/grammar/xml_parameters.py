@@ -1,0 +1,188 @@
+"""Replaces the format "xml_parameters" of a structural tag: one XML element per property of an object.
+
+Strings are written as they are, other values as JSON. No value may contain the tag that ends it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from nanovllm_core.errors import GrammarError
+from nanovllm_core.grammar.schemas.characters import UNESCAPED, intersect_ranges, invert_ranges
+from nanovllm_core.grammar.schemas.declared_types import declared_types, resolve_references
+from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
+from nanovllm_core.grammar.schemas.regex import NO_STRING, Node, parse, restrict_alphabet
+from nanovllm_core.grammar.structural_tag import (
+    TagFormat,
+    any_text,
+    either,
+    json_value,
+    literal,
+    optional,
+    regex,
+    repeated,
+    sequence,
+)
+
+# Maximum number of elements if the schema does not name the properties.
+MAX_UNNAMED = 16
+# Maximum length of a property's name, and of its part that an error shows.
+MAX_NAME_LENGTH = 256
+MAX_SHOWN_LENGTH = 80
+UNNAMED_KEY = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
+# Keywords that a converted schema of an object may have here.
+KNOWN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
+
+
+class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_parameters"):
+    """The elements of all properties, in the order of the schema. Properties that are not required are optional.
+
+    An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
+    has_line_breaks: a line break precedes and follows the value.
+    json_schema: schema of the object; None: properties have any names and any text as values.
+    place: name of the schema's root in errors and in `ParameterTypes`; None: its position in the structural tag.
+    """
+
+    begin: str
+    key_end: str
+    end: str
+    has_line_breaks: bool
+    json_schema: Any = None
+    place: str | None = None
+
+    def element(self, key: TagFormat, value: TagFormat) -> TagFormat:
+        """The format of one element."""
+        edge = literal("\n" if self.has_line_breaks else "")
+        return sequence(literal(self.begin), key, literal(self.key_end), edge, value, edge, literal(f"{self.end}\n"))
+
+
+def any_elements(parameters: XmlParameters) -> TagFormat:
+    """Elements with any names and any text as values."""
+    return repeated(parameters.element(regex(UNNAMED_KEY), any_text((parameters.end,))), MAX_UNNAMED)
+
+
+def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
+    """The elements of the objects that `schema`, a converted schema, allows.
+
+    Returns their format, and a schema that states only the types of their values.
+    Raises GrammarError for properties that elements can't hold or can't distinguish.
+    """
+    builder = _ElementBuilder(parameters, schema, place)
+    branches = schema.get("anyOf")
+    if not isinstance(branches, list):
+        return builder.object_format(schema), builder.type_schema()
+    formats = [builder.object_format(resolve_references(branch, schema)) for branch in branches]
+    return either(formats), builder.type_schema()
+
+
+class _ElementBuilder:
+    """Builds the elements of objects. root: the converted schema, to which references lead."""
+
+    def __init__(self, parameters: XmlParameters, root: dict[str, JSON], place: str):
+        self._parameters = parameters
+        self._root = root
+        self._place = place
+        self._types: dict[str, set[str]] = {}
+        self._unnamed_types: set[str] = set()
+
+    def type_schema(self) -> dict[str, Any]:
+        """A schema that states only the types of the values in all formats built so far."""
+        properties = {key: {"type": sorted(types)} for key, types in self._types.items()}
+        return {"properties": properties, "additionalProperties": {"type": sorted(self._unnamed_types)}}
+
+    def object_format(self, schema: JSON) -> TagFormat:
+        """The elements of the objects that `schema` allows."""
+        if not isinstance(schema, dict):
+            raise _unsupported(self._place)
+        if unknown := schema.keys() - KNOWN_KEYWORDS:
+            raise _unsupported(f"{self._place}/{min(unknown)}")
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            return self._unnamed(schema)
+        required = schema.get("required")
+        elements: list[TagFormat] = []
+        for key, value in properties.items():
+            place = f"{self._place}/properties/{key[:MAX_SHOWN_LENGTH]}"
+            end = self._parameters.key_end
+            if key.strip() != key or not 0 < len(key) <= MAX_NAME_LENGTH or "\n" in key or end in key:
+                raise _unsupported(place)
+            element = self._parameters.element(literal(key), self._value(value, place))
+            elements.append(element if isinstance(required, list) and key in required else optional(element))
+            types = declared_types(value, self._root)
+            known = self._types.get(key, types)
+            # Where one object has a string and another has none, the text alone can't tell them apart.
+            self._types[key] = known | types if ("string" in known) == ("string" in types) else set()
+        return sequence(*elements)
+
+    def _unnamed(self, schema: dict[str, JSON]) -> TagFormat:
+        """Elements of any names, if the schema allows any object; else no elements."""
+        value = schema.get("additionalProperties", False)
+        if value is False:
+            return literal("")
+        self._unnamed_types |= declared_types(value, self._root)
+        element = self._parameters.element(
+            regex(UNNAMED_KEY), self._value(value, f"{self._place}/additionalProperties")
+        )
+        return repeated(element, MAX_UNNAMED)
+
+    def _value(self, schema: JSON, place: str) -> TagFormat:
+        types = declared_types(schema, self._root)
+        if "string" in types:
+            texts = self._texts(schema, place)
+            if not texts:
+                raise _unsupported(place)
+            return either([*texts, literal("null")] if "null" in types else texts)
+        value = self._without_end(schema, place)
+        if isinstance(value, dict) and "$defs" in self._root:
+            value = {**value, "$defs": self._without_end(self._root["$defs"], place)}
+        return json_value(value, (self._parameters.end,))
+
+    def _texts(self, schema: JSON, place: str) -> list[TagFormat]:
+        """The strings that `schema` allows. Other values are left out, because unquoted text may be a string too."""
+        end = self._parameters.end
+        match resolve_references(schema, self._root):
+            case {"anyOf": list(branches)}:
+                return [text for branch in branches for text in self._texts(branch, place)]
+            case {"enum": list(constants)}:
+                return [literal(text) for text in constants if isinstance(text, str) and end not in text]
+            case {"type": "string", "pattern": str(pattern)}:
+                return [
+                    regex(write_pattern(self._pattern_without_end(pattern, place)).removeprefix("^").removesuffix("$"))
+                ]
+            case {"type": "string"}:
+                return [any_text((end,))]
+            case _:
+                return []
+
+    def _without_end(self, schema: JSON, place: str) -> JSON:
+        """`schema` with patterns that exclude the tag which ends a value. xgrammar excludes it from other strings."""
+        if isinstance(schema, list):
+            return [self._without_end(item, place) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        match schema:
+            case {"type": "string", "pattern": str(pattern)}:
+                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_end(pattern, place))}
+            case {"enum": list()}:
+                return schema
+            case {"type": "object", "patternProperties": _}:
+                raise _unsupported(f"{place}/patternProperties")
+            case _:
+                return {name: self._without_end(value, place) for name, value in schema.items()}
+
+    def _pattern_without_end(self, pattern: str, place: str) -> Node:
+        """`pattern`, from a converted schema, without the first character of the tag that ends a value."""
+        first = ord(self._parameters.end[0])
+        tree = restrict_alphabet(
+            parse(pattern.removeprefix("^").removesuffix("$")),
+            intersect_ranges(UNESCAPED, invert_ranges(((first, first),))),
+        )
+        if tree == NO_STRING:
+            raise _unsupported(f"{place}/pattern")
+        return tree
+
+
+def _unsupported(place: str) -> GrammarError:
+    message = f"{place} can't be enforced in the format of this model's calls: leave it out"
+    return GrammarError(message, place, "unsupported_parameters")

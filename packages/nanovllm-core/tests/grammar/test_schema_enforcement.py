@@ -1,0 +1,151 @@
+"""JSON schemas in grammars are converted outside of the caller's process, wherever they stand in a grammar."""
+
+import asyncio
+import json
+
+import pytest
+import toy_model
+from grammars import OBJECT, XML, XML_TYPES, toy_compiler
+
+from nanovllm_core import GrammarError, GrammarSpec
+from nanovllm_core.grammar import schema_enforcement
+from nanovllm_core.grammar.grammars import Grammars
+from nanovllm_core.grammar.schema_enforcement import convert_grammar
+from nanovllm_core.grammar.schemas.declared_types import declared_types
+from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
+
+# The conversion takes seconds, until it has no steps left.
+SLOW_SCHEMA = {"oneOf": [{"type": "string", "pattern": f"^pattern{i}"} for i in range(1000)]}
+UNIQUE = {"type": "array", "uniqueItems": True}
+
+
+def tag(form) -> GrammarSpec:
+    return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+async def test_conversion_does_not_run_in_this_process_and_does_not_block_its_loop(vetter, monkeypatch):
+    vetter.use(monkeypatch)
+    cache = Grammars(toy_model.toy_vocabulary, toy_model.VOCAB, (toy_model.EOS,))
+    steps: list[str] = []
+    monkeypatch.setattr(ShapeResolver, "count_steps", lambda *_: steps.append("step"))
+    source = json.dumps(SLOW_SCHEMA)
+    assert len(source) > 10_000
+    try:
+        # The child process is forked from the vetting process, which the patch does not reach.
+        compiling = asyncio.create_task(cache.compile(GrammarSpec("json_schema", source)))
+        others = 0
+        while not compiling.done():
+            await asyncio.sleep(0.001)
+            others += 1
+        with pytest.raises(GrammarError, match="^schema at # takes more than 400000 steps"):
+            await compiling
+        assert others > 3
+        grammar = await cache.compile(GrammarSpec("json_schema", json.dumps(OBJECT)))
+        assert grammar.start() is not None
+        assert steps == []
+        # Here, a conversion would have been noticed.
+        convert_grammar(GrammarSpec("json_schema", json.dumps(OBJECT)))
+        assert steps
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "code"),
+    [
+        (GrammarSpec("json_schema", json.dumps(UNIQUE)), "#/uniqueItems", "unsupported_schema"),
+        (GrammarSpec("json_schema", json.dumps(UNIQUE), "field"), "field/uniqueItems", "unsupported_schema"),
+        (GrammarSpec("json_schema", '{"type": "integr"}'), "#/type", "invalid_schema"),
+        (
+            tag({"type": "sequence", "elements": [{"type": "json_schema", "json_schema": UNIQUE}]}),
+            "#/format/elements/0/json_schema/uniqueItems",
+            "unsupported_schema",
+        ),
+        (
+            tag({"type": "json_schema", "json_schema": UNIQUE, "place": "field"}),
+            "field/uniqueItems",
+            "unsupported_schema",
+        ),
+        (
+            tag({"type": "json_schema", "json_schema": {"enum": [1]}, "objects_only": True}),
+            "#/format/json_schema",
+            "invalid_schema",
+        ),
+        (tag({"type": "xml_parameters", "begin": "<"}), None, "invalid_grammar"),
+        (GrammarSpec("json_schema", "{"), None, "invalid_grammar"),
+        (GrammarSpec("structural_tag", "{"), None, "invalid_grammar"),
+    ],
+    ids=str,
+)
+def test_error_names_the_place_in_the_schema(spec, place, code):
+    with pytest.raises(GrammarError) as caught:
+        convert_grammar(spec)
+    assert (caught.value.place, caught.value.code) == (place, code)
+    assert str(caught.value) == caught.value.message
+    assert caught.value.message.startswith(
+        ("this ", "the format xml_parameters at #/format is wrong") if place is None else ("uniqueItems", "type", place)
+    )
+
+
+def test_schemas_are_converted_wherever_they_stand():
+    inner = {"type": "json_schema", "json_schema": {"type": "object"}, "place": "a", "objects_only": False}
+    form = {"type": "optional", "content": {"type": "sequence", "elements": [{"type": "any_text"}, inner]}}
+    converted = json.loads(convert_grammar(tag(form)).spec.source)["format"]
+    assert converted["content"]["elements"] == [
+        {"type": "any_text"},
+        {"type": "json_schema", "json_schema": {"type": "object", "additionalProperties": {}}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (True, {"type": "object", "additionalProperties": {}}),
+        (OBJECT, OBJECT),
+        ({"anyOf": [{"type": "string"}, OBJECT]}, {"anyOf": [OBJECT]}),
+    ],
+    ids=["any", "object", "object or string"],
+)
+def test_only_objects_are_kept(schema, expected):
+    form = {"type": "json_schema", "json_schema": schema, "objects_only": True}
+    converted = json.loads(convert_grammar(tag(form)).spec.source)["format"]["json_schema"]
+    assert converted == expected
+
+
+def test_converted_grammar_has_a_maximum_size(monkeypatch):
+    monkeypatch.setattr(schema_enforcement, "MAX_CONVERTED_BYTES", 40)
+    with pytest.raises(GrammarError, match="this grammar has 43 bytes, but may have at most 40"):
+        convert_grammar(GrammarSpec("json_schema", '{"type": "object"}'))
+
+
+def test_xml_elements_hold_the_values_of_an_object():
+    enforceable = convert_grammar(XML)
+    assert enforceable.parameter_types == {"#/format/json_schema": XML_TYPES}
+    matcher = toy_compiler().compile(enforceable.spec).start()
+    assert matcher is not None
+    assert "xml_parameters" not in enforceable.spec.source
+
+
+def test_types_of_different_objects_are_known_where_they_agree():
+    text, number = {"type": "string"}, {"type": "integer"}
+    branches = [
+        {"type": "object", "properties": {"kind": {"const": "a"}, "value": text, "list": {"type": "array"}}},
+        {"type": "object", "properties": {"kind": {"const": "b"}, "value": number, "more": text}},
+    ]
+    form = {**json.loads(XML.source)["format"], "json_schema": {"anyOf": branches}}
+    types = convert_grammar(tag(form)).parameter_types["#/format/json_schema"]["properties"]
+    assert types == {
+        "kind": {"type": ["string"]},
+        "value": {"type": []},
+        "list": {"type": ["array"]},
+        "more": {"type": ["string"]},
+    }
+
+
+def test_search_for_types_is_bounded():
+    loop = {"anyOf": [{"$ref": "#/$defs/a"}] * 1000, "type": "string"}
+    root = {"$defs": {"a": {**loop, "anyOf": [{"$ref": "#/$defs/b"}] * 1000}, "b": loop}}
+    assert declared_types(loop, root) == {"string"}
+    wide = {"anyOf": [{"type": "integer"}] * 9_000 + [{"type": "null"}]}
+    assert declared_types({"anyOf": [wide] * 100}, wide) == {"integer", "null"}
+    assert declared_types({"enum": [1] * 20_000 + ["x"]}, {}) == {"integer"}

@@ -1,0 +1,68 @@
+"""Converts parameter values that models write as plain text to JSON, by the function's schema."""
+
+import json
+
+import orjson
+
+from nanovllm_core.grammar.schemas.declared_types import declared_types
+from nanovllm_server.protocol.json import JSON
+
+# Python's spelling of these values, which some templates teach.
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def object_json(value: str | None) -> str | None:
+    """The arguments of a call as JSON text: `value` if it is an object, its content if it is a string with an object.
+
+    null is {}. Returns None for any other value.
+    """
+    if value is None or value == "null":
+        return value and "{}"
+    if value.startswith('"'):
+        text = _loads(value)
+        return text if isinstance(text, str) and isinstance(_loads(text), dict) else None
+    return value if value.startswith("{") else None
+
+
+def parameter_json(value: str, schema: JSON, key: str) -> str:
+    """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
+
+    If the schema allows a string, the result is a string, or null if that is allowed too.
+    Otherwise the result is `value` itself if it is JSON, else a string.
+    """
+    types = declared_types(_property(schema, key), schema)
+    word = value.strip()
+    if word in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
+        return PYTHON_WORDS[word]
+    if "string" in types:
+        return "null" if word == "null" and "null" in types else orjson.dumps(value).decode()
+    return word if _is_json(word) else orjson.dumps(value).decode()
+
+
+def _property(schema: JSON, key: str) -> JSON:
+    if not isinstance(schema, dict):
+        return None
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and key in properties:
+        return properties[key]
+    return schema.get("additionalProperties")
+
+
+def _is_json(text: str) -> bool:
+    # Not orjson: it rejects large numbers and lone surrogates, which JSON allows.
+    try:
+        json.loads(text, parse_int=float, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _loads(text: str) -> JSON:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
