@@ -45,7 +45,7 @@ def plan_batch(
     max_query_len, max_seq_len: bounds over the batch that determine the launch; need not be tight.
     num_heads: query heads.
     kv_cache: of any layer, for its shape and dtype.
-    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA ("triton": or its
+    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA (or Triton's
         interpreter), never wait, and allow requests without a query. "flash" and "cutedsl" need the extras flash-attn
         and cutedsl. FlashAttention does not read FP8 caches.
     dtype: of the queries; None: the cache's.
@@ -186,7 +186,7 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
     """Return the minimum number of tokens of a captured step of whole prompts that attends without the cache.
 
-    None: whole prompts always read the cache, as all latent caches do. See `has_only_whole_prompts` of `plan_batch`.
+    None: whole prompts always read the cache. See `has_only_whole_prompts` of `plan_batch`.
     """
     is_latent = kv_cache.shape[2] == 1
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -220,7 +220,7 @@ def paged_attention(
     batch: from `plan_batch`.
     scale: factor for the products before the softmax.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
-    own_keys_values: [T, 2 Hkv, D], this step's, laid out as in the cache; heads contiguous, tokens with any stride.
+    own_keys_values: [T, 2 Hkv, D], the step's keys, then values; heads contiguous, tokens with any stride.
         Required if `batch.reads_own_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
@@ -275,7 +275,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Attend with every kernel that the batch was planned for. Lists are those of named tuples, empty if unused."""
+    """Attend with every kernel that the batch was planned for. An unused list of tensors is empty."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
-"""The CuTe DSL kernel of paged decode: one query per request; the bulk copy engine (TMA) loads keys and values.
+"""The CuTe DSL kernel of paged decode, with one query per request. The bulk copy engine (TMA) loads keys and values.
 
-A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into its own ring in shared
-memory, and computes it. The steps of all requests are cut into equal parts, one per CTA of a head (Osama et al. 2023).
-A CTA's warps take the CTA's steps in turn and synchronise only where a request ends.
+A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into the warp's ring in
+shared memory, and computes the step. The steps of all requests are cut into equal parts, one per CTA of a head (Osama
+et al. 2023). A CTA's warps take the CTA's steps in turn and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ class DecodeKernel:
     ):
         """Compute one part of the steps of one key-value head. Grid: key-value heads x parts.
 
-        A request's steps are numbered after those of the requests before it: request_begin to request_end.
+        Steps are numbered across all requests. A request has the steps request_begin to request_end.
         """
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
@@ -312,7 +312,7 @@ class DecodeKernel:
 
     @cute.jit
     def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Fill all slots of the warp's ring but one, from `step` on. Return what `refill_slot` takes to continue."""
+        """Fill all slots of the warp's ring but one, from `step` on. Return the next arguments of `refill_slot`."""
         # Look up all pages first, so that these loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []

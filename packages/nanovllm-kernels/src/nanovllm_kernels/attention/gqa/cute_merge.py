@@ -1,8 +1,7 @@
-"""Merges partial results in the CuTe DSL decode kernel: those of a CTA's warps, and of the CTAs that share a request.
+"""Merges the results of a CTA's warps, and of the CTAs that share a request, in the CuTe DSL decode kernel.
 
-Partial results are weighted by the share of the softmax that each saw (Dao et al. 2023). The last CTA that arrives at a
-request's counter merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged
-in groups.
+Partial results are merged as in split-KV attention (Dao et al. 2023). The last CTA that arrives at a request's counter
+merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged in groups.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, WARP_SIZE
 
-# Parts per group, which are also the partial results that are loaded at once.
+# Parts per group. A thread loads the partial results of so many parts at once.
 MERGED_PARTS = 8
 
 
@@ -27,7 +26,7 @@ class ResultExchange:
     partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
     counters: int32, (slots of groups of parts + B) * Hkv.
     row_stats: float32 [warps, 2, 16] in shared memory, the same per warp.
-    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows; then the count of arrived CTAs.
+    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the number of arrived CTAs.
 
     Part p has slot 2p for the request that began before it, and slot 2p + 1 for the request that begins in it. Group g
     of MERGED_PARTS parts has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1 in the same way.
@@ -78,9 +77,9 @@ def merge_request(
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the warps' results for one request, then those of its parts unless this part has the whole request.
+    """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
-    spare_address: of the ring slot that is not being filled; the warp's rows are exchanged through this slot.
+    spare_address: of the ring slot that is not being filled. Warps exchange rows through this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
     arch.sync_threads()
@@ -157,7 +156,7 @@ def _merge_last_parts(
 
 @cute.jit
 def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Whether this CTA is the last of `num_arrivals`. It then sees the writes of all, and the counter is zero again."""
+    """Whether this CTA is the last of `num_arrivals`. The last sees the writes of all CTAs and resets the counter."""
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)

@@ -1,6 +1,6 @@
 """PTX instructions as functions, for the CuTe DSL decode kernel.
 
-Addresses in shared memory are Int32, those in global memory are pointers. Fragments are those of PTX's `mma.m16n8k16`:
+Shared addresses are Int32, global addresses are pointers. Fragments have the layout of PTX's `mma.m16n8k16`:
 lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
 """
 

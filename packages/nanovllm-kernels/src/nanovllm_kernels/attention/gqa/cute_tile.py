@@ -15,7 +15,7 @@ from nanovllm_kernels.attention.gqa import cute_ptx
 WARP_SIZE = 32
 # Tokens of a step: the smallest page, and the depth of one multiply-add with the values.
 STEP_TOKENS = 16
-# Rows of a tile, which are query heads: those of one multiply-add.
+# Rows of one multiply-add, which are query heads.
 TILE_ROWS = 16
 # Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
@@ -62,12 +62,12 @@ class DecodeShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values; also of a tile's float32 accumulators (FP8: of half a tile's)."""
+        """Bytes of a step's keys and values. A tile's float32 sums (FP8: half of them) take as many bytes."""
         return 2 * self.keys_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a step's scales: the keys', then the values'."""
+        """Bytes of a step's key scales, then value scales."""
         return 2 * STEP_TOKENS if self.is_fp8 else 0
 
     @property

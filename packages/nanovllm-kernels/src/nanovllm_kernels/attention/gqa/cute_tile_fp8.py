@@ -16,7 +16,7 @@ from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, cle
 
 
 class LaneScore(NamedTuple):
-    """A score of lane l: its index in the fragment; its token is 2 (l % 4) + `token_offset`."""
+    """A lane's score. index: in the fragment. Lane l has the score of token 2 (l % 4) + `token_offset`."""
 
     index: int
     token_offset: int
@@ -71,8 +71,7 @@ def attend(
 ):
     """Accumulate a step like `cute_tile.attend`. scales_address: of the step's scales, in shared memory.
 
-    row_max: reference point of the weights, MAX_WEIGHT_LOG2 below the maximum.
-    row_sum: sum of the weights without value scales.
+    row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of the weights without value scales.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
@@ -91,7 +90,7 @@ def attend(
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions, 16 bytes."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for dim_pair in range(shape.head_dim // 32):
         keys = cute_ptx.load_matrices(
@@ -108,7 +107,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales and add log2 of value scales. exponents: filled with those of 1 / value scale."""
+    """Multiply scores by key scales, add log2 of value scales. Write exponents of 1 / value scale to `exponents`."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)
@@ -145,7 +144,7 @@ def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
 def _multiply_values(shape, scores, acc, addresses):
     """Add the step's weighted values. Even dimensions of each 16 go to one tile, odd dimensions to the next tile.
 
-    ldmatrix transposes 16-bit units of two dimensions, which are separated here into one register per dimension.
+    ldmatrix transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions.
     """
     weights = [cute_ptx.round_pair(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_ptx.round_pair(Float16, scores[4], scores[5]), Int32(0)]

@@ -132,7 +132,7 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Attend for items until none remains; each thread runs this. An item is a tile and a key-value head."""
+    """Run by each thread: attend for items until none remains. An item is a tile and a key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
@@ -292,7 +292,7 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 @ordered_kernel
 def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, is_first):
-    """Turn a row's scores into weights, 0 from key `num_visible` on; rescale its outputs if its largest score grows.
+    """Turn a row's scores into weights, 0 from key `num_visible` on. Rescale the row's outputs if its maximum grows.
 
     softmax_ptr: the row's largest score and sum of weights. is_first: whether this is the first block.
     """
@@ -311,7 +311,7 @@ def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, i
     else:
         max_score = softmax[0]
     softmax[0] = max_score
-    # exp makes about 1e-38 of masked scores, which does not change a sum of at least 1.
+    # A masked score has a weight of about 1e-38, which does not change a sum of at least 1.
     softmax[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
     if num_visible < BLOCK_KEYS:
         _fill(scores_ptr, num_visible, _ZERO)
@@ -327,7 +327,7 @@ def _fill(scores_ptr, begin, number):
 
 @ordered_kernel
 def _rescale(acc_ptr, num_rows, value_dim, factor):
-    """Multiply one row's outputs, PANEL elements of which lie together."""
+    """Multiply one row's outputs by `factor`. Outputs are contiguous within a panel of PANEL elements."""
     for panel in range(value_dim // PANEL):
         acc = numba.carray(pointer(acc_ptr + 4 * panel * num_rows * PANEL), (PANEL,), np.float32)
         for k in range(PANEL):

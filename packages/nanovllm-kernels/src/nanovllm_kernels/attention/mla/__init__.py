@@ -1,9 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache of latents.
 
-The cache holds one latent and one rotated key part per token, shared by all heads. Cached tokens are attended to in the
-latent space (absorbed): queries are projected into this space, and results back. Prompts that are whole in a step are
-expanded to keys and values, which costs less arithmetic. Put these prompts last in a step: the projections cover all
-tokens before the last absorbed one.
+The cache holds one latent and one rotated key part per token, shared by all heads. Absorbed attention projects queries
+into the latent space, and results back. A prompt that is whole in a step is expanded to keys and values instead, which
+costs less arithmetic. Put such prompts last in a step: projections cover all tokens up to the last absorbed token.
 """
 
 from dataclasses import replace
@@ -22,8 +21,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# From this number of tokens on, our kernel projects queries and results: it skips tokens that need no projection, and
-# takes 25 us if none does. cuBLAS is faster per token: 111 us instead of 175 for 1,000 tokens (H200, bf16, 128 heads).
+# From this number of tokens on, our kernel projects queries and results. Our kernel skips tokens that need no
+# projection; cuBLAS is faster per token.
 MIN_SKIPPING_TOKENS = 1024
 
 
@@ -44,8 +43,8 @@ def plan_latent_batch(
 ) -> AttentionBatch:
     """Prepare a step's latent attention once for all layers: `plan_batch` for a cache [N, P, 1, L + R].
 
-    backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" use FlashAttention, if `plan_batch`
-        would, for prompts that are whole in the step.
+    backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" add FlashAttention, if installed, for
+        prompts that are whole in the step.
     has_only_whole_prompts: ignored; the device finds such prompts.
     """
     element_bytes = tile_configs.tile_element_bytes((dtype or kv_cache.dtype).itemsize, kv_cache.element_size())
@@ -95,12 +94,12 @@ def latent_attention(
 ) -> Tensor:
     """Causal latent attention of a batch of requests over their pages.
 
-    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has the part that meets
-        expanded keys, then the rotated part.
+    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
+        unrotated part [K], then its rotated part [R].
     expansion: [H, K + V, L], contiguous: per head, the rows that expand a latent to its key [K], then to its value [V].
-        Of q's dtype; on a CPU `q` may be float32 with any dtype here.
-    kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latents, then rotated key
-        parts; this step's are already written.
+        q's dtype; on a CPU, q may be float32 with any dtype here.
+    kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
+        part. This step's tokens are already written.
     batch: from `plan_latent_batch`.
     scale: factor for the products before the softmax.
     kv_scales: uint8 [N, 1, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.

@@ -1,8 +1,8 @@
 """Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
 
-A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents and runs ahead into
-the next token. Four warps compute scores and weights. They and four other warps each compute half of the 64 x 512
-results, which exceed the registers of four. `triton_absorbed._supports_gluon` gives the supported shapes.
+A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents, and runs ahead
+into the next token. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the
+other half, because the results exceed the registers of four warps.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do

@@ -1,7 +1,7 @@
 """Device functions that read a program's work in `gluon_absorbed`: one part of a work list, for one block of 64 heads.
 
-`plan` holds pointers: the list's (see `plan.work_list.WorkList`), `seq_lens` and `query_start_loc`. A tile is one token
-long, and a block of latents holds 64 tokens.
+`plan` holds pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A tile is
+one token long, and a block of latents holds 64 tokens.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -30,7 +30,7 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     """Return (request, token, first latent, latent after the last, slot) of what this program computes of a tile.
 
-    slot: of the partial results, -1 if the part computes the whole tile.
+    slot: in the partial results, -1 if the part computes the whole tile.
     """
     tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)

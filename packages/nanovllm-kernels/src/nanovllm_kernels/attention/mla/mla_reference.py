@@ -1,7 +1,7 @@
 """Latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes absorb, as many together as one gather holds. Prefills expand their whole context, one request at a time, which
-is cheaper than wide heads. `plan.gathers` plans both.
+Decodes attend in the latent space (absorbed), all requests of one gather together. Prefills expand the latents of their
+whole context to keys and values, one request at a time. `plan.gathers` plans both.
 """
 
 import torch

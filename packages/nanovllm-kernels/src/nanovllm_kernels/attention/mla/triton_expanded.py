@@ -1,6 +1,6 @@
 """Latent attention of prompts that are whole in the step, on CUDA, over expanded keys and values.
 
-The caller gathers the prompts' cached latents, expands them by a matrix product, and attends.
+The caller expands the gathered latents by a matrix product.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -156,63 +156,6 @@ def _copy_key_parts(
     tl.store(key_ptrs, key_part, mask=(heads < NUM_HEADS) & (dims < ROPE_DIM))
 
 
-@triton.jit
-def _attend_expanded(
-    acc,
-    running_max,
-    running_sum,
-    q,
-    q_rope,
-    kv_ptr,
-    k_rope_ptr,
-    queries,
-    begin,
-    end,
-    scale_log2,
-    rope_stride_token,
-    TOKEN_STRIDE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    PADDED_KEY_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    PADDED_ROPE_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Accumulate the prompt's keys and values of [begin, end) into the online softmax.
-
-    kv_ptr: keys and values of one head and the prompt's first token; tokens are TOKEN_STRIDE elements apart.
-    """
-    key_dims = tl.arange(0, PADDED_KEY_DIM)
-    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
-    value_dims = tl.arange(0, PADDED_VALUE_DIM)
-    for start in tl.range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        key_mask = keys < end
-        k_mask = (key_dims < KEY_DIM)[:, None]
-        rope_mask = (rope_dims < ROPE_DIM)[:, None]
-        v_mask = (value_dims < VALUE_DIM)[None, :]
-        if MASKED:
-            k_mask = k_mask & key_mask[None, :]
-            rope_mask = rope_mask & key_mask[None, :]
-            v_mask = v_mask & key_mask[:, None]
-        key_rows = keys.to(tl.int64)
-        k = tl.load(kv_ptr + key_rows[None, :] * TOKEN_STRIDE + key_dims[:, None], mask=k_mask, other=0.0)
-        k_rope = tl.load(
-            k_rope_ptr + key_rows[None, :] * rope_stride_token + rope_dims[:, None], mask=rope_mask, other=0.0
-        )
-        scores = tl.dot(q, k, input_precision="ieee")
-        scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee") * scale_log2
-        if MASKED:
-            scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
-        v = tl.load(kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0)
-        # Every row sees the prompt's first key, which is in the first block.
-        weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, running_max, running_sum
-
-
 # Arguments that change between steps are not specialised on: a step must never cause a compilation.
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _attend_whole_prompts(
@@ -265,52 +208,33 @@ def _attend_whole_prompts(
     end = tl.minimum(first_query + BLOCK_M, query_len)
     # Blocks that every query sees completely need no mask.
     unmasked_end = (first_query + 1) // BLOCK_N * BLOCK_N
-    acc, running_max, running_sum = _attend_expanded(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        q_rope,
-        kv_ptr,
-        k_rope_ptr,
-        queries,
-        0,
-        unmasked_end,
-        scale_log2,
-        rope_stride_token,
-        TOKEN_STRIDE,
-        KEY_DIM,
-        PADDED_KEY_DIM,
-        ROPE_DIM,
-        PADDED_ROPE_DIM,
-        VALUE_DIM,
-        PADDED_VALUE_DIM,
-        BLOCK_N,
-        False,
-    )
-    acc, running_max, running_sum = _attend_expanded(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        q_rope,
-        kv_ptr,
-        k_rope_ptr,
-        queries,
-        unmasked_end,
-        end,
-        scale_log2,
-        rope_stride_token,
-        TOKEN_STRIDE,
-        KEY_DIM,
-        PADDED_KEY_DIM,
-        ROPE_DIM,
-        PADDED_ROPE_DIM,
-        VALUE_DIM,
-        PADDED_VALUE_DIM,
-        BLOCK_N,
-        True,
-    )
+    # Loop without masks up to `unmasked_end`, then with masks.
+    for masked in tl.static_range(2):
+        for start in tl.range(unmasked_end if masked else 0, end if masked else unmasked_end, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            key_mask = keys < end
+            k_mask = (key_dims < KEY_DIM)[:, None]
+            rope_mask = (rope_dims < ROPE_DIM)[:, None]
+            v_mask = (value_dims < VALUE_DIM)[None, :]
+            if masked:
+                k_mask = k_mask & key_mask[None, :]
+                rope_mask = rope_mask & key_mask[None, :]
+                v_mask = v_mask & key_mask[:, None]
+            key_rows = keys.to(tl.int64)
+            k = tl.load(kv_ptr + key_rows[None, :] * TOKEN_STRIDE + key_dims[:, None], mask=k_mask, other=0.0)
+            k_rope = tl.load(
+                k_rope_ptr + key_rows[None, :] * rope_stride_token + rope_dims[:, None], mask=rope_mask, other=0.0
+            )
+            scores = tl.dot(q, k, input_precision="ieee")
+            scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee") * scale_log2
+            if masked:
+                scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
+            v = tl.load(
+                kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
+            )
+            # Every row sees the prompt's first key, which is in the first block.
+            weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
+            acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     acc = acc / running_sum[:, None]
     out_ptrs = out_ptr + rows[:, None] * VALUE_DIM + value_dims[None, :]
     mask = row_mask[:, None] & (value_dims < VALUE_DIM)[None, :]

@@ -1,7 +1,6 @@
-"""Products of every token's heads with one matrix per head on CUDA, for a number of tokens known only to the device.
+"""Multiplies each head of a token by the head's matrix on CUDA, for a number of tokens that only the device knows.
 
-Latent attention projects queries into the latent space and results back with these. Prompts that are whole in a step
-need no projection, but the host does not know their number when it replays a graph.
+Latent attention uses this product to project queries into the latent space, and results back.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do

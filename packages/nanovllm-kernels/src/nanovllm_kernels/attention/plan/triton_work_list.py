@@ -94,9 +94,9 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the list. request_search_steps, tile_search_steps: steps of a binary search over requests, over tiles."""
+    """Write the list. request_search_steps, tile_search_steps: maximum steps of the binary searches."""
     lanes = tl.arange(0, BLOCK)
-    # If the requests that may stay have many queries together, they fill the device without cuts: exclude them.
+    # If the short requests together have many queries, they fill the device without cuts: exclude them.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, first + lanes, first + lanes < num_reqs)
@@ -166,7 +166,7 @@ def _plan_work(
 
 @triton.jit
 def _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, mask):
-    """Return the numbers of queries of `requests`, and of tokens before these queries."""
+    """Return the number of queries of each request, and of tokens before the queries."""
     query_starts = tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
     query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0) - query_starts
     return query_lens, tl.load(seq_lens_ptr + requests, mask=mask, other=0) - query_lens
