@@ -40,7 +40,7 @@ def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
 
     The returned maximum is 15 below the largest score. Maximum plus log2 of the sum is log2 of the normalizer.
     """
-    # Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
+    # Weights reach 2^15: otherwise the small weights of a long context would be subnormal in float16.
     new_max = tl.maximum(running_max, tl.max(scores, 1) - 15)
     # Avoid infinity minus infinity in rows that have seen no key yet.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)

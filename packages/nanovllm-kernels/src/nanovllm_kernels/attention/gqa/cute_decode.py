@@ -1,4 +1,4 @@
-"""Launches the CuTe DSL kernel of paged decode on Hopper: supported shapes, workspace and compilation.
+"""Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
 The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
 Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
@@ -71,7 +71,7 @@ def supports_decode(
 def allocate_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """Allocate a workspace for at most `max_requests` requests: a few megabytes, independent of lengths."""
+    """Allocate a workspace for at most `max_requests` requests of any lengths."""
     num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
     num_rows = (num_part_slots + num_group_slots) * num_heads
     return DecodeWorkspace(
@@ -93,7 +93,7 @@ def paged_decode(
 ) -> None:
     """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `supports_decode`.
 
-    q: [>= B, Hq, D], float16 or bfloat16; row b is request b's query; a token's heads are contiguous.
+    q: [>= B, Hq, D], float16 or bfloat16. Row b is the query of request b. Heads are contiguous, rows have any stride.
     kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
         heads. This step's keys and values are already written.
     kv_scales: see the package's `paged_attention`.
@@ -143,7 +143,7 @@ def compile_decode(shape: DecodeShape, options: str = ""):
 
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
-    """Return the number of parts of a key-value head's work: one CTA per SM, so that all CTAs run at once."""
+    """Return the number of parts per key-value head. All CTAs run at once, at most one per SM."""
     return max(1, describe_device(device).num_sms // num_kv_heads)
 
 

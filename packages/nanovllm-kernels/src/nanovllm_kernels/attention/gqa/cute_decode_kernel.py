@@ -47,7 +47,7 @@ class StepLoader:
 
 
 class DecodeKernel:
-    """The kernel of `cute_decode.paged_decode`, which documents the arguments."""
+    """The kernel of `cute_decode.paged_decode`. See there for the arguments."""
 
     def __init__(self, shape: DecodeShape):
         self.shape = shape
@@ -279,7 +279,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, this part's begin and end, its first request, that request's begin and end).
+        """Return (steps per part, begin and end of this part, its first request, begin and end of that request).
 
         Each lane counts the steps of an equal number of requests.
         """
@@ -295,7 +295,7 @@ class DecodeKernel:
             lower_steps = arch.shuffle_sync_up(steps_up_to_lane, 1 << i)
             steps_up_to_lane += lower_steps * Int32(lane >= 1 << i)
         total_steps = arch.shuffle_sync(steps_up_to_lane, WARP_SIZE - 1)
-        # Parts smaller than one step per warp would cost more to merge than they save.
+        # Parts of less than one step per warp would cost more time to merge than they save.
         part_size = cutlass.max((total_steps + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
         part_begin = part * part_size
         part_end = cutlass.min(part_begin + part_size, total_steps)
@@ -351,7 +351,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_request(self, seq_lens: cute.Tensor, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Return the request that contains `step`, and its begin and end, searching from `request` on."""
+        """Return (request that contains `step`, its begin, its end). Search from `request` on."""
         while step >= end:
             request += 1
             begin = end

@@ -1,7 +1,7 @@
 """The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
 
 As in `triton_softmax`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
-added to the score in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold the sums.
+added to the score in base 2. A group has at most 8 query heads, because a step's slot must hold the sums.
 Fragments permute every 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and output sums.
 """
 
@@ -23,7 +23,7 @@ class LaneScore(NamedTuple):
 
 
 LANE_SCORES = (LaneScore(0, 0), LaneScore(1, 1), LaneScore(4, 8), LaneScore(5, 9))
-# Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
+# Weights reach 2^15: otherwise the small weights of a long context would be subnormal in float16.
 MAX_WEIGHT_LOG2 = 15.0
 # Mask of a float32's exponent bits, and twice the exponent's bias.
 EXPONENT_MASK = 0x7F800000
@@ -69,7 +69,7 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Accumulate a step like `cute_tile.attend`. scales_address: of the step's scales, in shared memory.
+    """Accumulate a step like `cute_tile.attend`. scales_address: shared address of the step's scales.
 
     row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of the weights without value scales.
     """

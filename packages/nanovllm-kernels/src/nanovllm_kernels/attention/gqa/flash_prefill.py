@@ -16,7 +16,7 @@ ROW_HEAD_DIMS = ((192, 128),)
 # Minimum of FlashAttention's `max_seqlen_q`, above a tile's rows. A smaller bound would select a kernel for one tile,
 # which FlashAttention would have to compile on first use.
 MIN_QUERY_LEN_BOUND = 256
-# Captured steps with fewer tokens do not use FlashAttention: their chunks would leave most of the device idle.
+# Captured steps with fewer tokens do not use FlashAttention, which would leave most of the device idle.
 MIN_CAPTURED_TOKENS = 512
 # FlashAttention copies a page by the bulk copy engine (TMA) if the page is as long as a tile of keys. Smaller pages are
 # slower.

@@ -35,7 +35,7 @@ from nanovllm_kernels.numba_tiles import (
     widen_group,
 )
 
-# Keys per block: their float32 copies fit the first-level cache beside a tile of queries.
+# Keys per block. Float32 copies of a block fit the first-level cache beside a tile of queries.
 BLOCK_KEYS = 64
 # Maximum number of rows in a tile: tokens times query heads per key-value head. A tile has at least one token.
 MAX_TILE_ROWS = 96
@@ -106,7 +106,7 @@ def _attend(
     """Cut queries into tiles, and run the region on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Request and first token of each tile. A request's last tile comes first, because it sees the most keys.
+    # Request and first token of each tile. A request's last tile sees the most keys, and starts first.
     tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -190,7 +190,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
         )
         for row_tile in range(num_row_tiles):
             begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
-            # Skip rows that see no key of this block: their weights would all be 0.
+            # Skip rows that see no key of this block.
             if first_num_keys + (end - 1) // group_size <= start:
                 continue
             for key in range(0, num_keys, GROUP):
@@ -278,7 +278,7 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
 
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
-    """Copy the value of one token, key `index` of the block."""
+    """Copy the value of token `index` of the block."""
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     num_full_groups = head_dim // GROUP
     values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP

@@ -1,7 +1,7 @@
 """Paged grouped-query attention in Triton from a work list, for requests with any number of queries.
 
-A tile holds some query positions of one request times the query heads of one key-value head, so that keys and values
-are read once per group of query heads. A program attends for one part of the list.
+A tile holds the query heads of one key-value head at some positions of one request. All rows of a tile share the loads
+of keys and values. A program attends for one part of the list.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do

@@ -85,7 +85,7 @@ def attend_fp8_range(
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
             scores = scale_scores(scores, k_exponents, v_exponents)
             if masked:
-                # No query sees a token after its own, so none sees a token from `end` on.
+                # The causal mask also excludes tokens from `end` on.
                 scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
             weights, rescale, running_max, running_sum = weigh_scaled_scores(
                 scores, running_max, running_sum, v_exponents

@@ -39,7 +39,7 @@ def plan_latent_batch(
     backend: Backend,
     dtype: torch.dtype | None = None,
     num_tokens: int | None = None,
-    has_only_whole_prompts: bool = False,  # noqa: ARG001 - `plan_batch` takes it
+    has_only_whole_prompts: bool = False,  # noqa: ARG001 - same signature as `plan_batch`
 ) -> AttentionBatch:
     """Prepare a step's latent attention once for all layers: `plan_batch` for a cache [N, P, 1, L + R].
 
@@ -96,7 +96,7 @@ def latent_attention(
 
     q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
         unrotated part [K], then its rotated part [R].
-    expansion: [H, K + V, L], contiguous: per head, the rows that expand a latent to its key [K], then to its value [V].
+    expansion: [H, K + V, L], contiguous. Each head has rows that expand a latent to a key [K], then to a value [V].
         q's dtype; on a CPU, q may be float32 with any dtype here.
     kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
         part. This step's tokens are already written.
@@ -153,7 +153,7 @@ def _attend_whole_prompts(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attend over expanded keys and values; write the rows of `out` [T, H, V] of prompts that are whole in the step."""
+    """Attend over expanded keys and values, and write the rows of `out` [T, H, V] of whole prompts."""
     num_tokens, num_heads, head_dim = q.shape
     expanded_dim, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
@@ -195,7 +195,7 @@ def _latent_attention_op(
     wide_work: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Absorbed attention of the requests of two work lists; rows of other requests are undefined.
+    """Attend for the requests of two work lists in the latent space. Rows of other requests are undefined.
 
     q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
     """
@@ -264,7 +264,7 @@ def _copy_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
 def _attend_whole_prompts_op(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attend over expanded keys and values; write the rows of `out` [T, H, V] of prompts that are whole in the step.
+    """Attend over expanded keys and values, and write the rows of `out` [T, H, V] of whole prompts.
 
     q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
     """

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm_kernels.attention import triton_split_kv
 
-# Gluon kernels cannot call Triton's functions, but these compile as Gluon too.
+# Gluon kernels cannot call functions compiled as Triton: compile the same sources as Gluon.
 _load_part = gluon.jit(triton_split_kv.load_part.fn)
 _load_segment = gluon.jit(triton_split_kv.load_segment.fn)
 _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
@@ -19,7 +19,7 @@ _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
 
 @gluon.jit
 def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
-    """Return this program's first tile, the tile after its last, and its first head."""
+    """Return (first tile, tile after the last, first head) of this program."""
     tile_starts_ptr, _tiles_ptr, parts_ptr, _seq_lens_ptr, _query_start_loc_ptr = plan
     HEAD_BLOCKS: gl.constexpr = NUM_HEADS // 64
     _start, _end, first_tile, end_tile = _load_part(tile_starts_ptr, parts_ptr, gl.program_id(0) // HEAD_BLOCKS)
@@ -37,7 +37,7 @@ def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     part_start, part_end = gl.load(parts_ptr + 2 * part), gl.load(parts_ptr + 2 * part + 2)
     first_block, end_block, slot = _load_segment(tile_starts_ptr, tile, part, part_start, part_end)
     request, query, query_start, _query_len, context = _load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile)
-    # A query sees the tokens up to its own.
+    # A query sees the tokens up to and including its own.
     end = gl.minimum(end_block * 64, context + query + 1)
     return request, query_start + query, first_block * 64, end, slot
 

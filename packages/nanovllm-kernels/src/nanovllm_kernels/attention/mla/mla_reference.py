@@ -65,5 +65,5 @@ def _attend_prefill(
 
 
 def _split_last(x: Tensor, num_last: int) -> tuple[Tensor, Tensor]:
-    """Split the last dimension before its `num_last` last elements."""
+    """Split off the last `num_last` elements of the last dimension."""
     return x[..., : x.shape[-1] - num_last], x[..., x.shape[-1] - num_last :]

@@ -1,6 +1,6 @@
 """Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
 
-A tile holds some query positions of one request times as many heads as fit, because all heads read the same latents.
+A tile holds as many heads as fit, at some positions of one request. All heads share the loads of latents.
 On Hopper, `gluon_absorbed` takes the lists of models with many heads.
 """
 

@@ -1,6 +1,6 @@
 """Device functions of absorbed latent attention: a tile of queries against blocks of paged latents.
 
-A block is read once, as keys and as values. In an FP8 cache a latent and its key part share one scale.
+The latents of a block serve as keys and as values. In an FP8 cache, a latent and its key part share one scale.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -32,7 +32,7 @@ def load_queries(
 ):
     """Return (latent parts, rotated parts, `scale_log2`) of queries, one row per entry of `tokens` and `heads`.
 
-    sources: contiguous latent parts [H, T, L], rotated parts [T, H, R], T, and the strides of T and H in rotated parts.
+    sources: contiguous latent parts [H, T, L], rotated parts [T, H, R], T, and the strides of rotated parts in T and H.
     With QUANTIZED, a power of two divides 16-bit queries, which become float16, and multiplies `scale_log2`.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
@@ -101,7 +101,7 @@ def attend_range(
         if QUANTIZED:
             exponents = tl.load(scales_ptr + slots, mask=key_mask, other=0).to(tl.int32)
             scores = scale_scores(scores, exponents, exponents)
-        # No query sees a token after its own, so none sees a token from `end` on.
+        # The causal mask also excludes tokens from `end` on.
         scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
         if QUANTIZED:
             weights, rescale, running_max, running_sum = weigh_scaled_scores(

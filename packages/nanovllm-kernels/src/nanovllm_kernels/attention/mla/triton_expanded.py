@@ -36,7 +36,7 @@ def gather_latents(requests: PagedRequests, out: Tensor) -> None:
 
 
 def copy_key_parts(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy each token's `k_rope` [T, R], contiguous in R, to the end of all its heads' `keys` [T, H, D], contiguous."""
+    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, D]. Rows of `k_rope` are contiguous."""
     num_tokens, num_heads, head_dim = keys.shape
     _copy_key_parts[(num_tokens,)](
         k_rope,
@@ -59,7 +59,7 @@ def attend_whole_prompts(
     rope_dim, value_dim, num_reqs = k_rope.shape[1], out.shape[2], seq_lens.shape[0]
     key_dim = head_dim - rope_dim
     config = tile_configs.EXPANDED_TILES[q.element_size()]
-    # Each request begins a new tile, which adds less than one tile per request.
+    # The last tile of each request may be partial, which adds less than one tile per request.
     num_tiles = num_tokens // config.block_m + num_reqs
     _attend_whole_prompts[(num_heads, num_tiles)](
         q,
@@ -123,7 +123,7 @@ def _gather_latents(
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
-    """Return the request of a tile: tiles of request r are numbered from start // BLOCK_Q + r * EXTRA_TILES."""
+    """Return the request of a tile. Request r has the tiles from start // BLOCK_Q + r * EXTRA_TILES on."""
     # Search for the last request whose tiles begin at or before `tile`.
     low = 0
     high = num_reqs - 1

@@ -24,7 +24,7 @@ class ProductTile(NamedTuple):
 
 # By element size in bytes.
 PRODUCT_TILES = {2: ProductTile(128, 128, 128, 8, 3), 4: ProductTile(32, 32, 32, 4, 2)}
-# Approximate number of programs of a launch, each of which computes one tile after another.
+# Approximate number of programs of a launch. Each program computes several tiles in turn.
 NUM_PROGRAMS = 528
 
 
@@ -79,7 +79,7 @@ def _project_heads(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute a block of a head's columns, for one block of tokens after another."""
+    """Compute a block of columns of one head, in a loop over blocks of tokens."""
     head = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# Shorter parts of a work list would cost more time to merge than they save.
+# Merging shorter parts of a work list would cost more time than parallel parts save.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the minimum of tensor cores without wgmma instructions.
 NARROW_TILE_ROWS = 16

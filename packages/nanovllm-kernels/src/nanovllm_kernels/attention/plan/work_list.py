@@ -1,6 +1,6 @@
 """Work lists: the attention work of a step, cut on the device into parts of equal length.
 
-The host gives only bounds on lengths, so that one captured graph serves requests of any lengths.
+The host gives only upper bounds on lengths. One captured graph therefore serves requests of any lengths.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ NO_LIMIT = 2**31 - 1
 class WorkList(NamedTuple):
     """The work of one attention launch.
 
-    A tile is up to BLOCK_Q consecutive queries of one request. The work of a tile is the blocks of BLOCK_N keys that
-    its queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
+    A tile is up to BLOCK_Q consecutive queries of one request. The blocks of a tile are the blocks of BLOCK_N keys that
+    the queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
     computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
 
     tile_starts: int64 [max_tiles + 1], number of blocks before each tile, then the total number of blocks.
-    tiles: int32 [max_tiles, 2], each tile's request, and its first query within the request.
+    tiles: int32 [max_tiles, 2], each tile's request, and the tile's first query, counted within the request.
     parts: int64 [num_parts + 1, 2], the first block of each part, and the tile of this block. Parts past the last
         block have the number of blocks and the number of tiles instead.
     """
@@ -90,7 +90,7 @@ def make_work_list(
     """
     num_reqs = seq_lens.shape[0]
     max_query_len = query_lens.stop - 1
-    # Each request begins a new tile, which adds less than one tile per request.
+    # The last tile of each request may be partial, which adds less than one tile per request.
     max_tiles = min(num_tokens // block_q + num_reqs, num_reqs * -(-max_query_len // block_q))
     num_programs = (describe_device(seq_lens.device).num_sms or tile_configs.INTERPRETER_SMS) * config.ctas_per_sm
     *work, excluded_query_lens = _plan_work_op(
