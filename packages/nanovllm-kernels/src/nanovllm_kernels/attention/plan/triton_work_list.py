@@ -12,20 +12,9 @@ PLAN_BLOCK = 512
 
 
 def plan_work(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_tiles: int,
-    num_parts: int,
-    block_q: int,
-    block_n: int,
-    min_part_blocks: int,
-    min_query_len: int,
-    max_query_len: int,
-    query_limit: int,
-    min_context: int,
-    max_excluded: int,
+    seq_lens: Tensor, query_start_loc: Tensor, max_tiles: int, num_parts: int, block_q: int, block_n: int, *limits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `work_list._plan_work_op`."""
+    """See `work_list._plan_work_op`. limits: the arguments from `min_part_blocks` on."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (
@@ -43,12 +32,7 @@ def plan_work(
         num_parts,
         num_reqs.bit_length(),
         max_tiles.bit_length(),
-        min_query_len,
-        max_query_len,
-        query_limit,
-        min_context,
-        max_excluded,
-        min_part_blocks,
+        *limits,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         BLOCK=PLAN_BLOCK,
@@ -84,12 +68,12 @@ def _plan_work(
     num_parts,
     request_search_steps,
     tile_search_steps,
+    min_part_blocks,
     min_query_len,
     max_query_len,
     query_limit,
     min_context,
     max_excluded,
-    min_part_blocks,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
