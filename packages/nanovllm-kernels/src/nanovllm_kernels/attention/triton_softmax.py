@@ -1,7 +1,7 @@
 """Device functions of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
 
-Products with an FP8 cache are float16, to which e4m3 converts exactly and fastest. To stay in the range of float16,
-queries are divided by a power of two, and weights include the values' scales and stay below 2^15.
+With an FP8 cache, products are in float16, which represents every e4m3 number. To avoid overflow, a power of two
+divides the queries, and weights stay below 2^15. Weights include the scales of the values.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -14,7 +14,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.constexpr):
-    """Return (weights of a block, factor of earlier sums, new maximum, new sum of weights).
+    """Return (weights of a block of keys, factor for earlier sums, new maximum, new sum of weights).
 
     ROWS_MAY_BE_MASKED: whether a row may have seen no key yet.
     """
@@ -30,17 +30,17 @@ def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.conste
 
 @triton.jit
 def scale_scores(scores, key_exponents, value_exponents):
-    """Multiply scores by the scales of FP8 keys, and add log2 of the scales of the values: weights include these."""
+    """Multiply scores by the scales of FP8 keys, and add log2 of the value scales, which weights include."""
     return scores * power_of_2(key_exponents)[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
 
 
 @triton.jit
 def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
-    """Like `weigh_scores`, for scores from `scale_scores`. The sum of weights is without the scales of the values.
+    """Like `weigh_scores`, for scores from `scale_scores`. The sum of weights excludes the value scales.
 
-    The maximum is only the reference point of the weights; with the sum it still gives the softmax's normalizer.
+    The returned maximum is 15 below the largest score. Maximum plus log2 of the sum is log2 of the normalizer.
     """
-    # Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
+    # Weights reach 2^15: otherwise the small weights of a long context would be subnormal in float16.
     new_max = tl.maximum(running_max, tl.max(scores, 1) - 15)
     # Avoid infinity minus infinity in rows that have seen no key yet.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -64,7 +64,7 @@ def floor_to_power_of_2(numbers):
 
 @triton.jit
 def load_pages(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the page numbers of tokens as int64. table_ptr: the request's block table. MASKED: 0 from `end` on."""
+    """Return the tokens' page numbers as int64, with MASKED 0 from `end` on. table_ptr: the request's block table."""
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

@@ -17,16 +17,18 @@ from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Approximate number of programs of a merge launch: all fit on the device at once, so that an empty launch is short.
+# Approximate number of programs of a merge launch. All fit on the device at once.
 MERGE_PROGRAMS = 2048
 # Elements of partial results that a merging program loads at once.
 MERGE_ELEMENTS = 4096
 
 
 class PartialResults(NamedTuple):
-    """Results of tiles that span several parts. Each part has two slots: for a tile that began before, or begins in it.
+    """Results of tiles that span several parts.
 
-    out: float32 [slots, head blocks, rows, D], the softmax results of one part of a tile. Row r of head block b holds
+    Part p has slot 2p for the tile that began in an earlier part, and slot 2p + 1 for the tile that begins in p.
+
+    out: float32 [slots, head blocks, rows, D], each the result of one part of a tile. Row r of head block b holds
         query r // block_heads of the tile and head b * block_heads + r % block_heads.
     lse: float32 [slots, head blocks, rows], log2 of the softmax's normalizer; -inf for rows that saw no key.
     """
@@ -98,7 +100,7 @@ def load_part(tile_starts_ptr, parts_ptr, part):
 def load_segment(tile_starts_ptr, tile, part, part_start, part_end):
     """Return (first block, block after the last, slot) of the blocks of `tile` that part `part` computes.
 
-    Blocks are counted from the tile's first. slot: of the partial results, -1 if the part computes the whole tile.
+    Blocks are counted from the tile's first. slot: in the partial results, -1 if the part computes the whole tile.
     """
     tile_start = tl.load(tile_starts_ptr + tile)
     tile_end = tl.load(tile_starts_ptr + tile + 1)
@@ -120,27 +122,16 @@ def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
 
 
 @triton.jit
-def store_tile(
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    acc,
-    running_max,
-    running_sum,
-    slot,
-    head_block,
-    out_rows,
-    row_mask,
-    dims,
-    mask,
-    num_head_blocks,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+def store_tile(pointers, softmax, slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr):
     """Store a tile's rows, divided by their sums of weights, in `out`, or as partial results if `slot` >= 0.
 
-    out_rows: row of `out` for each row of the tile. row_mask: valid rows. mask: valid elements of `acc`.
+    pointers: to `out` and to the tensors of `PartialResults`. softmax: (weighted sums, maximum score, sum of weights).
+    out_rows: row of `out` for each row of the tile. row_mask: valid rows.
     """
+    out_ptr, partial_out_ptr, partial_lse_ptr = pointers
+    acc, running_max, running_sum = softmax
+    dims = tl.arange(0, acc.shape[1])
+    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     # Early queries of a tile may see no key of a later part.
     safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
     acc = acc / safe_sum[:, None]
@@ -148,7 +139,7 @@ def store_tile(
         out_ptrs = out_ptr + (out_rows * HEAD_DIM)[:, None] + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        partial_rows = (slot.to(tl.int64) * num_head_blocks + head_block) * BLOCK_M + tl.arange(0, BLOCK_M)
+        partial_rows = (slot.to(tl.int64) * num_head_blocks + head_block) * acc.shape[0] + tl.arange(0, acc.shape[0])
         tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
         lse = tl.where(running_sum > 0, running_max + tl.log2(safe_sum), float("-inf"))
         tl.store(partial_lse_ptr + partial_rows, lse, mask=row_mask)
@@ -174,12 +165,12 @@ def _merge_parts(
     MERGED_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of the tile that spans a cut, weighted by the share of the softmax that each part saw.
+    """Merge the parts of the tile that spans a cut. A cut is the boundary between two parts.
 
-    A cut is the boundary between two parts. The programs of all cuts through one tile share its rows.
+    The programs of all cuts through one tile divide the rows of the tile among themselves.
     """
     if OVERLAP:
-        # Followers start only now: an early projection's weight loads would slow down attention's loads.
+        # The next kernel doesn't start early: its weight loads would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)
@@ -211,7 +202,7 @@ def _merge_parts(
         running_sum = tl.zeros([MERGED_ROWS], dtype=tl.float32)
         for first in tl.range(first_part, last_part + 1, MERGED_SLOTS):
             parts = first + tl.arange(0, MERGED_SLOTS)
-            # The tile begins in the first part, and began before the others.
+            # The tile begins in its first part, which uses an odd slot.
             slots = (2 * parts + (parts == first_part).to(tl.int32)).to(tl.int64)
             partial_rows = (slots[:, None] * num_head_blocks + head_block) * BLOCK_M + rows[None, :]
             mask = (parts <= last_part)[:, None] & row_mask[None, :]
@@ -229,7 +220,7 @@ def _merge_parts(
             running_sum = running_sum * rescale + tl.sum(weights, 0)
             acc = acc * rescale[:, None] + tl.sum(partial_out * weights[:, :, None], 0)
             running_max = new_max
-        # Rows past the tile's last have a sum of 0, and are not stored.
+        # Rows past the tile's last have a sum of 0, and are not stored below.
         acc = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
         tokens = (query_start + first_query + rows // BLOCK_HEADS).to(tl.int64)
         out_ptrs = out_ptr + ((tokens * NUM_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]

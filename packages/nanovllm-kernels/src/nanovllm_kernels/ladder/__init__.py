@@ -1,9 +1,9 @@
 """Measure how fast the kernels run on this GPU, relative to what its memory and tensor cores can do.
     python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
 
-Each figure is the median of CUDA-graph replays over copies of the inputs that together exceed the L2 cache, so that the
-cache is cold. Bytes and operations are the minimum that the work requires: data that a kernel reads twice count once.
-Shapes are those of models; the data are random.
+Each figure is the median time of CUDA-graph replays. A graph calls the kernel on copies of the inputs that together
+exceed the L2 cache. Bytes and operations are the minimum that the kernel's result requires: data that a kernel reads
+twice count once. Shapes are taken from models; data are random.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def selected(only: str) -> list[Work]:
 
 
 def main() -> None:
-    """Measure the ladder, print it, and write it as JSON if requested."""
+    """Measure the selected works, and print their figures."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm_kernels.ladder",
         description=__doc__,
@@ -68,8 +68,7 @@ def main() -> None:
     print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
     figures = []
     for work in selected(arguments.only):
-        figure = measure(work)
-        figures.append(figure)
+        figures.append(figure := measure(work))
         print(f"{figure.name:44} {figure.microseconds:10.1f} us {figure.rate:9.2f} {figure.unit}", flush=True)  # noqa: T201
     document = json.dumps({"device": asdict(device), "figures": [asdict(figure) for figure in figures]})
     print(document)  # noqa: T201

@@ -1,7 +1,6 @@
-"""Works of attention over paged keys and values, and over paged latents: decodes and whole prompts.
+"""Works (see `timing.Work`) of attention over paged keys and values, and over paged latents: decodes and prompts.
 
-The cost of a decode is the bytes of the cache. The cost of a prompt, or of a decode with many heads over latents, is
-its operations.
+The cost is bytes of the cache for a decode, and operations for a prompt or for a latent decode with many heads.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HE
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# DeepSeek-V3's sizes of a head's key (unrotated and rotated part), of its value, and of a latent.
+# Sizes in DeepSeek-V3: a head's unrotated and rotated key part, its value, and a latent.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
@@ -45,7 +44,7 @@ def decode_work(
     *,
     is_fp8: bool,
 ) -> Work:
-    """Decode attention, whose cost is the bytes of keys, values and scales."""
+    """Decode attention. The cost is the bytes of keys, values and scales."""
     cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if is_fp8 else HEAD_DIM * 2)
     prefix = "FP8 " if is_fp8 else ""
     return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make_call, cost, "TB/s", cost)
@@ -112,10 +111,7 @@ def latent_attention_work(
     is_fp8: bool = False,
     backend: Backend = "triton",
 ) -> Work:
-    """Latent attention of the last `query_len` of `context` tokens per request, pages of 64 in random order.
-
-    Includes the projections of queries into the latent space and of results back.
-    """
+    """Latent attention of the last `query_len` of `context` tokens per request, with projections."""
     page_size, cache_dim = 64, LATENT_DIM + ROPE_DIM
 
     def make_call(_: int) -> Callable[[], object]:
@@ -148,12 +144,13 @@ def latent_attention_work(
 
 def latent_decode_work(batch: int, context: int, num_heads: int, *, is_fp8: bool = False) -> Work:
     """Decodes over latents. With few heads the cost is bytes of latents and of the expansion, otherwise operations."""
+    expansion_elements = num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM
     if num_heads <= 16:
-        cached_bytes = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if is_fp8 else 2)
-        cost = cached_bytes + num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM * 2
-        return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TB/s", is_fp8=is_fp8)
-    cost = 2 * batch * num_heads * (context * (2 * LATENT_DIM + ROPE_DIM) + (KEY_DIM + VALUE_DIM) * LATENT_DIM)
-    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, "TFLOP/s", is_fp8=is_fp8)
+        cost, unit = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if is_fp8 else 2) + 2 * expansion_elements, "TB/s"
+    else:
+        cost = 2 * batch * (num_heads * context * (2 * LATENT_DIM + ROPE_DIM) + expansion_elements)
+        unit = "TFLOP/s"
+    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, unit, is_fp8=is_fp8)
 
 
 def latent_prefill_work(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> Work:
@@ -172,7 +169,7 @@ def latent_chunk_work(length: int, context: int, num_heads: int) -> Work:
 
 
 def latent_works() -> Iterator[Work]:
-    """Latent attention with the heads of one of eight ranks, and with all heads."""
+    """Latent attention with all heads of DeepSeek-V3, and with an eighth of the heads."""
     for num_heads in (16, 128):
         for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
             for is_fp8 in (False, True):
@@ -219,7 +216,7 @@ def prefill_work(batch: int, length: int, backend: Backend = "triton") -> Work:
 
 
 def paged_works() -> Iterator[Work]:
-    """Decodes and whole prompts by every backend that has kernels for them on this machine."""
+    """Decodes and whole prompts by every backend that runs on this machine."""
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):

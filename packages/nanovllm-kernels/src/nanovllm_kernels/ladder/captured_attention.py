@@ -1,6 +1,6 @@
 """Works of attention as a captured step launches it: padded tokens, unused entries, lengths known only to the device.
 
-The cost is the operations, or for works named "by bytes" the bytes of the cache that they read.
+The cost is operations. Works with "by bytes" in their names cost the bytes of the cache instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ RequestLengths = tuple[int, int]
 
 
 def make_step_tables(requests: Sequence[RequestLengths], num_entries: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """Return (block tables, seq_lens, query_start_loc) of the requests and of unused entries; pages in random order."""
+    """Return (block tables, seq_lens, query_start_loc) of the requests and of unused entries."""
     page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
     page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
     tables = torch.zeros((num_entries, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
@@ -61,8 +61,7 @@ def captured_attention_work(
     """Attention of `requests` in a step of `num_tokens` tokens.
 
     num_entries: entries of the block tables, used or not. backend: None for FlashAttention alone.
-    costs_bytes: whether the cost is bytes instead of operations.
-    has_only_whole_prompts: as for `plan_batch`.
+    costs_bytes: whether the cost is bytes instead of operations. has_only_whole_prompts: see `plan_batch`.
     """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-seq_len // PAGE_SIZE) for _, seq_len in requests))
@@ -92,13 +91,10 @@ def captured_attention_work(
         return lambda: paged_attention(q, kv_cache, batch_plan, scale=scale, own_keys_values=own_keys_values)
 
     cached_bytes = sum(seq_len for _, seq_len in requests) * 2 * num_kv_heads * HEAD_DIM * 2
-    cost, unit = (
-        (cached_bytes, "TB/s") if costs_bytes else (4 * num_heads * HEAD_DIM * count_pairs(requests), "TFLOP/s")
-    )
-    label = "flash alone" if backend is None else backend
-    name = (
-        f"captured {name} {label}" + (" by bytes" if costs_bytes else "") + (" whole" if has_only_whole_prompts else "")
-    )
+    operations = 4 * num_heads * HEAD_DIM * count_pairs(requests)
+    cost, unit = (cached_bytes, "TB/s") if costs_bytes else (operations, "TFLOP/s")
+    suffix = " by bytes" if costs_bytes else " whole" if has_only_whole_prompts else ""
+    name = f"captured {name} {backend or 'flash alone'}{suffix}"
     return Work(name, make_call, cost, unit, max(cached_bytes, COLD_BYTES // 8))
 
 
@@ -158,17 +154,17 @@ def captured_works() -> Iterator[Work]:
         for context in (8192, 32_768, MAX_SEQ_LEN):
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
-                # 16 queries are bound by loading keys, so that their cost is shown in bytes too.
+                # Loading keys limits the speed of 16 queries: measure them in bytes too.
                 for costs_bytes in (False, True) if length == 16 else (False,):
                     yield captured_attention_work(
                         name, requests, num_entries=256, num_tokens=512, backend=backend, costs_bytes=costs_bytes
                     )
     for num_heads in (16, 128):
         yield captured_latent_chunk_work(100, 32_768, num_heads)
+    requests = [(2047, 2047)] * 4
     for num_entries in (32, 256):
         for backend in backends:
             name = f"prompts 4 x 2047 in {num_entries} entries"
-            requests = [(2047, 2047)] * 4
             for has_only_whole_prompts in (False, True) if backend == "fastest" else (False,):
                 yield captured_attention_work(
                     name,
@@ -179,10 +175,9 @@ def captured_works() -> Iterator[Work]:
                     backend=backend,
                     has_only_whole_prompts=has_only_whole_prompts,
                 )
-    drafts = [(4, 2048)] * 64
     yield captured_attention_work(
         "drafts of 3 in 64 x 2048",
-        drafts,
+        [(4, 2048)] * 64,
         num_entries=64,
         num_tokens=256,
         max_query_len=4,
@@ -192,4 +187,4 @@ def captured_works() -> Iterator[Work]:
     for backend in backends:
         yield captured_attention_work("step without work", [], num_entries=256, num_tokens=512, backend=backend)
     yield work_list_planning_work([(100, 32_768)], 256, 512)
-    yield work_list_planning_work([(2047, 2047)] * 4, 256, 8192)
+    yield work_list_planning_work(requests, 256, 8192)

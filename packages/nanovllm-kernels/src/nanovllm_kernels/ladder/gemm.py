@@ -1,6 +1,6 @@
-"""Works of linear layers with what precedes and follows them, in bf16 and in block FP8.
+"""Works of linear layers with fused norms, activations and residual sums, in bf16 and in block FP8.
 
-Few rows cost the bytes of the weight.
+With few rows, the cost is the bytes of the weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,17 +33,20 @@ SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 61
 
 
 def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
-    """A layer's linears with what precedes and follows them, and the output head, as the engine runs `num_rows` rows.
+    """A layer's linears and the output head, as the engine runs `num_rows` rows.
 
-    If that is one kernel, the separate operators are measured too.
+    If one kernel computes a linear and its neighbours, the separate operators are measured too.
     """
-    norm_weight = random(shapes.hidden)
-    eps = 1e-5
+    norm_weight, eps = random(shapes.hidden), 1e-5
 
     def norm_then(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(rms_norm(x, norm_weight, eps), weight)
 
-    # By name: columns, width, the engine's choice and the separate operators, given a weight, rows and a residual.
+    add_residual: tuple[Call, Call] = (
+        lambda weight, x, residual: linear(x, weight, None, residual),
+        lambda weight, x, residual: residual.addmm_(x, weight.t()),
+    )
+    # By name: columns, width, the call that the engine makes, and the call of separate operators.
     works: dict[str, tuple[int, int, Call, Call]] = {
         "norm + qkv": (
             shapes.qkv,
@@ -51,24 +54,14 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
             lambda weight, x, _: norm_linear(x, norm_weight, eps, weight),
             lambda weight, x, _: norm_then(weight, x),
         ),
-        "o + residual": (
-            shapes.hidden,
-            shapes.heads,
-            lambda weight, x, residual: linear(x, weight, None, residual),
-            lambda weight, x, residual: residual.addmm_(x, weight.t()),
-        ),
+        "o + residual": (shapes.hidden, shapes.heads, *add_residual),
         "norm + gate + up": (
             2 * shapes.intermediate,
             shapes.hidden,
             lambda weight, x, _: norm_gate_up(x, norm_weight, eps, weight),
             lambda weight, x, _: silu_and_mul(norm_then(weight, x)),
         ),
-        "down + residual": (
-            shapes.hidden,
-            shapes.intermediate,
-            lambda weight, x, residual: linear(x, weight, None, residual),
-            lambda weight, x, residual: residual.addmm_(x, weight.t()),
-        ),
+        "down + residual": (shapes.hidden, shapes.intermediate, *add_residual),
         "head": (
             shapes.vocab,
             shapes.hidden,
@@ -77,9 +70,8 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
         ),
     }
     for name, (columns, width, chosen, pieces) in works.items():
-        calls = (
-            {"": chosen, " in pieces": pieces} if tiles.is_few_rows_faster(num_rows, columns, width) else {"": chosen}
-        )
+        is_fused = tiles.is_few_rows_faster(num_rows, columns, width)
+        calls = {"": chosen, " in pieces": pieces} if is_fused else {"": chosen}
         cost = columns * width * 2
         for suffix, call in calls.items():
 
@@ -93,7 +85,7 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
 def block_fp8_linears(num_rows: int) -> Iterator[Work]:
     """Products with block FP8 weights of an 8B model and of DeepSeek-R1, as the engine runs `num_rows` rows.
 
-    Inputs are quantised inside. Few rows cost the bytes of the weight.
+    The measured call also quantises the input. With few rows, the cost is the bytes of the weight.
     """
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
         few = num_rows <= tiles.MAX_FP8_ROWS

@@ -1,4 +1,4 @@
-"""Random inputs, and the head counts of an 8B model, which works of several families use."""
+"""Random inputs, and the head counts of an 8B model."""
 
 import torch
 

@@ -1,7 +1,4 @@
-"""Works of recurrent layers: Gated DeltaNet for decodes and prompts.
-
-Decodes cost the bytes of their states, prompts their operations.
-"""
+"""Works of recurrent layers: Gated DeltaNet for decodes, which cost bytes, and for prompts, which cost operations."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,9 +12,9 @@ DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
 
 
 def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Work:
-    """Qwen3-Next's recurrent layer, from its projections to its gated norm.
+    """Qwen3-Next's recurrent layer, without its projections.
 
-    lengths: new tokens of each request. context: tokens before them.
+    lengths: new tokens of each request. context: tokens before the new tokens.
     """
     batch, num_tokens, group, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
     channels = DELTA_K_HEADS * (2 + group) * dim

@@ -1,7 +1,4 @@
-"""Works of mixtures of experts in bf16 and in block FP8: the routing and the experts.
-
-Tokens choose experts uniformly at random.
-"""
+"""Works of mixtures of experts in bf16 and in block FP8. Tokens choose experts uniformly at random."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +13,7 @@ from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_exp
 
 @dataclass(frozen=True)
 class Mixture:
-    """A model's experts: their number, choices per token, widths, and whether there is also a gated shared expert."""
+    """A model's experts. hidden, width: sizes of the residual stream and of an expert. shared: gated shared expert."""
 
     name: str
     num_experts: int
@@ -27,7 +24,7 @@ class Mixture:
 
     @property
     def total(self) -> int:
-        """Number of experts with the shared one, which is also the number of logits."""
+        """Number of experts including the shared expert, and number of logits."""
         return self.num_experts + self.shared
 
     @property
@@ -44,11 +41,8 @@ MIXTURES = (
 
 
 def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
-    """Return experts with normally distributed bf16 values, or any FP8 values except NaN."""
-    shapes = (
-        (mixture.total, 2 * mixture.width, mixture.hidden),
-        (mixture.total, mixture.hidden, mixture.width),
-    )
+    """Return experts with normally distributed bf16 weights, or with random FP8 weights other than NaN."""
+    shapes = ((mixture.total, 2 * mixture.width, mixture.hidden), (mixture.total, mixture.hidden, mixture.width))
     if not in_fp8:
         return pack_experts(*(random(*shape) for shape in shapes))
     numbers = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
@@ -59,10 +53,7 @@ def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
 
 
 def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
-    """Experts chosen at random by `num_tokens` tokens.
-
-    The cost is the bytes of the expected number of chosen experts, or for many tokens the operations.
-    """
+    """Experts of `num_tokens` tokens. The cost is the bytes of the chosen experts, or operations for many tokens."""
     size = mixture.hidden * mixture.width
 
     def make(_: int) -> Callable[[], object]:
@@ -75,14 +66,13 @@ def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
     hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.shared
     read = 3 * hit * size * (1 if in_fp8 else 2)
     whole = 3 * mixture.total * size * (1 if in_fp8 else 2)
-    name = f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens"
-    if num_tokens > 1024:
-        return Work(name, make, 6 * num_tokens * (mixture.top_k + mixture.shared) * size, "TFLOP/s", whole)
-    return Work(name, make, read, "TB/s", whole)
+    operations = 6 * num_tokens * (mixture.top_k + mixture.shared) * size
+    cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (read, "TB/s")
+    return Work(f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make, cost, unit, whole)
 
 
 def routing(mixture: Mixture, num_tokens: int) -> Work:
-    """The choice of experts, whose cost is the bytes of its logits."""
+    """The choice of experts. The cost is the bytes of the logits."""
 
     def make(_: int) -> Callable[[], object]:
         logits = torch.randn(num_tokens, mixture.total, device="cuda")

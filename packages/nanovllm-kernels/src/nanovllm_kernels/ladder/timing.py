@@ -1,4 +1,4 @@
-"""Times works and reports figures. A work supplies the call to time and its cost."""
+"""Times works. A work supplies the call to time and the cost of the call."""
 
 import statistics
 from collections.abc import Callable
@@ -13,7 +13,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the ladder: `rate` in `unit`, `microseconds` per call."""
+    """A measured work: `rate` in `unit`, `microseconds` per call."""
 
     name: str
     microseconds: float
@@ -23,7 +23,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Work:
-    """A call to time: `make(copy)` binds it to inputs of its own. cost: bytes or operations per call."""
+    """A call to time. make: creates inputs and returns the call. cost: bytes or operations per call."""
 
     name: str
     make: Callable[[int], Callable[[], object]]
@@ -33,12 +33,12 @@ class Work:
 
 
 def measure(work: Work) -> Figure:
-    """Replay one graph that calls each copy once, and return the median time per call."""
-    # Inputs of the previous work had other shapes: free their memory.
+    """Capture a graph of calls on different inputs, replay the graph, and return the median time per call."""
+    # Free the memory of the previous work's inputs.
     torch.cuda.empty_cache()
     copies = max(1, min(MOST_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
     calls = [work.make(copy) for copy in range(copies)]
-    # The calls run on another stream than the kernels that fill their inputs.
+    # Inputs are filled on the default stream, but the calls run on another stream.
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

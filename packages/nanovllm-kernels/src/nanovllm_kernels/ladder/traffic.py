@@ -1,4 +1,4 @@
-"""Works that cost only memory traffic: a plain copy, the elementwise operators, and sampling."""
+"""Works whose cost is memory traffic: a plain copy, the elementwise operators, and sampling."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,7 +11,7 @@ from nanovllm_kernels.sampling import DrawSettings, sample
 
 
 def copy_ceiling() -> Work:
-    """A plain copy, whose rate is the ceiling of all figures in bytes."""
+    """A plain copy. Its rate is the ceiling of all rates in bytes."""
     size = 1 << 30
 
     def make(_: int) -> Callable[[], object]:
@@ -53,10 +53,8 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
 
 
 def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
-    """Greedy, plain and filtered draws from float32 logits: steep ones, and flat ones of which top-p keeps most."""
-    ones = torch.ones(batch, device="cuda")
-    zeros = torch.zeros(batch, device="cuda")
-    seeds = torch.arange(batch, device="cuda")
+    """Greedy, plain and filtered draws from float32 logits. From flat logits, top-p keeps most tokens."""
+    ones, zeros, seeds = (make(batch, device="cuda") for make in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4
 
     def maker(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[int], Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a paged cache of keys and values: plans a step's batch, and chooses kernels."""
+"""Grouped-query attention over a paged cache: plans the batch of a step, and chooses kernels."""
 
 from dataclasses import replace
 
@@ -33,23 +33,23 @@ def plan_batch(
     num_tokens: int | None = None,
     has_only_whole_prompts: bool = False,
 ) -> AttentionBatch:
-    """Prepare a step's attention, once for all its layers.
+    """Plan the attention of a step, once for all layers.
 
-    block_tables: int32 [B, max_blocks], each request's pages in order; entries past its length are valid page numbers
-        that are not read.
+    block_tables: int32 [B, max_blocks], each request's pages in order. Entries past the request's length are valid
+        page numbers that are not read.
     seq_lens: int32 [B], tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], each request's first query. Query i of n of request b has position
         seq_lens[b] - n + i and sees the tokens up to itself.
-    num_decodes: leading requests with exactly one query. None: unknown to the host (not for "torch"); launches then
-        cover every case, so that a captured graph can be replayed for any lengths within the bounds.
-    max_query_len, max_seq_len: bounds over the batch that determine the launch; need not be tight.
+    num_decodes: leading requests with exactly one query. None: unknown to the host (not for "torch"). A captured
+        graph can then be replayed for any lengths within the bounds.
+    max_query_len, max_seq_len: upper bounds, which need not be tight. The launch depends on these bounds.
     num_heads: query heads.
-    kv_cache: of any layer, for its shape and dtype.
-    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA ("triton": or its
+    kv_cache: cache of any layer.
+    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA (or Triton's
         interpreter), never wait, and allow requests without a query. "flash" and "cutedsl" need the extras flash-attn
         and cutedsl. FlashAttention does not read FP8 caches.
     dtype: of the queries; None: the cache's.
-    num_tokens: bound on the step's tokens, for smaller tables; None: B * max_query_len.
+    num_tokens: upper bound on the tokens of the step. None: B * max_query_len.
     has_only_whole_prompts: every request with several queries has all of its tokens in this step. FlashAttention then
         reads the step's own keys and values, see `AttentionBatch.reads_own_keys`.
     """
@@ -81,7 +81,7 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Return `batch` with single-query requests planned for the CuTe DSL kernel, if it supports the shape."""
+    """Return `batch` with single-query requests planned for the CuTe DSL kernel, if the kernel supports the shape."""
     if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
@@ -101,7 +101,7 @@ def _plan_cute_decodes(
 
 
 def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
-    """Return the lengths of requests with one query, 0 for others."""
+    """Return the lengths of requests with one query, and 0 for other requests."""
     if num_decodes is not None:
         return seq_lens[:num_decodes]
     if max_query_len == 1:
@@ -119,7 +119,7 @@ def _plan_work_lists(
     *,
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
-    """Return `batch` with all requests but the CuTe DSL kernel's in work lists or planned for FlashAttention."""
+    """Return `batch` with the remaining requests in work lists or planned for FlashAttention."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
     configs = [
@@ -178,7 +178,7 @@ def _supports_flash(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -
 
 
 def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -> int:
-    """Return the page size in tokens with which attention of prompts is fastest."""
+    """Return the fastest page size in tokens for attention of prompts."""
     uses_tma = head_dim in flash_prefill.TMA_HEAD_DIMS and _supports_flash(head_dim, cache_dtype, backend)
     return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
 
@@ -186,7 +186,7 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
     """Return the minimum number of tokens of a captured step of whole prompts that attends without the cache.
 
-    None: whole prompts always read the cache, as all latent caches do. See `has_only_whole_prompts` of `plan_batch`.
+    None: whole prompts always read the cache. See `has_only_whole_prompts` of `plan_batch`.
     """
     is_latent = kv_cache.shape[2] == 1
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -194,7 +194,7 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Describe how prompts with these heads share the device's multiprocessors."""
+    """Return the rounds in which the device attends for prompts."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return ONE_TOKEN_ROUNDS
@@ -220,7 +220,7 @@ def paged_attention(
     batch: from `plan_batch`.
     scale: factor for the products before the softmax.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
-    own_keys_values: [T, 2 Hkv, D], this step's, laid out as in the cache; heads contiguous, tokens with any stride.
+    own_keys_values: [T, 2 Hkv, D], the step's keys, then values; heads contiguous, tokens with any stride.
         Required if `batch.reads_own_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
@@ -275,7 +275,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Attend with every kernel that the batch was planned for. Lists are those of named tuples, empty if unused."""
+    """Attend with every kernel that the batch was planned for. An unused list of tensors is empty."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

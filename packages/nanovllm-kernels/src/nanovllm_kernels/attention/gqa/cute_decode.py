@@ -1,7 +1,7 @@
-"""Launches the CuTe DSL kernel of paged decode on Hopper: supported shapes, workspace and compilation.
+"""Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
 The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
-Importing this module imports CUTLASS (the extra `cutedsl`), which takes seconds.
+Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
 """
 
 import functools
@@ -33,9 +33,9 @@ class RingSize(NamedTuple):
     num_stages: int
 
 
-# By head size: rings of about 192 KiB. The fastest measured on an H200, by up to 10%.
+# By head size. Rings of about 192 KiB were the fastest on an H200.
 RING_SIZES = {64: RingSize(16, 3), 128: RingSize(8, 3), 256: RingSize(6, 2)}
-# For FP8 caches, whose slots have half the size. Heads of 64 would not fill a row of shared memory.
+# For FP8 caches. Heads of 64 would not fill a row of shared memory.
 FP8_RING_SIZES = {128: RingSize(12, 4), 256: RingSize(6, 4)}
 
 
@@ -71,7 +71,7 @@ def supports_decode(
 def allocate_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """Allocate a workspace for at most `max_requests` requests: a few megabytes, independent of lengths."""
+    """Allocate a workspace for at most `max_requests` requests of any lengths."""
     num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
     num_rows = (num_part_slots + num_group_slots) * num_heads
     return DecodeWorkspace(
@@ -93,7 +93,7 @@ def paged_decode(
 ) -> None:
     """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `supports_decode`.
 
-    q: [>= B, Hq, D], float16 or bfloat16; row b is request b's query; a token's heads are contiguous.
+    q: [>= B, Hq, D], float16 or bfloat16. Row b is the query of request b. Heads are contiguous, rows have any stride.
     kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
         heads. This step's keys and values are already written.
     kv_scales: see the package's `paged_attention`.
@@ -101,7 +101,7 @@ def paged_decode(
     seq_lens: int32 [B], tokens of each request; a request with 0 tokens gets zeros. scale: positive.
     workspace: see `allocate_workspace`. out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
 
-    The first call for a shape compiles, for about a second, and cannot be captured.
+    The first call for a shape compiles the kernel, and cannot be captured.
     """
     num_heads, head_dim = q.shape[1:]
     num_blocks, page_size, num_cached, _ = kv_cache.shape
@@ -132,7 +132,7 @@ def paged_decode(
 
 @functools.cache
 def compile_decode(shape: DecodeShape, options: str = ""):
-    """Compile the kernel. options: of the compiler; with "--gpu-arch sm_90a" compilation needs no GPU."""
+    """Compile the kernel. options: compiler flags; "--gpu-arch sm_90a" compiles without a GPU."""
     pointer_types = [(shape.dtype, 4), (shape.cache_dtype, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
     pointer_types += [(Float32, 16), (Float32, 8), (Int32, 4)]
     pointers = [
@@ -143,7 +143,7 @@ def compile_decode(shape: DecodeShape, options: str = ""):
 
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
-    """Return the number of parts of a key-value head's work: one CTA per SM, so that all CTAs run at once."""
+    """Return the number of parts per key-value head. All CTAs run at once, at most one per SM."""
     return max(1, describe_device(device).num_sms // num_kv_heads)
 
 

@@ -1,8 +1,8 @@
-"""The CuTe DSL kernel of paged decode: one query per request; the bulk copy engine (TMA) loads keys and values.
+"""The CuTe DSL kernel of paged decode, with one query per request. The bulk copy engine (TMA) loads keys and values.
 
-A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into its own ring in shared
-memory, and computes it. The steps of all requests are cut into equal parts, one per CTA of a head (Osama et al. 2023).
-A CTA's warps take the CTA's steps in turn and synchronise only where a request ends.
+A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into the warp's ring in
+shared memory, and computes the step. The steps of all requests are cut into equal parts, one per CTA of a head (Osama
+et al. 2023). A CTA's warps take the CTA's steps in turn and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class StepLoader:
 
 
 class DecodeKernel:
-    """The kernel of `cute_decode.paged_decode`, which documents the arguments."""
+    """The kernel of `cute_decode.paged_decode`. See there for the arguments."""
 
     def __init__(self, shape: DecodeShape):
         self.shape = shape
@@ -146,7 +146,7 @@ class DecodeKernel:
     ):
         """Compute one part of the steps of one key-value head. Grid: key-value heads x parts.
 
-        A request's steps are numbered after those of the requests before it: request_begin to request_end.
+        Steps are numbered across all requests. A request has the steps request_begin to request_end.
         """
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
@@ -279,7 +279,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, this part's begin and end, its first request, that request's begin and end).
+        """Return (steps per part, begin and end of this part, its first request, begin and end of that request).
 
         Each lane counts the steps of an equal number of requests.
         """
@@ -295,7 +295,7 @@ class DecodeKernel:
             lower_steps = arch.shuffle_sync_up(steps_up_to_lane, 1 << i)
             steps_up_to_lane += lower_steps * Int32(lane >= 1 << i)
         total_steps = arch.shuffle_sync(steps_up_to_lane, WARP_SIZE - 1)
-        # Parts smaller than one step per warp would cost more to merge than they save.
+        # Parts of less than one step per warp would cost more time to merge than they save.
         part_size = cutlass.max((total_steps + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
         part_begin = part * part_size
         part_end = cutlass.min(part_begin + part_size, total_steps)
@@ -312,7 +312,7 @@ class DecodeKernel:
 
     @cute.jit
     def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Fill all slots of the warp's ring but one, from `step` on. Return what `refill_slot` takes to continue."""
+        """Fill all slots of the warp's ring but one, from `step` on. Return the next arguments of `refill_slot`."""
         # Look up all pages first, so that these loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []
@@ -351,7 +351,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_request(self, seq_lens: cute.Tensor, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Return the request that contains `step`, and its begin and end, searching from `request` on."""
+        """Return (request that contains `step`, its begin, its end). Search from `request` on."""
         while step >= end:
             request += 1
             begin = end

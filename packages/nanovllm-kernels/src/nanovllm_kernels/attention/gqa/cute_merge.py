@@ -1,8 +1,7 @@
-"""Merges partial results in the CuTe DSL decode kernel: those of a CTA's warps, and of the CTAs that share a request.
+"""Merges the results of a CTA's warps, and of the CTAs that share a request, in the CuTe DSL decode kernel.
 
-Partial results are weighted by the share of the softmax that each saw (Dao et al. 2023). The last CTA that arrives at a
-request's counter merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged
-in groups.
+Partial results are merged as in split-KV attention (Dao et al. 2023). The last CTA that arrives at a request's counter
+merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged in groups.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, WARP_SIZE
 
-# Parts per group, which are also the partial results that are loaded at once.
+# Parts per group. A thread loads the partial results of a whole group at once.
 MERGED_PARTS = 8
 
 
@@ -26,11 +25,11 @@ class ResultExchange:
     partial_out: float32 [slots, Hkv, group_size, D].
     partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
     counters: int32, (slots of groups of parts + B) * Hkv.
-    row_stats: float32 [warps, 2, 16] in shared memory, the same per warp.
-    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows; then the count of arrived CTAs.
+    row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
+    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the number of arrived CTAs.
 
-    Part p has slot 2p for the request that began before it, and slot 2p + 1 for the request that begins in it. Group g
-    of MERGED_PARTS parts has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1 in the same way.
+    Part p has slot 2p for the request that began before part p, and slot 2p + 1 for the request that begins in part p.
+    Group g of MERGED_PARTS parts likewise has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1.
     """
 
     out: cute.Pointer
@@ -56,7 +55,7 @@ def count_slots(num_parts: int) -> tuple[int, int]:
 def clear_empty_requests(
     shape: cutlass.Constexpr, exchange: cutlass.Constexpr, lengths: cute.Tensor, num_reqs: Int32, part: Int32
 ):
-    """Zero the outputs of requests without tokens; parts share these requests."""
+    """Zero the outputs of requests without tokens. Parts divide these requests among themselves."""
     for request in range(part, num_reqs, exchange.num_parts):
         if lengths[request] == 0:
             first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
@@ -78,9 +77,9 @@ def merge_request(
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the warps' results for one request, then those of its parts unless this part has the whole request.
+    """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
-    spare_address: of the ring slot that is not being filled; the warp's rows are exchanged through this slot.
+    spare_address: of the ring slot that is not being filled. Warps exchange rows through this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
     arch.sync_threads()
@@ -109,7 +108,7 @@ def _merge_parts(
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the parts of a request that spans several; with many parts, merge each group first."""
+    """Merge the parts of a request that spans several parts. With many parts, merge each group first."""
     num_group_slots = 2 * ((exchange.num_parts + (MERGED_PARTS - 1)) // MERGED_PARTS)
     first_slot, first_index, last_index = Int32(0), first_part, last_part
     is_last = Boolean(True)
@@ -157,11 +156,11 @@ def _merge_last_parts(
 
 @cute.jit
 def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Whether this CTA is the last of `num_arrivals`. It then sees the writes of all, and the counter is zero again."""
+    """Whether this CTA is the last of `num_arrivals`. The last sees the writes of all CTAs and resets the counter."""
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
-        # Release this CTA's writes and acquire those of the other CTAs.
+        # Release the writes of this CTA, and acquire the writes of the other CTAs.
         arrived = arch.atomic_add(counter_ptr, Int32(1), sem="acq_rel", scope="gpu")
         exchange.row_addresses[shape.num_warps] = arrived
         if arrived == num_arrivals - 1:
@@ -201,7 +200,7 @@ def _locate_lane_sums(shape, lane, row, lane_row, tile):
     if not shape.is_fp8:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
-        # The first tile of a pair holds even dimensions, the second odd ones. A lane has two neighbours of each.
+        # The first tile of a pair holds even dimensions, the second tile odd dimensions.
         even, odd = 4 * (tile & ~1), 4 * (tile | 1)
         eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
         first, second = even + (tile & 1), odd + (tile & 1)
@@ -296,7 +295,7 @@ def _store_slot(
 
 
 def _store_result(shape, pointer, sums, weight_sum):
-    """Store four outputs: the sums divided by the sum of weights, rounded."""
+    """Divide four sums by the sum of weights, round the results and store them."""
     inverse_sum = arch.rcp_approx(weight_sum)
     low_pair = cute_ptx.round_pair(shape.dtype, sums[0] * inverse_sum, sums[1] * inverse_sum)
     high_pair = cute_ptx.round_pair(shape.dtype, sums[2] * inverse_sum, sums[3] * inverse_sum)

@@ -1,6 +1,6 @@
 """PTX instructions as functions, for the CuTe DSL decode kernel.
 
-Addresses in shared memory are Int32, those in global memory are pointers. Fragments are those of PTX's `mma.m16n8k16`:
+Shared addresses are Int32, global addresses are pointers. Fragments have the layout of PTX's `mma.m16n8k16`:
 lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
 """
 
@@ -9,7 +9,7 @@ from cutlass.cute import arch
 
 
 def load_matrices(address, *, transpose):
-    """Load four 8 x 8 matrices of 16 bits from shared memory as four Int32; lanes 8i..8i+7 give matrix i's rows."""
+    """Load four 8 x 8 matrices of 16 bits from shared memory as four Int32. Lanes 8i..8i+7 give rows of matrix i."""
     instruction = (
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" if transpose else "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     )
@@ -49,7 +49,7 @@ def unpack_pair(dtype, word):
 
 
 def e4m3_to_float16(word):
-    """Convert the four e4m3 values of an Int32 to float16: the lower two in one Int32, the upper two in another."""
+    """Convert four e4m3 values of an Int32 to float16. Return the lower two and the upper two as Int32."""
     return arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
         " cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
@@ -69,7 +69,7 @@ def float_bits(x):
 
 
 def power_of_2(exponent):
-    """Return the power of two with this biased Float32 exponent; 0 for 0."""
+    """Return the power of two with this biased Float32 exponent. Exponent 0 gives 0."""
     return arch.inline_ptx(
         "{ .reg .b32 bits; shl.b32 bits, {$r0}, 23; mov.b32 {$w0}, bits; }",
         write_only_types=[Float32],

@@ -13,9 +13,9 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP_SIZE = 32
-# Tokens of a step: the smallest page, and the depth of one multiply-add with the values.
+# Tokens of a step. The smallest page and one multiply-add with the values have as many.
 STEP_TOKENS = 16
-# Rows of a tile, which are query heads: those of one multiply-add.
+# Rows of a tile, each one query head.
 TILE_ROWS = 16
 # Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
@@ -57,28 +57,28 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a step's keys, which precede its values. All tokens' first rows precede their second rows."""
+        """Bytes of a step's keys, which precede the values. First rows of all tokens precede second rows."""
         return STEP_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values; also of a tile's float32 accumulators (FP8: of half a tile's)."""
+        """Bytes of a step's keys and values. A tile's float32 sums (FP8: half of them) take as many bytes."""
         return 2 * self.keys_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a step's scales: the keys', then the values'."""
+        """Bytes of a step's key scales, then value scales."""
         return 2 * STEP_TOKENS if self.is_fp8 else 0
 
     @property
     def rows_per_lane(self) -> int:
-        """Rows of a tile per lane; with a small group a lane's second row is unused."""
+        """Rows of a tile per lane. With a small group, a lane's second row is unused."""
         return 1 if self.group_size <= TILE_ROWS // 2 else 2
 
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries, at element `offset` of `q`, as A fragments; rows beyond the group are zero."""
+    """Load a group's queries, at element `offset` of `q`, as A fragments. Rows beyond the group are zero."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
@@ -102,7 +102,7 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Accumulate the step at `slot_address` in shared memory into the running softmax. num_valid: its valid tokens."""
+    """Accumulate the step at shared address `slot_address` into the softmax. num_valid: valid tokens of the step."""
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     addresses = lane_addresses(slot_address, lane)
     if num_valid < STEP_TOKENS:
@@ -129,7 +129,7 @@ def lane_addresses(slot_address, lane):
 
 @cute.jit
 def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int32, lane: Int32):
-    """Zero the values past the request's end: they may be NaN, which a weight of zero would not cancel."""
+    """Zero the values past the request's end: a weight of zero would not cancel a NaN."""
     for i in cutlass.range_constexpr(shape.keys_bytes // 16 // WARP_SIZE):
         chunk = lane + WARP_SIZE * i
         if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:
@@ -153,7 +153,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_log2):
-    """Turn the scores of one of a lane's rows into weights, and rescale the previous sums."""
+    """Turn the scores of row `lane_row` of a lane into weights, and rescale the previous sums."""
     own_scores = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]
     block_max = scores[own_scores[0]]
     for i in own_scores[1:]:

@@ -1,7 +1,7 @@
 """The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
 
 As in `triton_softmax`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
-added to the score in base 2. A group has at most 8 query heads, half a tile, so that a step's slot can hold the sums.
+added to the score in base 2. A group has at most 8 query heads, because a step's slot must hold the sums.
 Fragments permute every 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and output sums.
 """
 
@@ -16,14 +16,14 @@ from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, cle
 
 
 class LaneScore(NamedTuple):
-    """A score of lane l: its index in the fragment; its token is 2 (l % 4) + `token_offset`."""
+    """A lane's score. index: in the fragment. Lane l has the score of token 2 (l % 4) + `token_offset`."""
 
     index: int
     token_offset: int
 
 
 LANE_SCORES = (LaneScore(0, 0), LaneScore(1, 1), LaneScore(4, 8), LaneScore(5, 9))
-# Weights reach 2^15, so that the small weights of a long context are not subnormal in float16.
+# Weights reach 2^15: otherwise the small weights of a long context would be subnormal in float16.
 MAX_WEIGHT_LOG2 = 15.0
 # Mask of a float32's exponent bits, and twice the exponent's bias.
 EXPONENT_MASK = 0x7F800000
@@ -69,10 +69,9 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Accumulate a step like `cute_tile.attend`. scales_address: of the step's scales, in shared memory.
+    """Accumulate a step like `cute_tile.attend`. scales_address: shared address of the step's scales.
 
-    row_max: reference point of the weights, MAX_WEIGHT_LOG2 below the maximum.
-    row_sum: sum of the weights without value scales.
+    row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of the weights without value scales.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
@@ -91,7 +90,7 @@ def attend(
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions, 16 bytes."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for dim_pair in range(shape.head_dim // 32):
         keys = cute_ptx.load_matrices(
@@ -108,7 +107,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales and add log2 of value scales. exponents: filled with those of 1 / value scale."""
+    """Multiply scores by key scales, add log2 of value scales. Write exponents of 1 / value scale to `exponents`."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)
@@ -145,7 +144,7 @@ def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
 def _multiply_values(shape, scores, acc, addresses):
     """Add the step's weighted values. Even dimensions of each 16 go to one tile, odd dimensions to the next tile.
 
-    ldmatrix transposes 16-bit units of two dimensions, which are separated here into one register per dimension.
+    ldmatrix transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions.
     """
     weights = [cute_ptx.round_pair(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_ptx.round_pair(Float16, scores[4], scores[5]), Int32(0)]

@@ -13,13 +13,13 @@ from nanovllm_kernels.platform import make_cache_directory
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
 # (key size, value size) of a head, for keys and values in rows instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum bound on query lengths given to FlashAttention. It would compile another kernel, on first use, for batches
-# that fit one tile. Bounds need not be tight, so a bound above a tile's rows keeps one kernel for all batches.
+# Minimum of FlashAttention's `max_seqlen_q`, above a tile's rows. A smaller bound would select a kernel for one tile,
+# which FlashAttention would have to compile on first use.
 MIN_QUERY_LEN_BOUND = 256
-# Captured steps with fewer tokens do not use FlashAttention: their chunks would leave most of the device idle.
+# Captured steps with fewer tokens do not use FlashAttention, which would leave most of the device idle.
 MIN_CAPTURED_TOKENS = 512
-# FlashAttention copies pages of this size, its tile of keys, by the bulk copy engine (TMA). It copies smaller pages
-# token by token, at 0.83 to 0.92 of that rate.
+# FlashAttention copies a page by the bulk copy engine (TMA) if the page is as long as a tile of keys. Smaller pages are
+# slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)
 
@@ -30,7 +30,7 @@ def supports_pages(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `attend_to_rows` is used for keys and values of these sizes."""
+    """Whether `attend_to_rows` supports these sizes and dtype."""
     return (key_dim, value_dim) in ROW_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -82,7 +82,7 @@ def attend_to_rows(
 
 @functools.cache
 def _import_forward() -> Callable[..., object]:
-    """Import FlashAttention's forward function. The public one takes no `out`, and costs twice the host time."""
+    """Import FlashAttention's forward function. The public function takes no `out`."""
     # FlashAttention reads these variables once, at import.
     directory = make_cache_directory("flash_attention")
     if directory is not None:

@@ -1,6 +1,6 @@
 """Grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes are computed together, as many as one gather holds; prefills one request at a time. `plan.gathers` plans both.
+Decodes of one gather are computed together, prefills one request at a time. `plan.gathers` plans both.
 """
 
 import torch
@@ -69,13 +69,13 @@ def _attend_decodes(
     num_cached = kv_cache.shape[2]
     num_kv_heads = num_cached // 2
     kv = gather_decodes(kv_cache, kv_scales, gather, q.dtype)
-    # Two calls instead of the five of `view`, slicing, `transpose` and `chunk`.
+    # Fewer calls than `view`, slicing, `transpose` and `chunk`.
     shape = (num_reqs, num_kv_heads, gather.max_len, head_dim)
     strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
     offset = kv.storage_offset()
     k = kv.as_strided(shape, strides, offset)
     v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
-    # Folding a group's heads into the query length is at least 2x faster than explicit products on two cores in bf16.
+    # A group's heads become queries of one head, which is faster on a CPU than explicit products.
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = convert_mask(gather.mask, q.dtype)
     out = functional.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)

@@ -35,7 +35,7 @@ from nanovllm_kernels.numba_tiles import (
     widen_group,
 )
 
-# Keys per block: their float32 copies fit the first-level cache beside a tile of queries.
+# Keys per block. Float32 copies of a block fit the first-level cache beside a tile of queries.
 BLOCK_KEYS = 64
 # Maximum number of rows in a tile: tokens times query heads per key-value head. A tile has at least one token.
 MAX_TILE_ROWS = 96
@@ -106,7 +106,7 @@ def _attend(
     """Cut queries into tiles, and run the region on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Request and first token of each tile. A request's last tile comes first, because it sees the most keys.
+    # Request and first token of each tile. A request's last tile sees the most keys, and starts first.
     tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -132,7 +132,7 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Attend for items until none remains; each thread runs this. An item is a tile and a key-value head."""
+    """Run by each thread: attend for items until none remains. An item is a tile and a key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
@@ -190,7 +190,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
         )
         for row_tile in range(num_row_tiles):
             begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
-            # Skip rows that see no key of this block: their weights would all be 0.
+            # Skip rows that see no key of this block.
             if first_num_keys + (end - 1) // group_size <= start:
                 continue
             for key in range(0, num_keys, GROUP):
@@ -278,7 +278,7 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
 
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
-    """Copy the value of one token, key `index` of the block."""
+    """Copy the value of token `index` of the block."""
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     num_full_groups = head_dim // GROUP
     values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP
@@ -292,7 +292,7 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 @ordered_kernel
 def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, is_first):
-    """Turn a row's scores into weights, 0 from key `num_visible` on; rescale its outputs if its largest score grows.
+    """Turn a row's scores into weights, 0 from key `num_visible` on. Rescale the row's outputs if its maximum grows.
 
     softmax_ptr: the row's largest score and sum of weights. is_first: whether this is the first block.
     """
@@ -311,7 +311,7 @@ def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, i
     else:
         max_score = softmax[0]
     softmax[0] = max_score
-    # exp makes about 1e-38 of masked scores, which does not change a sum of at least 1.
+    # A masked score has a weight of about 1e-38, which does not change a sum of at least 1.
     softmax[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
     if num_visible < BLOCK_KEYS:
         _fill(scores_ptr, num_visible, _ZERO)
@@ -327,7 +327,7 @@ def _fill(scores_ptr, begin, number):
 
 @ordered_kernel
 def _rescale(acc_ptr, num_rows, value_dim, factor):
-    """Multiply one row's outputs, PANEL elements of which lie together."""
+    """Multiply one row's outputs by `factor`. Outputs are contiguous within a panel of PANEL elements."""
     for panel in range(value_dim // PANEL):
         acc = numba.carray(pointer(acc_ptr + 4 * panel * num_rows * PANEL), (PANEL,), np.float32)
         for k in range(PANEL):

@@ -1,7 +1,7 @@
 """Paged grouped-query attention in Triton from a work list, for requests with any number of queries.
 
-A tile holds some query positions of one request times the query heads of one key-value head, so that keys and values
-are read once per group of query heads. A program attends for one part of the list.
+A tile holds the query heads of one key-value head at some positions of one request. All rows of a tile share the loads
+of keys and values. A program attends for one part of the list.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -111,7 +111,7 @@ def _attend(
 ):
     """Attend for one part of the work list and the query heads of one key-value head.
 
-    UNMASKED_LOOP: see `attend_range`. For a decode's few blocks one loop is faster.
+    UNMASKED_LOOP: see `attend_range`. For the few blocks of a decode, a single loop is faster.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -122,7 +122,6 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    dim_mask = dims < HEAD_DIM
     # disable_licm: addresses kept across tiles would take registers from the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
@@ -131,70 +130,25 @@ def _attend(
         )
         queries = first_query + rows // GROUP_SIZE
         row_mask = (rows < BLOCK_Q * GROUP_SIZE) & (queries < query_len)
-        mask = row_mask[:, None] & dim_mask[None, :]
         tokens = (query_start + queries).to(tl.int64)
         q_ptrs = q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :]
-        q = tl.load(q_ptrs, mask=mask, other=0.0)
+        q = tl.load(q_ptrs, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         begin = first_block * BLOCK_N
         # A tile sees the tokens up to its last query.
         end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
         unmasked_end = tl.minimum(end, (context + first_query + 1) // BLOCK_N * BLOCK_N)
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
+        span = (table_ptr, context + queries, begin, unmasked_end, end)
+        k_ptr = kv_ptr + kv_head * HEAD_DIM
         if QUANTIZED:
-            acc, running_max, running_sum = attend_fp8_range(
-                q,
-                kv_ptr + kv_head * HEAD_DIM,
-                scales_ptr + kv_head * PAGE_SIZE,
-                table_ptr,
-                context + queries,
-                dims,
-                dim_mask,
-                begin,
-                unmasked_end,
-                end,
-                scale_log2,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                PADDED_DIM,
-                PAGE_SIZE,
-                BLOCK_M,
-                BLOCK_N,
-                UNMASKED_LOOP,
+            k_scales_ptr = scales_ptr + kv_head * PAGE_SIZE
+            softmax = attend_fp8_range(
+                q, k_ptr, k_scales_ptr, *span, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
             )
         else:
-            acc, running_max, running_sum = attend_range(
-                q,
-                kv_ptr + kv_head * HEAD_DIM,
-                table_ptr,
-                context + queries,
-                dims,
-                dim_mask,
-                begin,
-                unmasked_end,
-                end,
-                scale_log2,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                PADDED_DIM,
-                PAGE_SIZE,
-                BLOCK_M,
-                BLOCK_N,
-                UNMASKED_LOOP,
+            softmax = attend_range(
+                q, k_ptr, *span, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
             )
-        store_tile(
-            out_ptr,
-            partial_out_ptr,
-            partial_lse_ptr,
-            acc,
-            running_max,
-            running_sum,
-            slot,
-            kv_head,
-            tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads,
-            row_mask,
-            dims,
-            mask,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            BLOCK_M,
-        )
+        out_rows = tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads
+        pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)
+        store_tile(pointers, softmax, slot, kv_head, out_rows, row_mask, NUM_KV_HEADS, HEAD_DIM)

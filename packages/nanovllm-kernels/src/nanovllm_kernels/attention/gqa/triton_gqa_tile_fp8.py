@@ -1,6 +1,6 @@
-"""Device functions like those of `triton_gqa_tile`, for an FP8 cache: e4m3 with a scale per token and head (see `fp8`).
+"""The tile of `triton_gqa_tile` for an FP8 cache: e4m3 with a scale per token and head (see `fp8`).
 
-With float32 queries all products are float32, otherwise float16 (see `triton_softmax`).
+With float32 queries all products are in float32, otherwise in float16 (see `triton_softmax`).
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -13,7 +13,7 @@ from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Return `q` divided by a power of two as float16, and `scale_log2` times that power; float32 is left unchanged."""
+    """Return `q` divided by a power of two as float16, and `scale_log2` times the power. Keep float32 unchanged."""
     # A single return, because Triton would compile code after an early return too.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
@@ -24,148 +24,76 @@ def queries_to_float16(q, scale_log2):
 
 
 @triton.jit
-def attend_fp8_blocks(
-    even_acc,
-    odd_acc,
-    running_max,
-    running_sum,
-    q,
-    k_ptr,
-    scales_ptr,
-    table_ptr,
-    query_positions,
-    dims,
-    dim_mask,
-    begin,
-    end,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """`triton_gqa_tile.attend_blocks` for an FP8 cache, with separate accumulators for even and odd dimensions.
-
-    q, scale_log2: from `queries_to_float16`. scales_ptr: the key head's scale in the cache's first slot.
-    """
-    # Load pairs of values as 16 bits: the hardware transposes tiles of 16-bit elements from shared memory.
-    dim_pairs = tl.arange(0, PADDED_DIM // 2)
-    pair_mask = dim_pairs < HEAD_DIM // 2
-    v_ptr = (k_ptr + NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.uint16), bitcast=True)
-    for start in tl.range(begin, end, BLOCK_N):
-        key_positions = start + tl.arange(0, BLOCK_N)
-        key_mask = key_positions < end
-        pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, MASKED)
-        offsets = key_positions % PAGE_SIZE
-        slots = (pages * PAGE_SIZE + offsets) * (2 * NUM_KV_HEADS)
-        k_ptrs = k_ptr + slots[None, :] * HEAD_DIM + dims[:, None]
-        v_ptrs = v_ptr + slots[:, None] * (HEAD_DIM // 2) + dim_pairs[None, :]
-        k_scale_ptrs = scales_ptr + pages * (2 * NUM_KV_HEADS * PAGE_SIZE) + offsets
-        v_scale_ptrs = k_scale_ptrs + NUM_KV_HEADS * PAGE_SIZE
-        if MASKED:
-            k = tl.load(k_ptrs, mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
-            k_exponents = tl.load(k_scale_ptrs, mask=key_mask, other=0).to(tl.int32)
-            v_exponents = tl.load(v_scale_ptrs, mask=key_mask, other=0).to(tl.int32)
-            v_pairs = tl.load(v_ptrs, mask=key_mask[:, None] & pair_mask[None, :], other=0)
-        else:
-            k_exponents = tl.load(k_scale_ptrs).to(tl.int32)
-            v_exponents = tl.load(v_scale_ptrs).to(tl.int32)
-            if HEAD_DIM == PADDED_DIM:
-                k = tl.load(k_ptrs)
-                v_pairs = tl.load(v_ptrs)
-            else:
-                k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
-                v_pairs = tl.load(v_ptrs, mask=pair_mask[None, :], other=0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
-        scores = scale_scores(scores, k_exponents, v_exponents)
-        if MASKED:
-            # No query sees a token after its own, so none sees a token from `end` on.
-            scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
-        weights, rescale, running_max, running_sum = weigh_scaled_scores(scores, running_max, running_sum, v_exponents)
-        weights = weights.to(q.dtype)
-        v_even = (v_pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-        v_odd = (v_pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-        even_acc = tl.dot(weights, v_even, even_acc * rescale[:, None], input_precision="ieee")
-        odd_acc = tl.dot(weights, v_odd, odd_acc * rescale[:, None], input_precision="ieee")
-    return even_acc, odd_acc, running_max, running_sum
-
-
-@triton.jit
 def attend_fp8_range(
     q,
     k_ptr,
     scales_ptr,
     table_ptr,
     query_positions,
-    dims,
-    dim_mask,
     begin,
     unmasked_end,
     end,
     scale_log2,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
 ):
-    """`triton_gqa_tile.attend_range` for an FP8 cache. q: as loaded, in its own dtype.
+    """`triton_gqa_tile.attend_range` for an FP8 cache. `triton_softmax.weigh_scaled_scores` defines the result.
 
-    The maximum and the sum of weights are those of `triton_softmax.weigh_scaled_scores`.
+    q: as loaded, in its own dtype. scales_ptr: the key head's scale in the cache's first slot.
     """
     q, scale_log2 = queries_to_float16(q, scale_log2)
-    even_acc = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
-    odd_acc = tl.zeros([BLOCK_M, PADDED_DIM // 2], dtype=tl.float32)
-    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    if UNMASKED_LOOP:
-        even_acc, odd_acc, running_max, running_sum = attend_fp8_blocks(
-            even_acc,
-            odd_acc,
-            running_max,
-            running_sum,
-            q,
-            k_ptr,
-            scales_ptr,
-            table_ptr,
-            query_positions,
-            dims,
-            dim_mask,
-            begin,
-            unmasked_end,
-            scale_log2,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            PADDED_DIM,
-            PAGE_SIZE,
-            BLOCK_N,
-            False,
-        )
+    dims = tl.arange(0, q.shape[1])
+    dim_mask = dims < HEAD_DIM
+    # Load pairs of values as 16 bits: the hardware transposes tiles of 16-bit elements from shared memory.
+    dim_pairs = tl.arange(0, q.shape[1] // 2)
+    pair_mask = dim_pairs < HEAD_DIM // 2
+    v_ptr = (k_ptr + NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.uint16), bitcast=True)
+    # Sums of the even dimensions and of the odd dimensions.
+    even_acc = tl.zeros([q.shape[0], q.shape[1] // 2], dtype=tl.float32)
+    odd_acc = tl.zeros([q.shape[0], q.shape[1] // 2], dtype=tl.float32)
+    running_max = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([q.shape[0]], dtype=tl.float32)
+    # Loop without masks up to `unmasked_end`, then with masks.
+    for masked in tl.static_range(0 if UNMASKED_LOOP else 1, 2):
+        for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
+            key_positions = start + tl.arange(0, BLOCK_N)
+            key_mask = key_positions < end
+            pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, masked)
+            offsets = key_positions % PAGE_SIZE
+            slots = (pages * PAGE_SIZE + offsets) * (2 * NUM_KV_HEADS)
+            k_ptrs = k_ptr + slots[None, :] * HEAD_DIM + dims[:, None]
+            v_ptrs = v_ptr + slots[:, None] * (HEAD_DIM // 2) + dim_pairs[None, :]
+            k_scale_ptrs = scales_ptr + pages * (2 * NUM_KV_HEADS * PAGE_SIZE) + offsets
+            v_scale_ptrs = k_scale_ptrs + NUM_KV_HEADS * PAGE_SIZE
+            if masked:
+                k = tl.load(k_ptrs, mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
+                k_exponents = tl.load(k_scale_ptrs, mask=key_mask, other=0).to(tl.int32)
+                v_exponents = tl.load(v_scale_ptrs, mask=key_mask, other=0).to(tl.int32)
+                v_pairs = tl.load(v_ptrs, mask=key_mask[:, None] & pair_mask[None, :], other=0)
+            else:
+                k_exponents = tl.load(k_scale_ptrs).to(tl.int32)
+                v_exponents = tl.load(v_scale_ptrs).to(tl.int32)
+                if q.shape[1] == HEAD_DIM:
+                    k = tl.load(k_ptrs)
+                    v_pairs = tl.load(v_ptrs)
+                else:
+                    k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
+                    v_pairs = tl.load(v_ptrs, mask=pair_mask[None, :], other=0)
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
+            scores = scale_scores(scores, k_exponents, v_exponents)
+            if masked:
+                # The causal mask also excludes tokens from `end` on.
+                scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
+            weights, rescale, running_max, running_sum = weigh_scaled_scores(
+                scores, running_max, running_sum, v_exponents
+            )
+            weights = weights.to(q.dtype)
+            v_even = (v_pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+            v_odd = (v_pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+            even_acc = tl.dot(weights, v_even, even_acc * rescale[:, None], input_precision="ieee")
+            odd_acc = tl.dot(weights, v_odd, odd_acc * rescale[:, None], input_precision="ieee")
         begin = tl.maximum(begin, unmasked_end)
-    even_acc, odd_acc, running_max, running_sum = attend_fp8_blocks(
-        even_acc,
-        odd_acc,
-        running_max,
-        running_sum,
-        q,
-        k_ptr,
-        scales_ptr,
-        table_ptr,
-        query_positions,
-        dims,
-        dim_mask,
-        begin,
-        end,
-        scale_log2,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        BLOCK_N,
-        True,
-    )
     return tl.interleave(even_acc, odd_acc), running_max, running_sum

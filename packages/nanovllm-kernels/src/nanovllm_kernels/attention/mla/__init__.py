@@ -1,9 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache of latents.
 
-The cache holds one latent and one rotated key part per token, shared by all heads. Cached tokens are attended to in the
-latent space (absorbed): queries are projected into this space, and results back. Prompts that are whole in a step are
-expanded to keys and values, which costs less arithmetic. Put these prompts last in a step: the projections cover all
-tokens before the last absorbed one.
+The cache holds one latent and one rotated key part per token, shared by all heads. Absorbed attention projects queries
+into the latent space, and results back. A prompt that is whole in a step is expanded to keys and values instead, which
+costs less arithmetic. Put such prompts last in a step: projections cover all tokens up to the last absorbed token.
 """
 
 from dataclasses import replace
@@ -22,8 +21,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# From this number of tokens on, our kernel projects queries and results: it skips tokens that need no projection, and
-# takes 25 us if none does. cuBLAS is faster per token: 111 us instead of 175 for 1,000 tokens (H200, bf16, 128 heads).
+# From this number of tokens on, our kernel projects queries and results. Our kernel skips tokens that need no
+# projection; cuBLAS is faster per token.
 MIN_SKIPPING_TOKENS = 1024
 
 
@@ -40,12 +39,12 @@ def plan_latent_batch(
     backend: Backend,
     dtype: torch.dtype | None = None,
     num_tokens: int | None = None,
-    has_only_whole_prompts: bool = False,  # noqa: ARG001 - `plan_batch` takes it
+    has_only_whole_prompts: bool = False,  # noqa: ARG001 - same signature as `plan_batch`
 ) -> AttentionBatch:
     """Prepare a step's latent attention once for all layers: `plan_batch` for a cache [N, P, 1, L + R].
 
-    backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" use FlashAttention, if `plan_batch`
-        would, for prompts that are whole in the step.
+    backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" add FlashAttention, if installed, for
+        prompts that are whole in the step.
     has_only_whole_prompts: ignored; the device finds such prompts.
     """
     element_bytes = tile_configs.tile_element_bytes((dtype or kv_cache.dtype).itemsize, kv_cache.element_size())
@@ -95,12 +94,12 @@ def latent_attention(
 ) -> Tensor:
     """Causal latent attention of a batch of requests over their pages.
 
-    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has the part that meets
-        expanded keys, then the rotated part.
-    expansion: [H, K + V, L], contiguous: per head, the rows that expand a latent to its key [K], then to its value [V].
-        Of q's dtype; on a CPU `q` may be float32 with any dtype here.
-    kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latents, then rotated key
-        parts; this step's are already written.
+    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
+        unrotated part [K], then its rotated part [R].
+    expansion: [H, K + V, L], contiguous. Each head has rows that expand a latent to a key [K], then to a value [V].
+        q's dtype; on a CPU, q may be float32 with any dtype here.
+    kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
+        part. This step's tokens are already written.
     batch: from `plan_latent_batch`.
     scale: factor for the products before the softmax.
     kv_scales: uint8 [N, 1, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
@@ -154,7 +153,7 @@ def _attend_whole_prompts(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attend over expanded keys and values; write the rows of `out` [T, H, V] of prompts that are whole in the step."""
+    """Attend over expanded keys and values, and write the rows of `out` [T, H, V] of whole prompts."""
     num_tokens, num_heads, head_dim = q.shape
     expanded_dim, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
@@ -196,7 +195,7 @@ def _latent_attention_op(
     wide_work: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Absorbed attention of the requests of two work lists; rows of other requests are undefined.
+    """Attend for the requests of two work lists in the latent space. Rows of other requests are undefined.
 
     q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
     """
@@ -265,7 +264,7 @@ def _copy_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
 def _attend_whole_prompts_op(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attend over expanded keys and values; write the rows of `out` [T, H, V] of prompts that are whole in the step.
+    """Attend over expanded keys and values, and write the rows of `out` [T, H, V] of whole prompts.
 
     q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
     """

@@ -1,8 +1,8 @@
 """Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
 
-A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents and runs ahead into
-the next token. Four warps compute scores and weights. They and four other warps each compute half of the 64 x 512
-results, which exceed the registers of four. `triton_absorbed._supports_gluon` gives the supported shapes.
+A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents, and runs ahead
+into the next token. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the
+other half, because the results exceed the registers of four warps.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -29,7 +29,7 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E
 from nanovllm_kernels.attention.triton_split_kv import PartialResults
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Tiles of latents in shared memory: as many as fit beside the queries.
+# Number of tiles of latents in shared memory: the most that fit beside the queries.
 STAGES = 2
 # Shared memory layout that the tensor cores require, with 64 elements per row.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
@@ -130,7 +130,7 @@ def _attend_parts(
     for signal in gl.static_range(4):
         mbarrier.init(signals.index(signal), count=1)
     fence_async_shared()
-    # A stage's pages are laid out like 64 consecutive rows, and its eight blocks like two halves of 256 columns.
+    # The pages of a stage also form 64 consecutive rows. The eight blocks also form two halves of 256 columns.
     latent_blocks = latents._reinterpret(dtype, [STAGES * 8, 64, 64], q_desc.layout)  # noqa: SLF001 - no public name
     latent_halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     rope_blocks = rope_keys._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
@@ -180,7 +180,7 @@ def _copy_inputs(
     PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Copying warp: for each tile, copy the queries, then the latents into the stages."""
+    """Run in the copying warp: for each tile, copy the queries, then the latents into the stages."""
     stage_full, stage_empty, signals = barriers
     q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
     STAGE_PAGES: gl.constexpr = 64 // PAGE_SIZE
@@ -222,7 +222,7 @@ def _copy_inputs(
 
 @gluon.jit
 def _clear_rows(latent_blocks, first_block, num_rows):
-    """Zero the rows from `num_rows` on of four blocks of latents: they may hold NaN, which a weight of 0 keeps."""
+    """Zero the rows from `num_rows` on of four blocks of latents: a weight of 0 would not cancel a NaN."""
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     is_kept = gl.arange(0, 64, gl.SliceLayout(1, ROW_LAYOUT)) < num_rows
     for block in gl.static_range(4):
@@ -246,7 +246,7 @@ def _score_and_sum(
     NUM_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Four warps: compute scores and weights, and the first 256 columns of the results."""
+    """Run in four warps: compute scores, weights, and the first 256 columns of the results."""
     stage_full, stage_empty, signals = barriers
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -297,7 +297,7 @@ def _score_and_sum(
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
             sums = warpgroup_mma(weights, latent_halves.index(stage * 2), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            # The tile's last stage is released later: results are stored through its memory.
+            # The results are stored through the memory of the tile's last stage, which is released later.
             mbarrier.arrive(stage_empty.index(stage), pred=start + 64 < end)
             num_blocks_done += 1
         mbarrier.wait(weights_free, (num_exchanges + 1) & 1)
@@ -328,7 +328,7 @@ def _sum_second_half(
     NUM_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Four warps: compute the other 256 columns of the results from the weights."""
+    """Run in four other warps: compute the last 256 columns of the results from the weights."""
     stage_full, stage_empty, signals = barriers
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     weights_ready, weights_free = signals.index(2), signals.index(3)
@@ -367,7 +367,7 @@ def _sum_second_half(
 def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
     """Store half of the results of 64 heads from `head` on, as partial results if `slot` >= 0.
 
-    half: index in `latent_halves` through which final results are stored. If odd, these are the last 256 columns.
+    half: index in `latent_halves` of the memory through which results are stored. Odd: the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256

@@ -1,7 +1,7 @@
 """Device functions that read a program's work in `gluon_absorbed`: one part of a work list, for one block of 64 heads.
 
-`plan` holds pointers: the list's (see `plan.work_list.WorkList`), `seq_lens` and `query_start_loc`. A tile is one token
-long, and a block of latents holds 64 tokens.
+`plan` holds pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A tile is
+one token long, and a block of latents holds 64 tokens.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm_kernels.attention import triton_split_kv
 
-# Gluon kernels cannot call Triton's functions, but these compile as Gluon too.
+# Gluon kernels cannot call functions compiled as Triton: compile the same sources as Gluon.
 _load_part = gluon.jit(triton_split_kv.load_part.fn)
 _load_segment = gluon.jit(triton_split_kv.load_segment.fn)
 _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
@@ -19,7 +19,7 @@ _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
 
 @gluon.jit
 def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
-    """Return this program's first tile, the tile after its last, and its first head."""
+    """Return (first tile, tile after the last, first head) of this program."""
     tile_starts_ptr, _tiles_ptr, parts_ptr, _seq_lens_ptr, _query_start_loc_ptr = plan
     HEAD_BLOCKS: gl.constexpr = NUM_HEADS // 64
     _start, _end, first_tile, end_tile = _load_part(tile_starts_ptr, parts_ptr, gl.program_id(0) // HEAD_BLOCKS)
@@ -30,14 +30,14 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     """Return (request, token, first latent, latent after the last, slot) of what this program computes of a tile.
 
-    slot: of the partial results, -1 if the part computes the whole tile.
+    slot: in the partial results, -1 if the part computes the whole tile.
     """
     tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)
     part_start, part_end = gl.load(parts_ptr + 2 * part), gl.load(parts_ptr + 2 * part + 2)
     first_block, end_block, slot = _load_segment(tile_starts_ptr, tile, part, part_start, part_end)
     request, query, query_start, _query_len, context = _load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile)
-    # A query sees the tokens up to its own.
+    # A query sees the tokens up to and including its own.
     end = gl.minimum(end_block * 64, context + query + 1)
     return request, query_start + query, first_block * 64, end, slot
 

@@ -1,7 +1,7 @@
 """Latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes absorb, as many together as one gather holds. Prefills expand their whole context, one request at a time, which
-is cheaper than wide heads. `plan.gathers` plans both.
+Decodes attend in the latent space (absorbed), all requests of one gather together. Prefills expand the latents of their
+whole context to keys and values, one request at a time. `plan.gathers` plans both.
 """
 
 import torch
@@ -65,5 +65,5 @@ def _attend_prefill(
 
 
 def _split_last(x: Tensor, num_last: int) -> tuple[Tensor, Tensor]:
-    """Split the last dimension before its `num_last` last elements."""
+    """Split off the last `num_last` elements of the last dimension."""
     return x[..., : x.shape[-1] - num_last], x[..., x.shape[-1] - num_last :]

@@ -1,7 +1,7 @@
 """Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
 
-A tile holds some query positions of one request times as many heads as fit, because all heads read the same latents.
-`gluon_absorbed` computes the same lists with many heads on Hopper.
+A tile holds as many heads as fit, at some positions of one request. All heads share the loads of latents.
+On Hopper, `gluon_absorbed` takes the lists of models with many heads.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -167,6 +167,8 @@ def _attend_latents(
     rows = tl.arange(0, BLOCK_M)
     heads = head_block * TILE_HEADS + rows % TILE_HEADS
     dims = tl.arange(0, PADDED_LATENT_DIM)
+    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
+    sources = (q_latent_ptr, q_rope_ptr, num_tokens, rope_stride_token, rope_stride_head)
     # disable_licm: addresses kept across tiles would take registers from the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
@@ -176,57 +178,16 @@ def _attend_latents(
         queries = first_query + rows // TILE_HEADS
         row_mask = (queries < query_len) & (heads < NUM_HEADS)
         tokens = (query_start + queries).to(tl.int64)
-        q_latent, q_rope, tile_scale_log2 = load_queries(
-            q_latent_ptr,
-            q_rope_ptr,
-            tokens,
-            heads,
-            row_mask,
-            num_tokens,
-            rope_stride_token,
-            rope_stride_head,
-            scale_log2,
-            LATENT_DIM,
-            PADDED_LATENT_DIM,
-            ROPE_DIM,
-            PADDED_ROPE_DIM,
-            QUANTIZED,
+        query = load_queries(
+            sources, tokens, heads, row_mask, dims, rope_dims, scale_log2, LATENT_DIM, ROPE_DIM, QUANTIZED
         )
         # A tile sees the tokens up to its last query.
         end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
-        acc, running_max, running_sum = attend_range(
-            q_latent,
-            q_rope,
-            kv_ptr,
-            scales_ptr,
-            block_tables_ptr + request.to(tl.int64) * table_stride,
-            context + queries,
-            first_block * BLOCK_N,
-            end,
-            tile_scale_log2,
-            LATENT_DIM,
-            PADDED_LATENT_DIM,
-            ROPE_DIM,
-            PADDED_ROPE_DIM,
-            PAGE_SIZE,
-            BLOCK_M,
-            BLOCK_N,
-            QUANTIZED,
+        cache = (kv_ptr, scales_ptr, block_tables_ptr + request.to(tl.int64) * table_stride)
+        bounds = (first_block * BLOCK_N, end)
+        softmax = attend_range(
+            query, cache, context + queries, *bounds, LATENT_DIM, ROPE_DIM, PAGE_SIZE, BLOCK_N, QUANTIZED
         )
-        store_tile(
-            out_ptr,
-            partial_out_ptr,
-            partial_lse_ptr,
-            acc,
-            running_max,
-            running_sum,
-            slot,
-            head_block,
-            tokens * NUM_HEADS + heads,
-            row_mask,
-            dims,
-            row_mask[:, None] & (dims < LATENT_DIM)[None, :],
-            tl.num_programs(0),
-            LATENT_DIM,
-            BLOCK_M,
-        )
+        out_rows = tokens * NUM_HEADS + heads
+        pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)
+        store_tile(pointers, softmax, slot, head_block, out_rows, row_mask, tl.num_programs(0), LATENT_DIM)

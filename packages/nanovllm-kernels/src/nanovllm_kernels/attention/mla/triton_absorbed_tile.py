@@ -1,6 +1,6 @@
 """Device functions of absorbed latent attention: a tile of queries against blocks of paged latents.
 
-A block is read once, as keys and as values. In an FP8 cache a latent and its key part share one scale.
+The latents of a block serve as keys and as values. In an FP8 cache, a latent and its key part share one scale.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -19,28 +19,23 @@ from nanovllm_kernels.attention.triton_softmax import (
 
 @triton.jit
 def load_queries(
-    latent_ptr,
-    rope_ptr,
+    sources,
     tokens,
     heads,
     row_mask,
-    num_tokens,
-    rope_stride_token,
-    rope_stride_head,
+    dims,
+    rope_dims,
     scale_log2,
     LATENT_DIM: tl.constexpr,
-    PADDED_LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
-    PADDED_ROPE_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
     """Return (latent parts, rotated parts, `scale_log2`) of queries, one row per entry of `tokens` and `heads`.
 
-    latent_ptr: [H, T, L], contiguous. rope_ptr: [T, H, R], with the given strides.
-    With QUANTIZED, 16-bit queries are divided by a power of two as float16, and `scale_log2` is multiplied by it.
+    sources: contiguous latent parts [H, T, L], rotated parts [T, H, R], T, and the strides of rotated parts in T and H.
+    With QUANTIZED, a power of two divides 16-bit queries, which become float16, and multiplies `scale_log2`.
     """
-    dims = tl.arange(0, PADDED_LATENT_DIM)
-    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
+    latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
     latent_offsets = (heads.to(tl.int64) * num_tokens + tokens) * LATENT_DIM
     rope_offsets = tokens * rope_stride_token + heads * rope_stride_head
     latent = tl.load(
@@ -66,35 +61,30 @@ def load_queries(
 
 @triton.jit
 def attend_range(
-    q_latent,
-    q_rope,
-    kv_ptr,
-    scales_ptr,
-    table_ptr,
+    query,
+    cache,
     query_positions,
     begin,
     end,
-    scale_log2,
     LATENT_DIM: tl.constexpr,
-    PADDED_LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
-    PADDED_ROPE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
     """Return (sums of weighted latents, maximum, sum of weights) over the latents of [begin, end), BLOCK_N at a time.
 
-    q_latent, q_rope, scale_log2: from `load_queries`. The maximum and the sum of weights are those of
-    `triton_softmax.weigh_scores` or, with QUANTIZED, `weigh_scaled_scores`.
+    query: from `load_queries`. cache: pointers to the cache, its scales, and the request's block table.
+    `triton_softmax.weigh_scores` or, with QUANTIZED, `weigh_scaled_scores` defines the maximum and the sum.
     """
+    q_latent, q_rope, scale_log2 = query
+    kv_ptr, scales_ptr, table_ptr = cache
     # All blocks are masked, because a second loop without masks would need too many registers.
-    acc = tl.zeros([BLOCK_M, PADDED_LATENT_DIM], dtype=tl.float32)
-    running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    dims = tl.arange(0, PADDED_LATENT_DIM)
-    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
+    acc = tl.zeros(q_latent.shape, dtype=tl.float32)
+    running_max = tl.full([q_latent.shape[0]], float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros([q_latent.shape[0]], dtype=tl.float32)
+    dims = tl.arange(0, q_latent.shape[1])
+    rope_dims = tl.arange(0, q_rope.shape[1])
     for start in tl.range(begin, end, BLOCK_N):
         key_positions = start + tl.arange(0, BLOCK_N)
         key_mask = key_positions < end
@@ -111,7 +101,7 @@ def attend_range(
         if QUANTIZED:
             exponents = tl.load(scales_ptr + slots, mask=key_mask, other=0).to(tl.int32)
             scores = scale_scores(scores, exponents, exponents)
-        # No query sees a token after its own, so none sees a token from `end` on.
+        # The causal mask also excludes tokens from `end` on.
         scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
         if QUANTIZED:
             weights, rescale, running_max, running_sum = weigh_scaled_scores(

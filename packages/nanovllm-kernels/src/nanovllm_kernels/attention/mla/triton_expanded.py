@@ -1,6 +1,6 @@
 """Latent attention of prompts that are whole in the step, on CUDA, over expanded keys and values.
 
-The caller gathers the prompts' cached latents, expands them by a matrix product, and attends.
+The caller expands the gathered latents by a matrix product.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -36,7 +36,7 @@ def gather_latents(requests: PagedRequests, out: Tensor) -> None:
 
 
 def copy_key_parts(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy each token's `k_rope` [T, R], contiguous in R, to the end of all its heads' `keys` [T, H, D], contiguous."""
+    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, D]. Rows of `k_rope` are contiguous."""
     num_tokens, num_heads, head_dim = keys.shape
     _copy_key_parts[(num_tokens,)](
         k_rope,
@@ -59,7 +59,7 @@ def attend_whole_prompts(
     rope_dim, value_dim, num_reqs = k_rope.shape[1], out.shape[2], seq_lens.shape[0]
     key_dim = head_dim - rope_dim
     config = tile_configs.EXPANDED_TILES[q.element_size()]
-    # Each request begins a new tile, which adds less than one tile per request.
+    # The last tile of each request may be partial, which adds less than one tile per request.
     num_tiles = num_tokens // config.block_m + num_reqs
     _attend_whole_prompts[(num_heads, num_tiles)](
         q,
@@ -123,7 +123,7 @@ def _gather_latents(
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
-    """Return the request of a tile: tiles of request r are numbered from start // BLOCK_Q + r * EXTRA_TILES."""
+    """Return the request of a tile. Request r has the tiles from start // BLOCK_Q + r * EXTRA_TILES on."""
     # Search for the last request whose tiles begin at or before `tile`.
     low = 0
     high = num_reqs - 1
@@ -154,63 +154,6 @@ def _copy_key_parts(
     key_part = tl.broadcast_to(key_part, (PADDED_HEADS, PADDED_ROPE_DIM))
     key_ptrs = keys_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + HEAD_DIM - ROPE_DIM + dims
     tl.store(key_ptrs, key_part, mask=(heads < NUM_HEADS) & (dims < ROPE_DIM))
-
-
-@triton.jit
-def _attend_expanded(
-    acc,
-    running_max,
-    running_sum,
-    q,
-    q_rope,
-    kv_ptr,
-    k_rope_ptr,
-    queries,
-    begin,
-    end,
-    scale_log2,
-    rope_stride_token,
-    TOKEN_STRIDE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    PADDED_KEY_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    PADDED_ROPE_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Accumulate the prompt's keys and values of [begin, end) into the online softmax.
-
-    kv_ptr: keys and values of one head and the prompt's first token; tokens are TOKEN_STRIDE elements apart.
-    """
-    key_dims = tl.arange(0, PADDED_KEY_DIM)
-    rope_dims = tl.arange(0, PADDED_ROPE_DIM)
-    value_dims = tl.arange(0, PADDED_VALUE_DIM)
-    for start in tl.range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        key_mask = keys < end
-        k_mask = (key_dims < KEY_DIM)[:, None]
-        rope_mask = (rope_dims < ROPE_DIM)[:, None]
-        v_mask = (value_dims < VALUE_DIM)[None, :]
-        if MASKED:
-            k_mask = k_mask & key_mask[None, :]
-            rope_mask = rope_mask & key_mask[None, :]
-            v_mask = v_mask & key_mask[:, None]
-        key_rows = keys.to(tl.int64)
-        k = tl.load(kv_ptr + key_rows[None, :] * TOKEN_STRIDE + key_dims[:, None], mask=k_mask, other=0.0)
-        k_rope = tl.load(
-            k_rope_ptr + key_rows[None, :] * rope_stride_token + rope_dims[:, None], mask=rope_mask, other=0.0
-        )
-        scores = tl.dot(q, k, input_precision="ieee")
-        scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee") * scale_log2
-        if MASKED:
-            scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
-        v = tl.load(kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0)
-        # Every row sees the prompt's first key, which is in the first block.
-        weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, running_max, running_sum
 
 
 # Arguments that change between steps are not specialised on: a step must never cause a compilation.
@@ -265,52 +208,33 @@ def _attend_whole_prompts(
     end = tl.minimum(first_query + BLOCK_M, query_len)
     # Blocks that every query sees completely need no mask.
     unmasked_end = (first_query + 1) // BLOCK_N * BLOCK_N
-    acc, running_max, running_sum = _attend_expanded(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        q_rope,
-        kv_ptr,
-        k_rope_ptr,
-        queries,
-        0,
-        unmasked_end,
-        scale_log2,
-        rope_stride_token,
-        TOKEN_STRIDE,
-        KEY_DIM,
-        PADDED_KEY_DIM,
-        ROPE_DIM,
-        PADDED_ROPE_DIM,
-        VALUE_DIM,
-        PADDED_VALUE_DIM,
-        BLOCK_N,
-        False,
-    )
-    acc, running_max, running_sum = _attend_expanded(
-        acc,
-        running_max,
-        running_sum,
-        q,
-        q_rope,
-        kv_ptr,
-        k_rope_ptr,
-        queries,
-        unmasked_end,
-        end,
-        scale_log2,
-        rope_stride_token,
-        TOKEN_STRIDE,
-        KEY_DIM,
-        PADDED_KEY_DIM,
-        ROPE_DIM,
-        PADDED_ROPE_DIM,
-        VALUE_DIM,
-        PADDED_VALUE_DIM,
-        BLOCK_N,
-        True,
-    )
+    # Loop without masks up to `unmasked_end`, then with masks.
+    for masked in tl.static_range(2):
+        for start in tl.range(unmasked_end if masked else 0, end if masked else unmasked_end, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            key_mask = keys < end
+            k_mask = (key_dims < KEY_DIM)[:, None]
+            rope_mask = (rope_dims < ROPE_DIM)[:, None]
+            v_mask = (value_dims < VALUE_DIM)[None, :]
+            if masked:
+                k_mask = k_mask & key_mask[None, :]
+                rope_mask = rope_mask & key_mask[None, :]
+                v_mask = v_mask & key_mask[:, None]
+            key_rows = keys.to(tl.int64)
+            k = tl.load(kv_ptr + key_rows[None, :] * TOKEN_STRIDE + key_dims[:, None], mask=k_mask, other=0.0)
+            k_rope = tl.load(
+                k_rope_ptr + key_rows[None, :] * rope_stride_token + rope_dims[:, None], mask=rope_mask, other=0.0
+            )
+            scores = tl.dot(q, k, input_precision="ieee")
+            scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee") * scale_log2
+            if masked:
+                scores = tl.where(keys[None, :] <= queries[:, None], scores, float("-inf"))
+            v = tl.load(
+                kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
+            )
+            # Every row sees the prompt's first key, which is in the first block.
+            weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
+            acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     acc = acc / running_sum[:, None]
     out_ptrs = out_ptr + rows[:, None] * VALUE_DIM + value_dims[None, :]
     mask = row_mask[:, None] & (value_dims < VALUE_DIM)[None, :]

@@ -1,7 +1,6 @@
-"""Products of every token's heads with one matrix per head on CUDA, for a number of tokens known only to the device.
+"""Multiplies each head of a token by the head's matrix on CUDA, for a number of tokens that only the device knows.
 
-Latent attention projects queries into the latent space and results back with these. Prompts that are whole in a step
-need no projection, but the host does not know their number when it replays a graph.
+Latent attention uses this product to project queries into the latent space, and results back.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -25,7 +24,7 @@ class ProductTile(NamedTuple):
 
 # By element size in bytes.
 PRODUCT_TILES = {2: ProductTile(128, 128, 128, 8, 3), 4: ProductTile(32, 32, 32, 4, 2)}
-# Approximate number of programs of a launch, each of which computes one tile after another.
+# Approximate number of programs of a launch. Each program computes several tiles in turn.
 NUM_PROGRAMS = 528
 
 
@@ -80,7 +79,7 @@ def _project_heads(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute a block of a head's columns, for one block of tokens after another."""
+    """Compute a block of columns of one head, in a loop over blocks of tokens."""
     head = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)

@@ -1,1 +1,1 @@
-"""What plans the attention of a step: the batch, gathers, work lists, tile sizes, and estimates of the time."""
+"""Plans the attention of a step: batch, gathers, work lists, tile sizes, and time estimates."""

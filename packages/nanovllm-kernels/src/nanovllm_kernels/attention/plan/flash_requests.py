@@ -1,7 +1,7 @@
 """Selects the requests for which FlashAttention attends.
 
-FlashAttention does not split keys, so that a chunk of few tokens over a long context would leave most of the device
-idle: `work_list_filter` selects such chunks for work lists.
+FlashAttention does not split keys. A short chunk over a long context would leave most of the device idle, so work lists
+take such chunks.
 """
 
 from typing import NamedTuple
@@ -13,13 +13,11 @@ from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 
 # Rows of FlashAttention's tile: query positions times query heads per key-value head.
 FLASH_TILE_ROWS = 128
-# FlashAttention's tiles are faster than ours once chunks fill this share of the device. On an H200 with 32/8 heads over
-# 32,768 tokens, 100 queries take 293 us by lists and 423 by FlashAttention; 256 take 541 and 432.
+# FlashAttention is faster than work lists once chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
-# Below this context a chunk takes so little time that another launch costs more than idle multiprocessors.
+# Below this context, another launch would cost more time than idle multiprocessors.
 MIN_WORK_LIST_CONTEXT = 1024
-# Maximum number of requests in a launch: unused entries cost time (46 us for 256 on an H200 with 32/8 heads). If a step
-# has more requests, their chunks are short.
+# Maximum number of requests in a launch. Unused entries cost time.
 MAX_FLASH_REQUESTS = 32
 
 

@@ -1,6 +1,6 @@
 """Plans which cached tokens plain torch gathers, for grouped-query and latent attention.
 
-A step is planned once, because the planning code is slow in each layer: weights evict it from the caches.
+One plan serves all layers of a step.
 """
 
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Maximum number of tokens gathered at once: beyond a few megabytes of keys, fresh memory pages take most of the time.
+# Maximum number of tokens gathered at once. Larger gathers spend most of their time on fresh memory pages.
 MAX_GATHER_TOKENS = 8192
 
 
 class DecodeGather(NamedTuple):
     """Decodes whose keys are gathered together: requests begin..end with one query each. Token i is request i's query.
 
-    index: cached tokens to gather, request after request: page numbers if all lengths are equal, otherwise slot
-        numbers. A slice if they are consecutive and need no gathering.
+    index: page numbers if all lengths are equal, otherwise slot numbers, request after request. A slice of consecutive
+        pages is read in place.
     max_len: length in tokens of the longest request.
     mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
     """
@@ -30,7 +30,7 @@ class DecodeGather(NamedTuple):
 
 
 class PrefillGather(NamedTuple):
-    """One request with queries begin..end, which are the last of its `length` tokens in `pages`.
+    """One request with `length` tokens in `pages`. The last tokens are the queries begin..end.
 
     mask: [end - begin, length], 0 for tokens that a query attends to and -inf for others. None: every token of the
         request is a query.
@@ -58,10 +58,9 @@ def plan_gathers(
     page_size: int,
     dtype: torch.dtype | None = None,
 ) -> GatherPlan:
-    """Plan the gathers of a batch, see `plan_batch`. A slot past a request's length is read only if a mask covers it.
+    """Plan the gathers of a batch, see `plan_batch`.
 
-    dtype: of the masks, best that of the queries; None: float32. Masks are not bools, because torch would convert
-        bools in each layer.
+    dtype: of the masks; None: float32. Masks of the queries' dtype need no conversion in each layer.
     """
     dtype = dtype or torch.float32
     lengths: list[int] = seq_lens.tolist()
@@ -103,7 +102,6 @@ def _plan_decodes(
     if min(lengths) == max_len:
         return DecodeGather(begin, end, _slice_if_consecutive(tables.reshape(-1)), max_len, None)
     # An unfilled slot may hold an infinity or NaN, which would survive the mask: read the request's first slot instead.
-    # This costs 10% more than gathering whole pages.
     offsets = torch.arange(max_len, dtype=torch.int32, device=seq_lens.device)
     is_filled = offsets < seq_lens.unsqueeze(1)
     slots = tables.repeat_interleave(page_size, 1)[:, :max_len] * page_size + offsets % page_size

@@ -1,9 +1,9 @@
-"""Estimates how long a step's prompts attend, from the tiles into which kernels cut them."""
+"""Estimates the time of attention in a step's prompts, from the tiles into which kernels cut the prompts."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Rate of work lists relative to FlashAttention's (one H200, 32/8 heads: 183 to 272 of 610 TFLOP/s).
+# Speed of work lists relative to FlashAttention, on an H200 with 32 query heads and 8 key-value heads.
 WORK_LIST_RATE = 0.4
 
 
@@ -13,7 +13,7 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 
 
 class AttentionRounds(NamedTuple):
-    """The rounds in which a device attends: `num_tiles` tiles at a time, each of `tile_tokens` tokens of one prompt.
+    """A device attends in rounds of `num_tiles` tiles. A tile holds `tile_tokens` tokens of one prompt.
 
     work_list_limit, min_work_list_context: work lists compute the chunks with at least `min_work_list_context` computed
         tokens, if these chunks together have fewer than `work_list_limit` tokens.
@@ -30,10 +30,9 @@ class AttentionRounds(NamedTuple):
         return self.tile_tokens * self.num_tiles
 
     def estimate_pairs(self, chunks: Iterable[tuple[int, int]]) -> int:
-        """Return the number of pairs that a fully busy device would compute in the time of all `chunks`.
+        """Return the number of (query, key) pairs that a fully busy device would compute in the time of all `chunks`.
 
-        chunks: (computed tokens before the chunk, tokens of the chunk). Rounds matter: on an H200 with 32/8 heads over
-        90,000 tokens, 512 tokens run at 574 TFLOP/s, and 528 tokens, which take two rounds, at 344.
+        chunks: (computed tokens before the chunk, tokens of the chunk).
         """
         longest_first = sorted(chunks, reverse=True)
         num_late_tokens = sum(num_tokens for start, num_tokens in longest_first if start >= self.min_work_list_context)

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-# Merging shorter parts of a work list takes longer than computing them in parallel saves.
+# Merging shorter parts of a work list would cost more time than parallel parts save.
 MIN_PART_TOKENS = 128
-# Rows of a narrow tile: the fewest that tensor cores multiply without wgmma.
+# Rows of a narrow tile: the minimum of tensor cores without wgmma instructions.
 NARROW_TILE_ROWS = 16
-# Multiprocessors assumed by the interpreter, which has no device: those of a small device.
+# Number of multiprocessors for which plans are made under Triton's interpreter, which has no device.
 INTERPRETER_SMS = 8
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
@@ -23,51 +23,29 @@ class TileConfig(NamedTuple):
 
     @property
     def max_registers(self) -> int:
-        """Maximum registers per thread with which an SM holds `ctas_per_sm` programs, as work lists assume."""
+        """Maximum registers per thread with which an SM holds `ctas_per_sm` programs."""
         return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 
-# Grouped-query attention, by padded head size. Two stages hide the look-up of pages; with five, two blocks of keys and
-# values are in flight, in 72 KiB of shared memory.
-NARROW_16_BIT = {
-    64: TileConfig(16, 128, 4, 5, 3),
-    128: TileConfig(16, 128, 4, 3, 2),
-    256: TileConfig(16, 32, 4, 5, 3),
-}
-WIDE_16_BIT = {
-    64: TileConfig(128, 64, 4, 3, 2),
-    128: TileConfig(128, 64, 8, 3, 1),
-    256: TileConfig(64, 32, 4, 2, 1),
-}
+# Grouped-query attention, by padded head size.
+NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
+WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
 # Elements of one byte, which are multiplied as float16.
-NARROW_8_BIT = {
-    64: TileConfig(16, 128, 4, 5, 3),
-    128: TileConfig(16, 128, 4, 4, 3),
-    256: TileConfig(16, 64, 4, 4, 3),
-}
+NARROW_8_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 4, 3), 256: TileConfig(16, 64, 4, 4, 3)}
 WIDE_8_BIT = {
     # With 64 or 128 keys per block, Triton 3.6 generates kernels that fault or give wrong results.
     64: TileConfig(128, 32, 4, 3, 2),
     128: TileConfig(128, 64, 8, 3, 1),
     256: TileConfig(64, 32, 4, 2, 1),
 }
-# float32 products run without tensor cores: small tiles, chosen for correctness and not for speed.
-NARROW_32_BIT = {
-    64: TileConfig(16, 32, 4, 2, 2),
-    128: TileConfig(16, 32, 4, 2, 2),
-    256: TileConfig(16, 16, 4, 2, 2),
-}
-WIDE_32_BIT = {
-    64: TileConfig(32, 32, 4, 2, 2),
-    128: TileConfig(32, 32, 4, 2, 2),
-    256: TileConfig(32, 16, 4, 2, 1),
-}
+# float32 products run without tensor cores. These tiles are not tuned.
+NARROW_32_BIT = {64: TileConfig(16, 32, 4, 2, 2), 128: TileConfig(16, 32, 4, 2, 2), 256: TileConfig(16, 16, 4, 2, 2)}
+WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2), 256: TileConfig(32, 16, 4, 2, 1)}
 # By element size in bytes.
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Absorbed latent attention, by rows of the tile. Not timed: chosen by Hopper's registers and shared memory, so that
-# decodes in 16 bits do not spill.
+# Absorbed latent attention, by rows of the tile. Not tuned: chosen so that 16-bit decodes do not spill on Hopper.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
@@ -97,7 +75,7 @@ def min_part_blocks(config: TileConfig) -> int:
 
 
 def tile_element_bytes(query_element_bytes: int, cache_element_bytes: int) -> int:
-    """Return the element size in bytes that selects a tile: 4 for float32 queries, otherwise that of the cache."""
+    """Return the element size in bytes that selects a tile: 4 for float32 queries, otherwise the cache's."""
     return 4 if query_element_bytes == 4 else cache_element_bytes
 
 

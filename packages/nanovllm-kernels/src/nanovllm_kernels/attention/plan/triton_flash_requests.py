@@ -1,4 +1,4 @@
-"""Gathers the requests of one kernel on the device, so that its launch has few unused entries."""
+"""Gathers the requests of a FlashAttention launch on the device."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 

@@ -12,20 +12,9 @@ PLAN_BLOCK = 512
 
 
 def plan_work(
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_tiles: int,
-    num_parts: int,
-    block_q: int,
-    block_n: int,
-    min_part_blocks: int,
-    min_query_len: int,
-    max_query_len: int,
-    query_limit: int,
-    min_context: int,
-    max_excluded: int,
+    seq_lens: Tensor, query_start_loc: Tensor, max_tiles: int, num_parts: int, block_q: int, block_n: int, *limits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `work_list._plan_work_op`."""
+    """See `work_list._plan_work_op`. limits: the arguments from `min_part_blocks` on."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (
@@ -43,12 +32,7 @@ def plan_work(
         num_parts,
         num_reqs.bit_length(),
         max_tiles.bit_length(),
-        min_query_len,
-        max_query_len,
-        query_limit,
-        min_context,
-        max_excluded,
-        min_part_blocks,
+        *limits,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         BLOCK=PLAN_BLOCK,
@@ -84,19 +68,19 @@ def _plan_work(
     num_parts,
     request_search_steps,
     tile_search_steps,
+    min_part_blocks,
     min_query_len,
     max_query_len,
     query_limit,
     min_context,
     max_excluded,
-    min_part_blocks,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the list. request_search_steps, tile_search_steps: steps of a binary search over requests, over tiles."""
+    """Write the list. request_search_steps, tile_search_steps: maximum steps of the binary searches."""
     lanes = tl.arange(0, BLOCK)
-    # If the requests that may stay have many queries together, they fill the device without cuts: exclude them.
+    # If the short requests together have many queries, they fill the device without cuts: exclude them.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, first + lanes, first + lanes < num_reqs)
@@ -166,7 +150,7 @@ def _plan_work(
 
 @triton.jit
 def _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, mask):
-    """Return the numbers of queries of `requests`, and of tokens before these queries."""
+    """Return the number of queries of each request, and of tokens before the queries."""
     query_starts = tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
     query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0) - query_starts
     return query_lens, tl.load(seq_lens_ptr + requests, mask=mask, other=0) - query_lens

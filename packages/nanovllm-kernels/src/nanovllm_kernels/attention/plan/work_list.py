@@ -1,6 +1,6 @@
 """Work lists: the attention work of a step, cut on the device into parts of equal length.
 
-The host gives only bounds on lengths, so that one captured graph serves requests of any lengths.
+The host gives only upper bounds on lengths. One captured graph therefore serves requests of any lengths.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ NO_LIMIT = 2**31 - 1
 class WorkList(NamedTuple):
     """The work of one attention launch.
 
-    A tile is up to BLOCK_Q consecutive queries of one request. The work of a tile is the blocks of BLOCK_N keys that
-    its queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
+    A tile is up to BLOCK_Q consecutive queries of one request. The blocks of a tile are the blocks of BLOCK_N keys that
+    the queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
     computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
 
     tile_starts: int64 [max_tiles + 1], number of blocks before each tile, then the total number of blocks.
-    tiles: int32 [max_tiles, 2], each tile's request, and its first query within the request.
-    parts: int64 [num_parts + 1, 2], the block at which each part begins, at most the total, and the tile of this block.
-        For parts after the last block, this tile is the number of tiles.
+    tiles: int32 [max_tiles, 2], each tile's request, and the tile's first query, counted within the request.
+    parts: int64 [num_parts + 1, 2], the first block of each part, and the tile of this block. Parts past the last
+        block have the number of blocks and the number of tiles instead.
     """
 
     tile_starts: Tensor
@@ -40,7 +40,7 @@ class WorkList(NamedTuple):
 
 
 class WorkListFilter(NamedTuple):
-    """Selects the requests with several queries that stay in work lists; another kernel takes the excluded ones.
+    """Selects the requests with several queries that stay in work lists. Another kernel takes the excluded requests.
 
     A request stays if it has fewer than `query_limit` queries and a context of at least `min_context` tokens, and if
     all such requests together have fewer than `query_limit` queries. The context is the tokens before the first query.
@@ -63,7 +63,7 @@ def split_query_lens(
     """
     if max_query_len <= narrow_queries and wide_queries != narrow_queries:
         return range(min_query_len, max_query_len + 1), range(0)
-    # Next to another kernel for decodes, a launch for a few queries would be mostly idle: wide tiles take them too.
+    # If another kernel takes decodes, a launch of narrow tiles would be mostly idle: wide tiles take all requests.
     uses_narrow = min_query_len == 1 and wide_queries != narrow_queries
     narrow = range(min_query_len, narrow_queries + 1) if uses_narrow else range(0)
     return narrow, range(narrow.stop or min_query_len, max_query_len + 1)
@@ -83,14 +83,14 @@ def make_work_list(
     """Plan the work of the requests that stay in work lists and whose number of queries is in `query_lens`.
 
     seq_lens, query_start_loc: see `plan_batch`.
-    config, block_q: tile of the launch, and its query positions.
+    block_q: query positions in a tile.
     num_head_blocks: programs that compute the same part for different heads.
     num_tokens: bound on the tokens of the step.
     Returns: the list, and int32 [B], the number of queries of excluded requests, 0 for others.
     """
     num_reqs = seq_lens.shape[0]
     max_query_len = query_lens.stop - 1
-    # Each request begins a new tile, which adds less than one tile per request.
+    # The last tile of each request may be partial, which adds less than one tile per request.
     max_tiles = min(num_tokens // block_q + num_reqs, num_reqs * -(-max_query_len // block_q))
     num_programs = (describe_device(seq_lens.device).num_sms or tile_configs.INTERPRETER_SMS) * config.ctas_per_sm
     *work, excluded_query_lens = _plan_work_op(
