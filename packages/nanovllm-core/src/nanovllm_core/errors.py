@@ -2,7 +2,7 @@
 
 
 class RequestError(ValueError):
-    """A request that can't be served. field: the name of the invalid field. The message says which values are valid."""
+    """A request that can't be served. field: name of the invalid field. The message states the valid values."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -10,7 +10,7 @@ class RequestError(ValueError):
 
 
 class GrammarError(ValueError):
-    """A grammar that can't be used. The message is one line that says why and what to change."""
+    """A grammar that can't be used. The message is one line with the reason and the remedy."""
 
 
 class ConfigError(ValueError):
@@ -18,4 +18,4 @@ class ConfigError(ValueError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has stopped for good; the message says why."""
+    """The engine has stopped for good. The message states the reason."""
