@@ -9,7 +9,7 @@ from nanovllm_core.config import PrefixHash
 from nanovllm_core.request_state import BlockHash, RequestState
 
 _TOKEN_BYTES = 4
-# (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks among the tokens.
+# (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks.
 HashBlocks = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 

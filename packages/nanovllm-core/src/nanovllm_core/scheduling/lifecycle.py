@@ -10,12 +10,7 @@ from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine started.
-
-    num_prompt_tokens: prompt tokens of all admitted requests, including cached tokens.
-    num_queried_tokens: prompt tokens that were looked up in the prefix cache; 0 without prefix caching.
-    num_computed_tokens: computed tokens of prompts and decodes.
-    """
+    """Totals since the engine started. num_queried_tokens: prompt tokens that were looked up in the prefix cache."""
 
     num_steps: int = 0
     num_preemptions: int = 0

@@ -31,16 +31,9 @@ class RowTable:
 
     def __init__(self, num_rows: int, num_eos_tokens: int):
         self.requests: list[RequestState | None] = [None] * num_rows
-        (
-            self.keys,
-            self.num_prompt_tokens,
-            self.num_host_tokens,
-            self.num_tokens,
-            self.num_computed_tokens,
-            self.max_total_tokens,
-            self.capacity,
-            self.num_steps_in_flight,
-        ) = np.zeros((8, num_rows), np.int64)
+        self.keys, self.num_prompt_tokens, self.num_host_tokens, self.num_tokens = np.zeros((4, num_rows), np.int64)
+        self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
+        self.capacity, self.num_steps_in_flight = np.zeros((2, num_rows), np.int64)
         self.is_running, self.is_finished = np.zeros((2, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Maximum number of stop tokens of any request since the start.
