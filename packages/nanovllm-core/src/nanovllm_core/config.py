@@ -142,9 +142,7 @@ def resolve(
     """Choose a value for every setting that is None, and check all settings. Raises ConfigError.
 
     max_position, model_dtype, cuda_dtype: see `ModelSpec`.
-    has_cuda: whether this machine has a usable GPU.
     has_flash_attention, has_cute: whether FlashAttention and CuTe DSL are installed and support the GPU.
-    has_fp8: whether the GPU supports FP8.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:

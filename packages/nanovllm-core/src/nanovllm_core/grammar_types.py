@@ -29,20 +29,25 @@ class GrammarMatcher(Protocol):
     @property
     def end_ids(self) -> frozenset[int]:
         """Token ids that end an output. No token may follow."""
+        ...
 
     def accept(self, token: int) -> bool:
         """Advance by one token. Returns False and does not advance if the grammar forbids the token."""
+        ...
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
         """Write the mask of allowed next tokens to masks[index]. Format: `nanovllm_kernels.sampling.apply_masks_`."""
+        ...
 
     @staticmethod
     def accept_all(matchers: "Sequence[GrammarMatcher]", tokens: Sequence[int]) -> list[bool]:
         """Call `accept` of each matcher. After a RuntimeError, some matchers may have advanced."""
+        ...
 
     @staticmethod
     def fill_all(matchers: "Sequence[GrammarMatcher]", masks: NDArray[np.int32]) -> None:
         """Write the mask of `matchers[i]` to masks[i]."""
+        ...
 
 
 class CompiledGrammar(Protocol):
@@ -50,3 +55,4 @@ class CompiledGrammar(Protocol):
 
     def start(self) -> GrammarMatcher:
         """A matcher in the initial state."""
+        ...

@@ -20,6 +20,7 @@ class LaunchAttention(Protocol):
 
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """Maps `q` [T, heads, head_dim] to [T, heads, value_dim]. value_dim: None for head_dim."""
+        ...
 
 
 class PagedSpec(NamedTuple):
@@ -90,12 +91,15 @@ class CausalLM(Protocol):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]. positions: int64 [num_tokens]."""
+        ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; preferably float32."""
+        ...
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """The cache spec of each layer, in order. All attention layers must have the same spec."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,10 +101,8 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one request since its previous `RequestOutput`.
 
-    id: `Request.id`.
     new_token_ids: ids of one token, or of several tokens if the reader was slow.
     num_cached_tokens: number of prompt tokens found in the prefix cache.
-    num_output_tokens: number of output tokens so far.
     logprobs: one entry per new token; None if not requested.
     finish_reason: None except on the last output.
     stop_token: id of the token that stopped the request; None if no token stopped the request.

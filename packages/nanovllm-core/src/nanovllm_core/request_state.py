@@ -12,8 +12,7 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import TokenIds
 
 BlockHash = int | bytes
-# Maximum per prompt.
-MAX_CHECKPOINTS = 16
+MAX_CHECKPOINTS = 16  # per prompt
 
 
 class Checkpoint(NamedTuple):
@@ -39,13 +38,11 @@ class RequestState:
     key: the engine's id of the request; unique in an engine.
     compiled_grammar: set before the request is scheduled; None without a grammar.
     output_ids: ids of the output tokens that have reached the host.
-    stop_ids: token ids that end the output.
     seed: seed of the random numbers: the client's seed, or a seed that the engine draws.
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     num_scored_tokens: prompt tokens for whose log-probabilities steps were launched.
     row: row in the scheduler's and the device's tables; -1 without a row.
-    block_ids: the request's cache blocks, in order.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
     state_slot: state slot of a recurrent model; 0 for other models.

@@ -32,8 +32,6 @@ _CACHE_LINE_BYTES = 64
 class CacheLayout:
     """Shapes and dtypes of a model's caches.
 
-    attention_specs: one per attention layer, all equal.
-    state_specs: one per recurrent layer.
     state_dtype, conv_dtype: dtypes of `StateCache.recurrent` and `StateCache.conv`.
     """
 

@@ -15,21 +15,15 @@ HashBlocks = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 def _hash_blocks_fast(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
     # CPython's 64-bit hash has a secret key per process. Attackers can still find collisions.
-    hashes: list[BlockHash] = []
-    for end in range(block_bytes, len(tokens) + 1, block_bytes):
-        previous_hash = hash((previous_hash, tokens[end - block_bytes : end]))
-        hashes.append(previous_hash)
-    return hashes
+    ends = range(block_bytes, len(tokens) + 1, block_bytes)
+    return [previous_hash := hash((previous_hash, tokens[end - block_bytes : end])) for end in ends]
 
 
 def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
     if isinstance(previous_hash, int):
         raise TypeError("a SHA-256 chain continues from bytes")
-    hashes: list[BlockHash] = []
-    for end in range(block_bytes, len(tokens) + 1, block_bytes):
-        previous_hash = hashlib.sha256(previous_hash + tokens[end - block_bytes : end]).digest()
-        hashes.append(previous_hash)
-    return hashes
+    ends = range(block_bytes, len(tokens) + 1, block_bytes)
+    return [previous_hash := hashlib.sha256(previous_hash + tokens[end - block_bytes : end]).digest() for end in ends]
 
 
 class PrefixHasher:

@@ -17,7 +17,6 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
     """Positions at which a prompt saves checkpoints, most useful first.
 
     num_computed: number of cached tokens of the prompt; no checkpoint is saved among these tokens.
-    num_tokens: length of the prompt.
     num_shared: number of leading tokens that earlier prompts had too; later prompts may diverge at the same position.
 
     The other positions are near the end, where continued conversations diverge. Each distance from the end is twice the

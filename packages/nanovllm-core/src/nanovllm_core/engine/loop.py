@@ -32,7 +32,6 @@ STATS_INTERVAL_S = 0.1
 PLANNING_START_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
-# Interval at which the engine thread checks whether the step has finished.
 POLL_INTERVAL_S = 0.001
 _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 

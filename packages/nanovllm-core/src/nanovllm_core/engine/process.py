@@ -18,7 +18,6 @@ _STOP_TIMEOUT_S = 10
 class EngineAddress:
     """The address of an engine, for `EngineClient.connect` in a child process.
 
-    endpoint: ZeroMQ endpoint of the engine.
     lifeline: read end of a pipe. The other end closes when the engine's process ends.
     """
 

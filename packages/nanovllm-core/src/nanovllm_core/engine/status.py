@@ -11,7 +11,6 @@ GRAMMARS_UNSUPPORTED = (
 class EngineInfo:
     """Properties of an engine that do not change. Settings: see `EngineConfig`.
 
-    device: name of the GPU or CPU.
     num_blocks: number of cache blocks without the null block.
     num_state_slots: number of state slots without the null slot; 0 for a model without recurrent layers.
     arithmetic: how matrix products are computed, as text for users.
@@ -49,12 +48,8 @@ class EngineStats:
     num_cached_blocks: free blocks that later prompts can use.
     num_free_state_slots: state slots that no request holds, including checkpoints.
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found in the prefix cache.
-    prompt_tokens: prompt tokens of all admitted requests.
-    generation_tokens: output tokens.
-    iteration_tokens: computed tokens of prompts and decodes.
+    iteration_tokens: computed tokens of prompts and decodes. generation_tokens: output tokens.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
-    step_limit_s: time limit of a step with prompts and decodes.
-    decode_step_s: usual time of a step without prompts.
     step_time_coefficients: see `StepTimeCoefficients`; pairs (name, value).
     step_time_error: mean relative error of recent predictions of step times.
     """

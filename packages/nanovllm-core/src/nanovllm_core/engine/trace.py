@@ -19,7 +19,6 @@ from nanovllm_core.execution.step_handle import StepHandle
 _encode = msgspec.json.Encoder().encode
 
 Track = Literal["plan", "launch", "device", "output"]
-# Track ids, in the order in which viewers show the tracks.
 TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
 
 

@@ -37,7 +37,6 @@ class Constraint:
     matcher: None without a grammar, and after the end of the grammar.
     budget: None without a budget, after the reasoning was closed, and if the grammar forbids closing the reasoning.
     num_launched_outputs: number of output tokens for which steps were launched.
-    output_ids: output tokens that have reached the host.
     match_s: seconds spent in calls for this row alone.
     failure: why the row cannot sample a token; None if the row can.
     """

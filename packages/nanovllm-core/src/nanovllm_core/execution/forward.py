@@ -22,7 +22,6 @@ class BatchBounds(NamedTuple):
 
     num_tokens: tokens of the step, including padding.
     num_decodes: leading requests with one token in the step; None if unknown.
-    max_query_len: maximum number of tokens of one request in the step.
     max_seq_len: maximum context length after the step, in tokens.
     whole: see `BatchShape`.
     """
@@ -46,7 +45,6 @@ class ForwardOutput(NamedTuple):
 
     logits: [num_reqs, vocab], logits of each request's last token; empty if the step samples no token.
     seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
-    block_tables: int32 [num_reqs, width].
     """
 
     logits: Tensor

@@ -33,8 +33,6 @@ MIN_FEW_REQUEST_TOKENS = 256
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
-    num_reqs, num_tokens: requests and tokens, including padding.
-    max_query_len: maximum number of tokens of one request.
     mode: graph mode: "full_decode_only" (every request has max_query_len tokens), "full" (any mix, one graph) or
         "piecewise" (any mix, several graphs).
     whole: whether the shape is only for steps with `BatchShape.whole`.
@@ -57,10 +55,8 @@ ChooseTokens = Callable[[int, ForwardOutput], Tensor]
 class CapturedStep:
     """The graphs of one shape.
 
-    pieces: graphs of the forward pass.
     attentions: one function per piece but the last: (batch, number of tokens), launches the attention after the piece.
     output: tensors to which the pieces write the result of the forward pass.
-    sampling_graphs: see `SamplingGraphs`.
     """
 
     pieces: list[torch.cuda.CUDAGraph]

@@ -22,8 +22,7 @@ from nanovllm_core.sampling_params import (
 from nanovllm_core.scheduling.plan import NewRow, ScheduledRows, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
-# A bias until this position applies to all tokens of a request.
-_MAX_POSITION = np.iinfo(np.int32).max
+_MAX_POSITION = np.iinfo(np.int32).max  # of any token
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 

@@ -22,7 +22,6 @@ class StepHandle:
     logprobs: log-probabilities of requests with log-probabilities; None without such requests.
     host_slot: the buffer for the tokens; None on a CPU. Later steps overwrite the buffer, see `HostCopyRing`.
     failures: pairs (index among the requests that sample, reason) of requests without a token.
-    prompt_scores: one entry per `PromptLogprobsRange` of the plan.
     """
 
     def __init__(

@@ -21,10 +21,8 @@ _MAX_IDLE_SHARE = 0.2
 class StepLimits(NamedTuple):
     """Limits of every step.
 
-    max_tokens: maximum number of tokens of decodes and prompts.
     target_s: time limit of a step with decodes; None for the larger of `mixed_step_s` and MIN_MIXED_DECODE_STEPS usual
         decode steps.
-    prompt_step_s: time limit of a step with prompts only.
     rounds: the rounds in which the device computes the attention of chunks.
     padded_tokens: token counts to which steps with prompts are padded, rising. Larger steps are not padded.
     """

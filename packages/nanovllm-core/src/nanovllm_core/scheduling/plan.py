@@ -88,7 +88,6 @@ class PromptLogprobsRange(NamedTuple):
     """Consecutive prompt tokens whose log-probabilities a step computes.
 
     start: position of the first token in the prompt.
-    num_top: number of likeliest tokens to report per prompt token.
     first_logits_index: index of the token before `start` among all tokens of the step. The logits at each token predict
         the next token.
     """
@@ -129,8 +128,7 @@ class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
     num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step.
-    decodes: the scheduled rows and their requests if every row decodes; else None.
-    predicted_s: predicted time in seconds; 0 for a step without prompts.
+    decodes: None unless every row decodes. predicted_s: predicted time; 0 for a step without prompts.
     """
 
     plan: StepPlan

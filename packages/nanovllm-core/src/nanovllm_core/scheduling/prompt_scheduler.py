@@ -12,7 +12,6 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
 from nanovllm_core.scheduling.request_order import request_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Maximum number of waiting requests that are considered for a step.
 MAX_WAITING_CANDIDATES = 64
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16

@@ -24,9 +24,7 @@ class RowTable:
     num_host_tokens: tokens that have reached the host.
     num_tokens: tokens on the host, and tokens that scheduled steps sample.
     num_computed_tokens: tokens that all scheduled steps compute; at most num_tokens.
-    max_total_tokens: number of tokens at which the request finishes.
     capacity: number of tokens that the request's blocks hold.
-    num_steps_in_flight: steps in flight that refer to the row.
     """
 
     def __init__(self, num_rows: int, num_eos_tokens: int):
