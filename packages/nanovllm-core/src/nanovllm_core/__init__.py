@@ -1,7 +1,6 @@
 """The nanovllm engine: token ids in, token ids out.
 
-Implement `nanovllm_core.model.CausalLM`, describe the model with a `ModelSpec`, start an `AsyncEngine`, and call
-`generate`.
+To serve a model, implement `CausalLM`, describe the model with a `ModelSpec`, and start an `AsyncEngine`.
 """
 
 from importlib import import_module
@@ -33,43 +32,14 @@ if TYPE_CHECKING:
     from nanovllm_core.request import Request
     from nanovllm_core.sampling_params import ReasoningBudget, SamplingParams
 
-__all__ = [
-    "AsyncEngine",
-    "BuildContext",
-    "CacheSpec",
-    "CausalLM",
-    "ConfigError",
-    "Engine",
-    "EngineAddress",
-    "EngineClient",
-    "EngineConfig",
-    "EngineDeadError",
-    "EngineInfo",
-    "EngineProcess",
-    "EngineStats",
-    "ForwardContext",
-    "GrammarError",
-    "GrammarSpec",
-    "MLASpec",
-    "ModelSpec",
-    "OpenRequest",
-    "PagedSpec",
-    "ParallelContext",
-    "PromptLogprobs",
-    "PromptTokenLogprobs",
-    "ReasoningBudget",
-    "Request",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "StateCache",
-    "StateSpec",
-    "TokenLogprobs",
-    "Vocabulary",
-]
+__all__ = ["AsyncEngine", "Engine", "EngineAddress", "EngineClient", "EngineConfig", "EngineInfo", "EngineProcess"]
+__all__ += ["ConfigError", "EngineDeadError", "EngineStats", "GrammarError", "RequestError"]
+__all__ += ["GrammarSpec", "OpenRequest", "ReasoningBudget", "Request", "SamplingParams"]
+__all__ += ["PromptLogprobs", "PromptTokenLogprobs", "RequestOutput", "TokenLogprobs"]
+__all__ += ["BuildContext", "CausalLM", "ForwardContext", "ModelSpec", "ParallelContext", "Vocabulary"]
+__all__ += ["CacheSpec", "MLASpec", "PagedSpec", "StateCache", "StateSpec"]
 
-# Modules are imported on first use of a name: a command line needs no numpy, and a process that only talks to an engine
-# no torch, which takes seconds and half a gigabyte.
+# `__getattr__` imports a module when one of its names is first used, because importing torch takes seconds and 0.5 GB.
 _NAMES_BY_MODULE = {
     "config": "EngineConfig",
     "engine.async_engine": "AsyncEngine",

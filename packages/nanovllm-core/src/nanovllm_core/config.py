@@ -1,4 +1,4 @@
-"""The engine's settings: what the user sets (`EngineConfig`), and the values that `resolve` chooses for the others."""
+"""The engine's settings. `EngineConfig` has the user's settings, `ResolvedConfig` a value for every setting."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,9 +20,8 @@ GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
-# Default time limits in seconds of a step with prompts only, and of a step with prompts and decodes. Shorter limits
-# reduce the throughput of prompts, on a CPU by 44 % for 250 ms without decodes. A new request waits for at most two
-# steps.
+# Default time limits of a step with prompts only, and of a step with prompts and decodes. A shorter limit reduces the
+# throughput of prompts. A longer limit delays new requests, which may wait for two steps.
 PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
 MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
@@ -31,50 +30,37 @@ MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 class IndependentSettings:
     """Settings that depend neither on the device nor on the model. None leaves the choice to the engine.
 
-    The server makes its flags from these fields and those of `EngineConfig`: a field's string describes the flag.
+    The server makes a flag from each field of this class and of `EngineConfig`. The field's string is the help text.
     """
 
     target_step_ms: Annotated[
         float | None,
-        "time limit of a step with prompts and decodes, in milliseconds; a shorter limit makes streams smoother and "
-        "prompts slower; by default 50 on a GPU and 250 on a CPU, or four decode steps if these take longer",
+        "time limit of a step with prompts and decodes, in ms; a shorter limit makes streams smoother and prompts "
+        "slower; by default 50 on a GPU and 250 on a CPU, or the time of four decode steps if that is longer",
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDtype,
-        "auto: keys and values have the dtype of the weights; fp8: e4m3 with a scale per head and token, so that the "
-        "cache holds about twice as many tokens and decodes read half as many bytes",
+        "auto: dtype of the weights; fp8: e4m3 with a scale per head and token, which halves the size of the cache",
     ] = "auto"
     block_size: Annotated[
         BlockSize | None,
-        "tokens per KV block; prompts share whole blocks; by default 128 where FlashAttention reads the cache, which "
-        "is faster, and 16 elsewhere",
+        "tokens per KV block; prompts share whole blocks; by default 128 where FlashAttention reads the cache, else 16",
     ] = None
     num_blocks: Annotated[int | None, "blocks of the KV cache; by default as many as the memory holds"] = None
-    state_dtype: Annotated[StateDtype, "dtype of the states of recurrent layers; bfloat16 halves their memory"] = (
-        "float32"
-    )
+    state_dtype: Annotated[StateDtype, "dtype of recurrent states; bfloat16 halves their memory"] = "float32"
     num_state_slots: Annotated[
-        int | None,
-        "slots for the states of running requests and for checkpoints; by default as many as the memory holds",
+        int | None, "slots for states of running requests and for checkpoints; by default as many as the memory holds"
     ] = None
-    gpu_memory_utilization: Annotated[
-        float, "share of the GPU's memory for weights, activations and cache together"
-    ] = 0.9
+    gpu_memory_utilization: Annotated[float, "share of GPU memory for weights, activations and cache together"] = 0.9
     cpu_cache_gib: Annotated[float, "size of the KV cache on a CPU, in GiB"] = 2.0
-    prefix_caching: Annotated[
-        bool, "keep full blocks of finished requests for later prompts that begin with the same tokens"
-    ] = True
+    prefix_caching: Annotated[bool, "keep blocks of finished requests for prompts that begin with equal tokens"] = True
     prefix_hash: Annotated[
         PrefixHash, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
     ] = "fast"
-    watermark: Annotated[
-        float, "share of the blocks that a new request leaves free when it is admitted, for running requests"
-    ] = 0.01
+    watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
     seed: Annotated[int, "base of the seeds of requests without a seed"] = 0
     forbid_sync: Annotated[bool, "for debugging: fail if launching a step waits for the GPU"] = False
-    trace: Annotated[
-        Path | None, "file to which the times of each step are written, for Perfetto or chrome://tracing"
-    ] = None
+    trace: Annotated[Path | None, "file for the times of each step, for Perfetto or chrome://tracing"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,28 +70,25 @@ class EngineConfig(IndependentSettings):
     device: Annotated[Device | None, "device of the model; by default CUDA if there is a GPU"] = None
     dtype: Annotated[
         DType | None,
-        "dtype of weights, KV cache and activations; by default the model's own; on a CPU some activations of a bf16 "
-        "model are float32",
+        "dtype of weights, KV cache and activations; by default the model's; on a CPU some activations stay float32",
     ] = None
     max_model_len: Annotated[
         int | None,
-        "maximum number of prompt and output tokens of a request; by default the model's number of positions, or the "
-        "number of tokens that the cache holds",
+        "maximum number of prompt and output tokens of a request; by default the maximum of the model or the cache",
     ] = None
     max_num_seqs: Annotated[int | None, "maximum number of requests that run at once"] = None
     max_num_batched_tokens: Annotated[int | None, "maximum number of tokens that a step computes"] = None
     depth: Annotated[
         Literal[1, 2] | None,
-        "steps in flight at once; by default 2 on a GPU, so that the host plans while the GPU computes, and 1 on a CPU",
+        "steps in flight at once; by default 2 on a GPU, where the host plans while the GPU computes, and 1 on a CPU",
     ] = None
     attention_backend: Annotated[
-        AttentionBackend | None,
-        "attention kernels; by default the fastest installed ones, chosen for prompts and decodes separately",
+        AttentionBackend | None, "attention kernels; by default the fastest installed kernels for each kind of step"
     ] = None
     graph_mode: Annotated[
         GraphMode | None,
-        "steps that are replayed from CUDA graphs; none: no steps; full_decode_only: steps in which every request "
-        "decodes; piecewise: all steps, in pieces between attention launches; full: all steps, in one graph each",
+        "steps that are replayed from CUDA graphs; none: no step; full_decode_only: steps without prompts; piecewise: "
+        "all steps, with attention launched between graphs; full: all steps, with one graph per step",
     ] = None
     compile: Annotated[bool | None, "use torch.compile between attention operators; by default on a GPU"] = None
 
@@ -114,9 +97,8 @@ class EngineConfig(IndependentSettings):
 class ResolvedConfig(IndependentSettings):
     """`EngineConfig` with a value for every setting that depends on the device or the model.
 
-    `block_size` may be None until the model is built, see `cache.memory.choose_block_size`.
-
-    may_shorten_context: `max_model_len` is a default, and may be lowered to what the cache holds.
+    `cache.memory.choose_block_size` replaces a `block_size` of None once the model is built.
+    may_shorten_context: whether a cache that is too small lowers `max_model_len`.
     """
 
     device: Device
@@ -157,15 +139,10 @@ def resolve(
     has_cute: bool = False,
     has_fp8: bool = False,
 ) -> ResolvedConfig:
-    """Choose a value for every setting that is None, and check all settings.
+    """Choose a value for every setting that is None, and check all settings. Raises ConfigError.
 
-    max_position: maximum number of tokens of a sequence that the model supports.
-    model_dtype: dtype of the model's checkpoint.
-    has_cuda: whether this machine has a usable GPU.
-    cuda_dtype: dtype that the model prefers on a GPU; None for `model_dtype`.
+    max_position, model_dtype, cuda_dtype: see `ModelSpec`.
     has_flash_attention, has_cute: whether FlashAttention and CuTe DSL are installed and support the GPU.
-    has_fp8: whether the GPU supports FP8.
-    Raises ConfigError.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
@@ -176,8 +153,8 @@ def resolve(
     max_num_seqs, max_num_batched_tokens = _resolve_batch(config, device)
     _require(config.block_size in (None, *BLOCK_SIZES), "block_size", config.block_size, f"one of {BLOCK_SIZES}")
     _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
-    state_dtypes = ("float32", "bfloat16")
-    _require(config.state_dtype in state_dtypes, "state_dtype", config.state_dtype, "'float32' or 'bfloat16'")
+    has_state_dtype = config.state_dtype in ("float32", "bfloat16")
+    _require(has_state_dtype, "state_dtype", config.state_dtype, "'float32' or 'bfloat16'")
     target_ms = config.target_step_ms
     _require(target_ms is None or 0 < target_ms < float("inf"), "target_step_ms", target_ms, "above 0")
     utilization = config.gpu_memory_utilization
@@ -232,7 +209,7 @@ def _check_kv_cache_dtype(config: EngineConfig, device: Device, backend: Attenti
 
 
 def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:
-    # The plain torch backend reads lengths on the host, which a graph can't do.
+    # The torch backend reads lengths on the host, which a captured graph can't do.
     if backend == "torch":
         if mode not in (None, "none"):
             raise ConfigError(
@@ -243,7 +220,7 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
 
 
 def _resolve_compile(use_compile: bool | None, backend: AttentionBackend) -> bool:
-    # On a CPU weights are packed in special layouts that torch.compile can't handle.
+    # On a CPU weights are packed in layouts that torch.compile can't handle.
     if backend == "torch":
         if use_compile:
             raise ConfigError("compile needs a GPU and an attention_backend other than 'torch': leave it off")
@@ -252,19 +229,19 @@ def _resolve_compile(use_compile: bool | None, backend: AttentionBackend) -> boo
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
-    """`max_num_seqs` and `max_num_batched_tokens`. The default of each depends on the other."""
+    """`max_num_seqs` and `max_num_batched_tokens`. Their defaults depend on each other."""
     max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     block_size = config.block_size or BLOCK_SIZES[0]
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64
         max_num_seqs = default if budget is None else max(min(default, budget - block_size), 1)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    # With a smaller budget, max_num_seqs decodes would leave less than one block for prompts, which would never run.
+    # With a smaller budget, decodes could leave less than one block for prompts. Prompts would then starve.
     min_budget = max_num_seqs + block_size
     if budget is None:
         budget = max(8192 if device == "cuda" else 1024, min_budget)
-    valid_values = f"at least max_num_seqs + block_size = {min_budget}"
-    _require(budget >= min_budget, "max_num_batched_tokens", budget, valid_values)
+    valid_budgets = f"at least max_num_seqs + block_size = {min_budget}"
+    _require(budget >= min_budget, "max_num_batched_tokens", budget, valid_budgets)
     return max_num_seqs, budget
 
 
@@ -274,7 +251,7 @@ def _require(is_valid: bool, name: str, value: object, valid_values: str) -> Non
 
 
 def _torch_dtype(name: str) -> "torch.dtype":
-    # Imported here, because processes that only pass a configuration on do not need torch.
+    # Imported here, because processes that only pass a configuration on should not load torch.
     import torch
 
     return getattr(torch, name)

@@ -4,7 +4,7 @@ from typing import Literal
 
 
 class RequestError(ValueError):
-    """A request that can't be served. field: the name of the invalid field. The message says which values are valid."""
+    """A request that can't be served. field: name of the invalid field. The message states the valid values."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -38,4 +38,4 @@ class ConfigError(ValueError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has stopped for good; the message says why."""
+    """The engine has stopped for good. The message states the reason."""

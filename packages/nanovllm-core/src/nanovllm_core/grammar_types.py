@@ -1,4 +1,4 @@
-"""What a client says about a grammar, and the interfaces of compiled grammars (implemented in `grammar/`)."""
+"""The description of a grammar, and the interfaces of compiled grammars. `grammar/` implements the interfaces."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """A grammar that an output must match, as the client wrote it.
+    """A grammar that an output must match.
 
     kind: the language of `source`. "json_schema": a JSON Schema as JSON. Properties come in the schema's order;
         undeclared properties are allowed only where the schema describes them; whitespace is bounded. "regex": a
@@ -32,25 +32,25 @@ class GrammarMatcher(Protocol):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Token ids that end an output; nothing is matched after them."""
+        """Token ids that end an output. No token may follow."""
         ...
 
     def accept(self, token: int) -> bool:
-        """Advance by one token. Returns False, without any change, if the grammar does not allow the token here."""
+        """Advance by one token. Returns False and does not advance if the grammar forbids the token."""
         ...
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write the mask of allowed next tokens to masks[index], see `nanovllm_kernels.sampling.apply_masks_`."""
+        """Write the mask of allowed next tokens to masks[index]. Format: `nanovllm_kernels.sampling.apply_masks_`."""
         ...
 
     @staticmethod
     def accept_all(matchers: "Sequence[GrammarMatcher]", tokens: Sequence[int]) -> list[bool]:
-        """Call `accept` of each matcher. If it raises RuntimeError, some of the matchers have advanced."""
+        """Call `accept` of each matcher. After a RuntimeError, some matchers may have advanced."""
         ...
 
     @staticmethod
     def fill_all(matchers: "Sequence[GrammarMatcher]", masks: NDArray[np.int32]) -> None:
-        """Call `fill` of each matcher, with index 0, 1 and so on."""
+        """Write the mask of `matchers[i]` to masks[i]."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The interface between engine and model. The engine serves any model that implements these protocols."""
+"""The interface between engine and model. The engine serves any model that implements `CausalLM`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,15 @@ AttentionFunction = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class LaunchAttention(Protocol):
-    """Runs a layer's attention outside of a captured graph, see `ForwardContext.launch_attention`."""
+    """Computes a layer's attention outside of captured graphs, see `ForwardContext.launch_attention`."""
 
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """The result [T, heads, value_dim] of `attention` for `q` [T, heads, head_dim].
-
-        value_dim: None for head_dim.
-        """
+        """Maps `q` [T, heads, head_dim] to [T, heads, value_dim]. value_dim: None for head_dim."""
         ...
 
 
 class PagedSpec(NamedTuple):
-    """The KV cache of one attention layer, per rank. num_heads: query heads that read the cache."""
+    """The KV cache of one attention layer, per rank. num_heads: number of query heads."""
 
     num_kv_heads: int
     head_dim: int
@@ -35,10 +32,7 @@ class PagedSpec(NamedTuple):
 
 
 class MLASpec(NamedTuple):
-    """The cache of one latent attention layer: per token the latent, then the rotated key part, shared by all heads.
-
-    num_heads: query heads that read the cache.
-    """
+    """The cache of one MLA layer: per token, the latent vector followed by the rotated key, shared by all heads."""
 
     latent_dim: int
     rope_dim: int
@@ -46,10 +40,10 @@ class MLASpec(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """The state that one recurrent layer keeps per sequence and rank.
+    """Shapes of the state that one recurrent layer keeps per sequence and rank.
 
-    recurrent: shape of the recurrent state; its dtype is the engine's `state_dtype`.
-    conv: shape of the last inputs of the convolution; they have the model's dtype.
+    recurrent: the recurrent state, whose dtype is `EngineConfig.state_dtype`.
+    conv: the last inputs of the convolution, in the model's dtype.
     """
 
     recurrent: tuple[int, int, int]
@@ -60,7 +54,7 @@ CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """One recurrent layer's states: recurrent [num_slots, *spec.recurrent], conv [num_slots, *spec.conv]."""
+    """The states of one recurrent layer: recurrent [num_slots, *spec.recurrent], conv [num_slots, *spec.conv]."""
 
     recurrent: Tensor
     conv: Tensor
@@ -68,20 +62,19 @@ class StateCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The batch of one forward pass: the tokens of its requests one after another, decodes first.
+    """The batch of one forward pass. The tokens of each request are contiguous. Decodes come before prompts.
 
     attention_batch: lengths and block tables for the attention kernels.
     slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) of each token.
-    kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`. PagedSpec: [num_blocks, block_size,
-        2 * num_kv_heads, head_dim], key heads before value heads. MLASpec: [num_blocks, block_size, 1, latent_dim +
-        rope_dim].
-    kv_scales: one per cache if the caches are FP8, else empty. uint8 [num_blocks, heads, block_size], where heads is
-        the third dimension of the cache; see `nanovllm_kernels.fp8`.
-    launch_attention: if set, a layer calls this function with its attention and queries instead of computing attention.
-        It is set while a step is captured in pieces: attention runs between the captured graphs and is launched anew at
-        each replay.
+    kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`.
+        PagedSpec: [num_blocks, block_size, 2 * num_kv_heads, head_dim], key heads before value heads.
+        MLASpec: [num_blocks, block_size, 1, latent_dim + rope_dim].
+    kv_scales: one per cache if the caches are FP8, else empty; uint8 [num_blocks, cache.shape[2], block_size], see
+        `nanovllm_kernels.fp8`.
+    launch_attention: set while a step is captured in pieces, because attention runs between the captured graphs. A
+        layer then passes its attention and its queries to this function instead of computing attention.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
-    state_batch: state slots of the batch's requests; None for a model without recurrent layers.
+    state_batch: state slots of the requests; None for a model without recurrent layers.
     """
 
     attention_batch: AttentionBatch
@@ -101,20 +94,17 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks, preferably in float32."""
+        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; preferably float32."""
         ...
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """The cache spec of each layer, in order. All attention layers have the same spec and share one block table."""
+        """The cache spec of each layer, in order. All attention layers must have the same spec."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Options for building a model.
-
-    compile: use torch.compile between attention operators. A model may ignore it.
-    """
+    """Options for building a model. compile: use torch.compile between attention operators; a model may ignore this."""
 
     device: torch.device
     dtype: torch.dtype
@@ -125,8 +115,7 @@ class BuildContext:
 class Vocabulary(NamedTuple):
     """The text of a model's tokens.
 
-    tokens: by token id, the bytes that the token adds to a text; b"" for tokens without text, which grammars allow only
-        by their id. May be shorter than vocab_size; the remaining tokens have no text.
+    tokens: by token id, the bytes of the token; b"" for a token without text. Tokens beyond the end have no text.
     end_ids: token ids that end an answer, a subset of the model's `eos_token_ids`.
     """
 
@@ -136,16 +125,14 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The description of a model that the engine can build. It can be sent to another process by pickle.
+    """The description of a model that the engine can build. `EngineClient` pickles the description.
 
     vocab_size: number of logits per token.
-    max_position: longest sequence in tokens.
-    eos_token_ids: token ids that end a sequence.
+    max_position: maximum number of tokens of a sequence.
     dtype: dtype of the checkpoint.
-    build: creates the model with its weights; a module-level function or a functools.partial of one.
-    vocabulary: returns the vocabulary; called for the first grammar. None for a model without grammars.
-    cuda_dtype: dtype on a GPU; None for `dtype`. float16 has three more bits than bfloat16 and the same speed, but
-        float16 is safe only for a model whose largest numbers are known.
+    build: creates the model with its weights; a module-level function or a functools.partial of such a function.
+    vocabulary: returns the vocabulary when the first grammar is compiled; None for a model without grammars.
+    cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
     """
 
     name: str

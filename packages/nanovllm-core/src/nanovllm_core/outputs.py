@@ -8,18 +8,18 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 
 
-# Structs, not dataclasses: processes send them to each other as arrays, and a step creates one or more per request.
+# The types that processes send are msgspec structs, because msgspec creates and encodes structs fast.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of a chosen token, and pairs (token id, log-probability) of the likeliest ones, best first."""
+    """Log-probability of the chosen token. top: pairs (id, log-probability) of the likeliest tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class PromptTokenLogprobs(NamedTuple):
-    """Log-probabilities at one prompt token. `logprob` and `top`: see `TokenLogprobs`.
+    """Log-probabilities at one prompt token. logprob, top: see `TokenLogprobs`.
 
-    rank: number of tokens that are at least as likely as the prompt token, itself included.
+    rank: rank of the prompt token by probability; the likeliest token has rank 1.
     """
 
     logprob: float
@@ -30,7 +30,7 @@ class PromptTokenLogprobs(NamedTuple):
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of n consecutive prompt tokens. Iteration yields a `PromptTokenLogprobs` per token.
 
-    Packed as bytes, because creating objects for long prompts would delay other requests.
+    The fields are bytes, because creating an object per token of a long prompt would delay other requests.
     logprobs: float32 [n]. ranks: int32 [n]. top_ids: int32 [n, num_top]. top_logprobs: float32 [n, num_top].
     """
 
@@ -43,13 +43,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def concatenate(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
         """The log-probabilities of consecutive `parts` of a prompt."""
-        return cls(
-            num_top,
-            b"".join([part.logprobs for part in parts]),
-            b"".join([part.ranks for part in parts]),
-            b"".join([part.top_ids for part in parts]),
-            b"".join([part.top_logprobs for part in parts]),
-        )
+        columns = cls.__struct_fields__[1:]
+        return cls(num_top, *(b"".join([getattr(part, column) for part in parts]) for column in columns))
 
     def __len__(self) -> int:
         return len(self.logprobs) // 4
@@ -63,7 +58,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """A request whose first output token is in the step. num_cached_tokens: prompt tokens found in the prefix cache."""
+    """A request whose first output token is in the step. num_cached_tokens: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
@@ -78,20 +73,20 @@ class RequestFinish(NamedTuple):
 
 
 class RequestFailure(NamedTuple):
-    """A request that failed, and the reason as text for the client."""
+    """A request that failed. reason: text for the client."""
 
     key: int
     reason: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """The outputs of one step for many requests, as columns, so that a step creates few objects.
+    """The outputs of one step for many requests, as columns, because creating an object per request is slow.
 
-    keys: int per new token, the key of its request.
-    tokens: int per new token, its id; the tokens of one request are in order.
-    logprobs: a pair (key, log-probabilities) per new token of each request that wants log-probabilities.
-    prompt_logprobs: pairs (key, part of the prompt), in order. The last part of a prompt comes at the latest with the
-        first output token.
+    keys: request key of each new token.
+    tokens: id of each new token; the tokens of one request are in order.
+    logprobs: pairs (request key, log-probabilities of a new token) of requests with log-probabilities.
+    prompt_logprobs: pairs (request key, log-probabilities of a part of the prompt), in order. The last part comes with
+        the first output token or earlier.
     """
 
     keys: list[int] = []
@@ -106,16 +101,13 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one request since its previous `RequestOutput`.
 
-    id: the request's id, as the client chose it.
     new_token_ids: ids of one token, or of several tokens if the reader was slow.
-    num_prompt_tokens: number of prompt tokens.
     num_cached_tokens: number of prompt tokens found in the prefix cache.
-    num_output_tokens: number of output tokens so far.
-    logprobs: one entry per new token; None if the request wants none.
-    finish_reason: set on the last output; else None.
-    stop_token: the token id that stopped the request; None if no token stopped the request.
-    prompt_logprobs: log-probabilities of all prompt tokens except the first. None if the request wants none, and on all
-        outputs except the first.
+    logprobs: one entry per new token; None if not requested.
+    finish_reason: None except on the last output.
+    stop_token: id of the token that stopped the request; None if no token stopped the request.
+    prompt_logprobs: log-probabilities of all prompt tokens except the first. None if not requested, and on later
+        outputs.
     """
 
     id: str

@@ -13,12 +13,12 @@ from nanovllm_core.token_ids import TokenIds, as_token_ids
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt, and how its output is sampled. The engine keeps what changes in a `RequestState`.
+    """A prompt with options for its output. The request is immutable: the engine keeps its progress in `RequestState`.
 
-    id: chosen by the client; unique among the client's open requests.
-    token_ids: the prompt as integers or an array of integers; stored as `prompt_ids`.
+    id: unique among the client's open requests.
+    token_ids: the prompt; stored as `prompt_ids`.
     cache_salt: requests with different salts never share cached blocks.
-    priority: lower is served first; requests of equal priority are served in order of arrival.
+    priority: requests of lower priority numbers are served first, and equal priorities in order of arrival.
     arrival_time: in seconds, on any clock that all requests of the engine share.
     """
 
@@ -39,5 +39,5 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """Length of the prompt."""
         return len(self.prompt_ids)

@@ -12,19 +12,18 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import TokenIds
 
 BlockHash = int | bytes
-# Maximum number of checkpoints that one prompt saves.
-MAX_CHECKPOINTS = 16
+MAX_CHECKPOINTS = 16  # per prompt
 
 
 class Checkpoint(NamedTuple):
-    """The state slot in which a recurrent model's state after the first `position` tokens is saved."""
+    """A saved state of a recurrent model. slot: state slot that holds the state after `position` tokens."""
 
     position: int
     slot: int
 
 
 class RequestStatus(Enum):
-    """The status of a request. Preemption leads back to WAITING."""
+    """The status of a request. Preemption changes RUNNING to WAITING."""
 
     WAITING_GRAMMAR = "waiting for its grammar"
     WAITING = "waiting"
@@ -34,28 +33,21 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in the engine, from its arrival until it is finished and its blocks are released.
+    """One request in the engine. The scheduler's `RowTable` keeps the numbers that change in every step.
 
-    Numbers that change in every step are kept in the scheduler's `RowTable`.
-
-    key: the engine's id of the request; no key is used twice in an engine.
-    client_request: what the client sent.
-    compiled_grammar: set by the engine before the request is scheduled; None without a grammar.
-
-    The scheduler and the cache set the other fields:
+    key: the engine's id of the request; unique in an engine.
+    compiled_grammar: set before the request is scheduled; None without a grammar.
     output_ids: ids of the output tokens that have reached the host.
-    stop_ids: token ids that end the output.
-    seed: seed of the random numbers; the engine draws it if the client sets none.
+    seed: seed of the random numbers: the client's seed, or a seed that the engine draws.
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     num_scored_tokens: prompt tokens for whose log-probabilities steps were launched.
     row: row in the scheduler's and the device's tables; -1 without a row.
-    block_ids: the request's cache blocks, in order.
-    block_hashes: hashes of the full blocks, in order; each hash covers all tokens before the block too.
+    block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
-    state_slot: the state slot of a recurrent model; 0 without one.
-    source_state_slot: the slot that `state_slot` is copied from at the start; 0 for zeros.
-    checkpoints: checkpoints that are still to be saved, by rising position.
+    state_slot: state slot of a recurrent model; 0 for other models.
+    source_state_slot: checkpoint slot with which `state_slot` starts; 0 for a state of zeros.
+    checkpoints: checkpoints that are not saved yet, by rising position.
     """
 
     key: int
@@ -79,17 +71,17 @@ class RequestState:
 
     @property
     def prompt_ids(self) -> TokenIds:
-        """The tokens of the prompt."""
+        """Token ids of the prompt."""
         return self.client_request.prompt_ids
 
     @property
     def sampling(self) -> SamplingParams:
-        """The options for sampling."""
+        """Sampling options."""
         return self.client_request.sampling
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """Length of the prompt."""
         return len(self.client_request.prompt_ids)
 
     @property
@@ -99,13 +91,13 @@ class RequestState:
 
     @property
     def num_unscored_tokens(self) -> int:
-        """Prompt tokens whose log-probabilities still have to be computed."""
+        """Number of prompt tokens whose log-probabilities are requested, but not computed yet."""
         if self.sampling.prompt_logprobs is None:
             return 0
         return self.num_prompt_tokens - 1 - self.num_scored_tokens
 
     def token_ids(self) -> TokenIds:
-        """The prompt and the outputs in one array; without outputs the prompt's own array."""
+        """The prompt followed by the output."""
         if not self.output_ids:
             return self.prompt_ids
         return np.concatenate((self.prompt_ids, np.array(self.output_ids, np.int32)))

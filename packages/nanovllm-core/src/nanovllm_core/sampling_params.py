@@ -1,6 +1,7 @@
 """Options for sampling the tokens of one request."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,16 +15,16 @@ MAX_STOP_TOKENS = 64
 MAX_REASONING_END_TOKENS = 64
 MAX_FORBIDDEN_SEQUENCES = 256
 MAX_FORBIDDEN_SEQUENCE_TOKENS = 16
-# Lower bound of parameters that must be above zero.
+# Minimum of parameters that must be above zero.
 _MIN_POSITIVE = 1e-6
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True):
-    """A limit on the first part of an output, which is its reasoning.
+    """A limit on the reasoning with which an output begins.
 
-    num_tokens: if `end` has not occurred within this many tokens, the engine forces `end`. If the last tokens are a
-        beginning of `end`, the engine forces only the missing tokens.
-    end: the token ids that close the reasoning.
+    num_tokens: number of output tokens after which the engine forces `end`, unless the output contains `end` already.
+        If the output ends with the first tokens of `end`, the engine forces only the missing tokens.
+    end: token ids that close the reasoning.
     """
 
     num_tokens: int
@@ -37,24 +38,23 @@ class SamplingParams:
     max_tokens: maximum number of output tokens; None for as many as the context holds.
     temperature: 0 for greedy sampling.
     top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
-    top_p: Holtzman et al. 2020; 1 for off. It applies to the tokens that top-k keeps.
-    min_p: Nguyen et al. 2024, relative to the likeliest token; 0 for off.
-    seed: the same seed, prompt and model give the same tokens; None for a seed that the engine draws.
-    presence_penalty, frequency_penalty: over the output, as OpenAI defines them; 0 for off.
-    repetition_penalty: over prompt and output (Keskar et al. 2019); 1 for off.
+    top_p: 1 for off (Holtzman et al. 2020).
+    min_p: minimum probability relative to the likeliest token; 0 for off (Nguyen et al. 2024).
+    seed: seed of the random numbers; None for a seed that the engine draws.
+    presence_penalty, frequency_penalty: penalties on output tokens, as OpenAI defines them; 0 for off.
+    repetition_penalty: penalty on prompt and output tokens; 1 for off (Keskar et al. 2019).
     logit_bias: number to add to a token's logit, by token id.
-    min_tokens: no end-of-sequence or stop token is sampled before this many output tokens.
+    min_tokens: number of output tokens before which no end-of-sequence or stop token is sampled.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
-    stop_token_ids: further token ids that stop the request. Like end-of-sequence tokens, they are part of the output.
+    stop_token_ids: further token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
-    logprobs: number of likeliest tokens to report per output token (0..20); None for no log-probabilities. They are
-        computed from the model's distribution before penalties and temperature.
-    prompt_logprobs: the same for all prompt tokens except the first. The whole prompt is then computed, even if cached.
-    grammar: a grammar that the output must match. The grammar takes precedence over all other options. If it allows
-        only tokens that min_tokens or logit_bias suppress, one of these is sampled. A complete grammar ends the request
-        even with ignore_eos. stop_token_ids stop the request only where the grammar allows them.
-    reasoning_budget: closes the reasoning when it is too long. The engine drops the budget if the grammar does not
-        allow that.
+    logprobs: number of likeliest tokens to report per output token (0..20); None for no log-probabilities. Penalties
+        and temperature do not change log-probabilities.
+    prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no
+        log-probabilities. The engine then computes the whole prompt, even if the prefix is cached.
+    grammar: grammar that the output must match, with precedence over all other options. A complete grammar ends the
+        request even with ignore_eos. stop_token_ids stop the request only where the grammar allows them.
+    reasoning_budget: limit on the reasoning; ignored if the grammar forbids the tokens that close the reasoning.
     """
 
     max_tokens: int | None = None
@@ -77,7 +77,7 @@ class SamplingParams:
     reasoning_budget: ReasoningBudget | None = None
 
     def validate(self, vocab_size: int) -> None:
-        """Check all values. Raises RequestError, which names the invalid field."""
+        """Raises RequestError if a value is invalid."""
         self._validate_numbers()
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError("logit_bias", f"logit_bias may have at most {MAX_LOGIT_BIAS} entries")
@@ -86,15 +86,13 @@ class SamplingParams:
             _require_float("logit_bias", bias, -100, 100)
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
-        for token in self.stop_token_ids:
-            _require_int("stop_token_ids", token, 0, vocab_size - 1)
+        _require_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if (budget := self.reasoning_budget) is not None:
             _require_int("reasoning_budget", budget.num_tokens, 0, None)
             if not 1 <= len(budget.end) <= MAX_REASONING_END_TOKENS:
                 message = f"the end of a reasoning budget must have 1 to {MAX_REASONING_END_TOKENS} token ids"
                 raise RequestError("reasoning_budget", message)
-            for token in budget.end:
-                _require_int("reasoning_budget", token, 0, vocab_size - 1)
+            _require_token_ids("reasoning_budget", budget.end, vocab_size)
         self._validate_forbidden_sequences(vocab_size)
 
     def _validate_forbidden_sequences(self, vocab_size: int) -> None:
@@ -108,8 +106,7 @@ class SamplingParams:
                     f"a forbidden sequence must have 1 to {MAX_FORBIDDEN_SEQUENCE_TOKENS} tokens, but one has "
                     f"{len(tokens)}: choose shorter words",
                 )
-            for token in tokens:
-                _require_int("forbidden_sequences", token, 0, vocab_size - 1)
+            _require_token_ids("forbidden_sequences", tokens, vocab_size)
 
     def _validate_numbers(self) -> None:
         _require_float("temperature", self.temperature, 0, 100)
@@ -120,14 +117,10 @@ class SamplingParams:
         _require_float("repetition_penalty", self.repetition_penalty, _MIN_POSITIVE, 100)
         _require_int("top_k", self.top_k, 0, None)
         _require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1, None)
-        if self.seed is not None:
-            _require_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _require_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        _require_int("max_tokens", self.max_tokens, 1, None)
+        _require_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        _require_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        _require_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
 def _require_float(name: str, value: float, low: float, high: float) -> None:
@@ -135,7 +128,12 @@ def _require_float(name: str, value: float, low: float, high: float) -> None:
         raise RequestError(name, f"{name} must be a number from {low:g} to {high:g}, not {value}")
 
 
-def _require_int(name: str, value: int, low: int, high: int | None) -> None:
-    if value < low or (high is not None and value > high):
+def _require_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token in token_ids:
+        _require_int(name, token, 0, vocab_size - 1)
+
+
+def _require_int(name: str, value: int | None, low: int, high: int | None) -> None:
+    if value is not None and (value < low or (high is not None and value > high)):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(name, f"{name} must be an integer {bounds}, not {value}")

@@ -1,1 +1,1 @@
-"""The KV cache as the host sees it: block numbers, their holders, and what can be found again."""
+"""The host's bookkeeping of the KV cache, and the cache's memory."""

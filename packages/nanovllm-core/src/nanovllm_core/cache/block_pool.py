@@ -1,7 +1,7 @@
 """Allocates the blocks of a paged cache, with reference counts and a lookup by hash.
 
-A block is in use (one or more holders), cached (no holder, contents found by hash) or empty (neither). Cached blocks
-are evicted oldest first, once no empty block is left.
+A block in use has holders. A cached block has no holder, but `lookup` finds its contents by hash. An empty block has
+neither. When no empty block is left, the cached block that was released first is evicted.
 """
 
 from collections import OrderedDict
@@ -13,53 +13,43 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1..num_blocks. Block 0 is the null block, which padding uses."""
+    """Blocks 1..num_blocks. Padding uses block 0, the null block. num_cached: number of cached blocks."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._num_holders = [0] * (num_blocks + 1)
         self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._block_by_hash: dict[BlockHash, int] = {}
-        # Free blocks in the order of allocation: empty blocks, then cached blocks in the order of their release.
+        # Blocks without a holder, in the order of allocation: empty blocks, then cached blocks by time of release.
         self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
-        self._num_cached = 0
+        self.num_cached = 0
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without a holder, empty or cached."""
+        """Number of empty and cached blocks."""
         return len(self._free_blocks)
 
-    @property
-    def num_cached(self) -> int:
-        """Number of blocks without a holder whose contents can still be found."""
-        return self._num_cached
-
     def count_holders(self, block: int) -> int:
-        """Number of holders of `block`."""
+        """The number of requests that hold `block`."""
         return self._num_holders[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks for one holder, evicting cached blocks if needed.
-
-        The caller has checked `num_free`.
-        """
-        blocks: list[int] = []
-        for _ in range(count):
-            block, _ = self._free_blocks.popitem(last=False)
+        """Allocate `count` blocks for one holder, evicting cached blocks if needed. The caller checks `num_free`."""
+        blocks = [self._free_blocks.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
             self._forget_hash(block)
             self._num_holders[block] = 1
-            blocks.append(block)
         return blocks
 
     def acquire(self, block: int) -> None:
         """Add a holder to a block found by `lookup`."""
         if self._num_holders[block] == 0:
             del self._free_blocks[block]
-            self._num_cached -= 1
+            self.num_cached -= 1
         self._num_holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each of `blocks`, given in the order in which they may be evicted.
+        """Remove a holder from each block. Blocks that come first are evicted first.
 
         Raises RuntimeError if a block has no holder.
         """
@@ -70,23 +60,22 @@ class BlockPool:
             if self._num_holders[block] == 0:
                 self._free_blocks[block] = None
                 if self._hashes[block] is not None:
-                    self._num_cached += 1
+                    self.num_cached += 1
                 else:
                     self._free_blocks.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Make `lookup` find `block` by `block_hash`, unless another block has that hash already."""
+        """Make `lookup` find `block` by `block_hash`, unless another block has the same hash."""
         if block_hash not in self._block_by_hash:
             self._block_by_hash[block_hash] = block
             self._hashes[block] = block_hash
 
     def lookup(self, block_hash: BlockHash) -> int | None:
-        """The block with that hash, in use or cached; None if no block has the hash."""
+        """The block in use or cached block with this hash; None without such a block."""
         return self._block_by_hash.get(block_hash)
 
     def _forget_hash(self, block: int) -> None:
-        block_hash = self._hashes[block]
-        if block_hash is not None:
+        if (block_hash := self._hashes[block]) is not None:
             del self._block_by_hash[block_hash]
             self._hashes[block] = None
-            self._num_cached -= 1
+            self.num_cached -= 1

@@ -11,16 +11,13 @@ from nanovllm_core.request_state import RequestState
 
 
 class BlockShortage(NamedTuple):
-    """A request was not admitted because it needs `num_blocks` free blocks."""
+    """The result of `admit` for a request that needs `num_blocks` free blocks, more than there are."""
 
     num_blocks: int
 
 
 class CacheManager:
-    """Manages the blocks of all requests, and their state slots if the model has recurrent layers (`state_pool`).
-
-    With recurrent layers, a cached prefix can be used only up to a state checkpoint.
-    """
+    """Manages the blocks of all requests. state_pool: state slots of a model with recurrent layers, else None."""
 
     def __init__(
         self,
@@ -40,15 +37,15 @@ class CacheManager:
         self._watermark_blocks = int(num_blocks * watermark)
 
     def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
-        """Allocate blocks for all known tokens of a request without blocks, using cached blocks of its prefix.
+        """Allocate blocks for all known tokens of a request without blocks, reusing cached blocks of its prefix.
 
         keep_watermark: leave the watermark's share of blocks free.
-        Returns the number of cached tokens; or a BlockShortage, and then nothing has changed. The last token never
-        counts as cached, because its logits are needed. Nor do tokens whose successor's log-probability is needed.
+        Returns the number of cached tokens. If too few blocks are free, returns BlockShortage and allocates nothing.
         """
         cached_blocks = self._find_cached_blocks(request)
         num_shared_blocks, source_slot = len(cached_blocks), NULL_SLOT
         if self.state_pool is not None:
+            # Recurrent layers can continue only from a checkpoint, so cached blocks after it are useless.
             num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_shared_blocks])
             del cached_blocks[num_usable_blocks:]
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
@@ -73,10 +70,7 @@ class CacheManager:
         return num_computed
 
     def grow(self, requests: Sequence[RequestState]) -> list[int] | None:
-        """Allocate one more block for each of `requests`, in order.
-
-        Returns None, without any change, if too few blocks are free.
-        """
+        """Allocate one more block for each request. Returns None and allocates nothing if too few blocks are free."""
         if len(requests) > self.pool.num_free:
             return None
         blocks = self.pool.allocate(len(requests))
@@ -85,7 +79,7 @@ class CacheManager:
         return blocks
 
     def commit(self, request: RequestState, num_computed: int) -> None:
-        """Register full blocks and checkpoints within the first `num_computed` tokens, so that later prompts find them.
+        """Register full blocks and checkpoints within the first `num_computed` tokens for later prompts.
 
         The step that computed these tokens must have finished.
         """
@@ -101,7 +95,7 @@ class CacheManager:
 
     def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""
-        # The last block first, so that it is evicted first: later prompts match from the front.
+        # The last block is evicted first, because later prompts can use a block only with all blocks before.
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
@@ -109,20 +103,20 @@ class CacheManager:
             self.state_pool.release(request)
 
     def hash_prompt(self, request: RequestState) -> None:
-        """Hash the full blocks of a new request. This takes a millisecond for 16,000 tokens."""
+        """Hash the full blocks of a new request."""
         if self._hasher is not None:
             self._hasher.extend_hashes(request)
 
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of cached tokens at the start of a waiting request.
 
-        last_estimate: result of the last call for this request; None for the first call. These tokens are not searched
-            again, although they may have been evicted.
+        last_estimate: result of the last call for this request; None for the first call. The search begins after these
+            tokens, although their blocks may have been evicted.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size
             return (num_blocks + len(self._find_cached_blocks(request, num_blocks))) * self.block_size
-        # With recurrent layers the last checkpoint counts. Finding it takes many lookups, so search only once.
+        # Finding the last checkpoint takes many lookups, so search only once.
         if last_estimate is None:
             num_cached_blocks = len(self._find_cached_blocks(request))
             num_usable_blocks, _ = self.state_pool.find_checkpoint(request.block_hashes[:num_cached_blocks])
@@ -130,11 +124,12 @@ class CacheManager:
         return last_estimate
 
     def _find_cached_blocks(self, request: RequestState, start: int = 0) -> list[int]:
-        """The cached blocks with which `request` begins, from block `start` on."""
+        """The cached blocks at the beginning of `request`, without the first `start` blocks."""
         cached_blocks: list[int] = []
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
+        # The last token is computed again for its logits, and so is a token that precedes an unscored prompt token.
         max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
         for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)

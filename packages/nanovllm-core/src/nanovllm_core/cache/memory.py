@@ -1,4 +1,4 @@
-"""Cache memory: bytes per block and per state slot, how many blocks and slots fit, and the tensors that hold them."""
+"""The memory of the caches: its layout, its size, and its tensors."""
 
 import gc
 import math
@@ -19,12 +19,11 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# Maximum number of checkpoint slots per row: a prompt of 8,192 tokens leaves this many checkpoints.
+# A prompt of 8,192 tokens saves this many checkpoints.
 MAX_CHECKPOINTS_PER_ROW = 8
-# Maximum number of blocks of a prefix cache, because the host keeps about 200 bytes per block. Only toy models
-# reach this number.
+# The number is bounded because the host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
-# Share of the cache's memory for state slots, unless the slots of the rows alone take more.
+# Maximum share of the cache's memory for state slots, unless the slots of running requests alone take more.
 STATE_MEMORY_SHARE = 0.5
 _CACHE_LINE_BYTES = 64
 
@@ -33,10 +32,7 @@ _CACHE_LINE_BYTES = 64
 class CacheLayout:
     """Shapes and dtypes of a model's caches.
 
-    attention_specs: one per attention layer, all equal.
-    state_specs: one per recurrent layer.
-    block_size: tokens per block.
-    conv_dtype: dtype of the convolutions' last inputs; `state_dtype` is that of recurrent states.
+    state_dtype, conv_dtype: dtypes of `StateCache.recurrent` and `StateCache.conv`.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -61,18 +57,12 @@ class CacheLayout:
                 "alike"
             )
         block_size = choose_block_size(config, attention, has_states=bool(state_specs))
-        return cls(
-            attention_specs,
-            state_specs,
-            block_size,
-            config.torch_kv_cache_dtype,
-            config.torch_state_dtype,
-            conv_dtype=config.torch_dtype,
-        )
+        dtypes = config.torch_kv_cache_dtype, config.torch_state_dtype, config.torch_dtype
+        return cls(attention_specs, state_specs, block_size, *dtypes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all attention layers, including FP8 scales."""
+        """Bytes of one block in all attention layers, including FP8 scales."""
         scale_bytes = fp8.SCALE_BYTES if self.kv_cache_dtype == fp8.DTYPE else 0
         shapes = map(token_shape, self.attention_specs)
         token_bytes = sum(heads * (head_dim * self.kv_cache_dtype.itemsize + scale_bytes) for heads, head_dim in shapes)
@@ -80,7 +70,7 @@ class CacheLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one state slot over all recurrent layers; 0 for a model without recurrent layers."""
+        """Bytes of one state slot in all recurrent layers; 0 for a model without recurrent layers."""
         return sum(
             math.prod(spec.recurrent) * self.state_dtype.itemsize + math.prod(spec.conv) * self.conv_dtype.itemsize
             for spec in self.state_specs
@@ -88,7 +78,7 @@ class CacheLayout:
 
 
 class CacheSize(NamedTuple):
-    """Numbers of blocks and state slots, without the null ones, and the longest request in tokens."""
+    """Numbers of blocks and state slots without the null block and the null slot, and the longest request in tokens."""
 
     num_blocks: int
     num_slots: int
@@ -96,7 +86,7 @@ class CacheSize(NamedTuple):
 
 
 class CacheMemory:
-    """The tensors of all caches of one rank. At first they have null blocks and null slots only.
+    """The tensors of all caches of one rank. Before `allocate` the caches have only null blocks and null slots.
 
     num_blocks, num_slots: numbers without the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
@@ -112,7 +102,7 @@ class CacheMemory:
         layout, device = self.layout, self._device
         self.num_blocks = num_blocks
         self.num_slots = num_slots
-        # Free the present tensors first.
+        # Free the old tensors before the new tensors are allocated.
         self.kv_caches: tuple[Tensor, ...] = ()
         self.kv_scales: tuple[Tensor, ...] = ()
         self.state_caches: tuple[StateCache, ...] = ()
@@ -123,7 +113,7 @@ class CacheMemory:
         )
         if layout.kv_cache_dtype == fp8.DTYPE:
             self.kv_scales = tuple(map(fp8.make_scales, self.kv_caches))
-        # States of all layers with the same spec share two tensors [layers, slots, ...], so that one copy serves all.
+        # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all of them.
         self._stacked_states = {
             spec: StateCache(
                 allocate_zeros((num_layers, num_slots + 1, *spec.recurrent), layout.state_dtype, device),
@@ -145,20 +135,16 @@ class CacheMemory:
         return self.layout.slot_bytes * (self.num_slots + 1)
 
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy states between slots, one copy after another.
-
-        sources, targets: int64 [n], in an order that `order_slot_copies` returns.
-        """
+        """Copy states between slots. sources, targets: int64 [n], in an order that `order_slot_copies` returns."""
         for states in self._stacked_states.values():
             for stacked in states:
                 copy_states(stacked, sources, targets)
 
 
 def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_states: bool) -> int:
-    """Tokens per block: the configured number, or the number that attention kernels read fastest.
+    """Tokens per block: the configured number, or the number with which the attention kernels are fastest.
 
-    attention: cache spec of the model's attention layers.
-    Raises ConfigError if a block would be longer than the distance of state checkpoints.
+    Raises ConfigError if a block of a model with recurrent layers would have more than CHECKPOINT_INTERVAL tokens.
     """
     min_size = min(BLOCK_SIZES)
     if config.block_size is not None:
@@ -177,9 +163,8 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
 def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> CacheSize:
     """Choose the size of the cache: `config.num_blocks` blocks if set, else as many as fit into `free_bytes`.
 
-    Without prefix caching, there are no more blocks than all running requests use at full length. Each row gets a state
-    slot; the other slots hold checkpoints.
-    Raises ConfigError if the cache is too small for one request or for the slots of all rows.
+    Without prefix caching, the cache gets at most the blocks that all running requests use at full length.
+    Raises ConfigError if the cache is too small for one request, or for one state slot per running request.
     """
     blocks_per_request = -(-config.max_model_len // layout.block_size)
     slot_bytes = layout.slot_bytes
@@ -204,7 +189,7 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # One more slot than rows, so that a checkpoint can be read when the last row begins.
+    # The last request to start needs a slot for its own state, and may need a checkpoint in another slot.
     min_slots = config.max_num_seqs + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:
@@ -229,7 +214,7 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
 def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
     """Bytes for the cache: on a CPU a configured number, on a GPU the memory that the largest step leaves free.
 
-    run_largest_step: runs the step that takes the most memory. Everything but the cache must be allocated before.
+    run_largest_step: runs the step that takes the most memory. Weights and tables must be allocated before.
     Raises ConfigError if no memory is free.
     """
     if device.type == "cpu":
@@ -243,7 +228,7 @@ def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest
     activations = torch.cuda.max_memory_allocated(device) - allocated_before
     gc.collect()
     torch.cuda.empty_cache()
-    # Memory of other processes, and memory that the driver and libraries allocate themselves, counts as used.
+    # This counts memory of other processes, of the driver and of libraries as used.
     free, total = torch.cuda.mem_get_info(device)
     free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - activations
     if free_bytes <= 0:
@@ -256,10 +241,7 @@ def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest
 
 
 def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros.
-
-    On a CPU the system provides each page at its first use, so the process takes memory only for pages it writes.
-    """
+    """A tensor of zeros. On a CPU, pages that are never written take no memory."""
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -269,11 +251,10 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Order copies of slots so that each slot is read before a copy overwrites it.
+    """Order simultaneous copies of slots for execution in sequence: each slot is read before a copy overwrites it.
 
-    copies: pairs (source, target) that are meant to happen at once. A target occurs once, the null slot never.
-    Returns the pairs in an order that gives the same states one after another. Each cycle takes one more pair: the null
-    slot, whose content means nothing, keeps a state meanwhile.
+    copies: pairs (source, target). Each target occurs once. The null slot does not occur.
+    In the result, each cycle has an additional pair that saves one state in the null slot.
     """
     source_by_target = {target: source for source, target in copies}
     if source_by_target.keys().isdisjoint(source_by_target.values()):
@@ -283,7 +264,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     ordered: list[tuple[int, int]] = []
     while source_by_target:
         if not writable_targets:
-            # Only cycles remain, in which each slot has one reader.
+            # Only cycles remain: each slot is the source of one copy.
             saved_slot, reader = next((source, target) for target, source in source_by_target.items())
             ordered.append((saved_slot, NULL_SLOT))
             source_by_target[reader] = NULL_SLOT
@@ -298,7 +279,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def token_shape(spec: PagedSpec | MLASpec) -> tuple[int, int]:
-    """Shape of one token in a layer's cache: (heads of keys and values together, dimensions per head)."""
+    """Shape of one token in a layer's cache: (heads of keys and values, dimensions per head)."""
     if isinstance(spec, MLASpec):
         return 1, spec.latent_dim + spec.rope_dim
     return 2 * spec.num_kv_heads, spec.head_dim

@@ -1,4 +1,4 @@
-"""Hashes of full blocks. Each hash covers the tokens of the block and all tokens before the block."""
+"""Hashes of full blocks. A hash covers the block and all tokens before the block."""
 
 import hashlib
 import secrets
@@ -9,41 +9,35 @@ from nanovllm_core.config import PrefixHash
 from nanovllm_core.request_state import BlockHash, RequestState
 
 _TOKEN_BYTES = 4
-# (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks among the tokens.
+# (hash of the previous block, tokens as bytes, bytes per block) -> hashes of the full blocks.
 HashBlocks = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 
 def _hash_blocks_fast(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
-    # CPython's 64-bit hash, keyed per process. It avoids accidental collisions, but an attacker can find collisions.
-    hashes: list[BlockHash] = []
-    for end in range(block_bytes, len(tokens) + 1, block_bytes):
-        previous_hash = hash((previous_hash, tokens[end - block_bytes : end]))
-        hashes.append(previous_hash)
-    return hashes
+    # CPython's 64-bit hash has a secret key per process. Attackers can still find collisions.
+    ends = range(block_bytes, len(tokens) + 1, block_bytes)
+    return [previous_hash := hash((previous_hash, tokens[end - block_bytes : end])) for end in ends]
 
 
 def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
     if isinstance(previous_hash, int):
         raise TypeError("a SHA-256 chain continues from bytes")
-    hashes: list[BlockHash] = []
-    for end in range(block_bytes, len(tokens) + 1, block_bytes):
-        previous_hash = hashlib.sha256(previous_hash + tokens[end - block_bytes : end]).digest()
-        hashes.append(previous_hash)
-    return hashes
+    ends = range(block_bytes, len(tokens) + 1, block_bytes)
+    return [previous_hash := hashlib.sha256(previous_hash + tokens[end - block_bytes : end]).digest() for end in ends]
 
 
 class PrefixHasher:
-    """Extends a request's chain of block hashes as its tokens become known."""
+    """Computes the block hashes of requests."""
 
     def __init__(self, kind: PrefixHash, block_size: int):
         self._block_size = block_size
         self._kind: PrefixHash = kind
         self._hash_blocks: HashBlocks = _hash_blocks_sha256 if kind == "sha256" else _hash_blocks_fast
-        # A random secret per engine, so that clients cannot compute hashes.
+        # With a secret, clients cannot compute hashes.
         self._secret = secrets.token_bytes(32)
 
     def extend_hashes(self, request: RequestState) -> None:
-        """Append the missing hashes of full blocks of known tokens to `request.block_hashes`."""
+        """Append the missing hashes of full blocks to `request.block_hashes`."""
         hashes, start = request.block_hashes, len(request.block_hashes) * self._block_size
         if start + self._block_size > request.num_tokens:
             return
@@ -56,8 +50,8 @@ class PrefixHasher:
 
 
 def _token_bytes(request: RequestState, start: int) -> bytes:
-    """The known tokens from `start` on, as bytes of int32."""
+    """The tokens from `start` on as bytes of int32."""
     outputs = request.output_ids[max(start - request.num_prompt_tokens, 0) :]
-    # For the 64 outputs that decodes convert at a time, struct takes half the time of numpy and array.
+    # For 64 tokens, struct takes half the time of numpy.
     output_bytes = pack(f"{len(outputs)}i", *outputs)
     return output_bytes if start >= request.num_prompt_tokens else request.prompt_ids[start:].tobytes() + output_bytes

@@ -1,7 +1,7 @@
-"""Allocates the state slots of a model with recurrent layers, to running requests and to checkpoints.
+"""Allocates the state slots of a model with recurrent layers to running requests and to checkpoints.
 
 A slot holds the state of one sequence. A checkpoint is a copy of a request's state after some tokens of its prompt.
-Later requests find it by the hash of the blocks that it covers, until its slot is evicted.
+Later requests find a checkpoint by the hash of the last block before the checkpoint, until the slot is evicted.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,13 @@ NULL_SLOT = NULL_BLOCK
 
 
 def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) -> list[int]:
-    """Positions at which a prompt leaves checkpoints, most useful first.
+    """Positions at which a prompt saves checkpoints, most useful first.
 
-    num_computed: tokens of the prompt that are cached, so that no checkpoint is left among them.
-    num_tokens: length of the prompt.
+    num_computed: number of cached tokens of the prompt; no checkpoint is saved among these tokens.
     num_shared: number of leading tokens that earlier prompts had too; later prompts may diverge at the same position.
 
-    The other positions lie near the end, where continued conversations diverge. Their distances from the end double,
-    because states are large and so checkpoints are few. A request that diverges n tokens before this prompt's end finds
-    a checkpoint at most n + CHECKPOINT_INTERVAL tokens before its first different token.
+    The other positions are near the end, where continued conversations diverge. Each distance from the end is twice the
+    previous distance, because large states allow only few checkpoints.
     """
     last = num_tokens - num_tokens % CHECKPOINT_INTERVAL
     distances = [0, *(CHECKPOINT_INTERVAL << doublings for doublings in range(MAX_CHECKPOINTS))]
@@ -32,23 +30,17 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
 
 
 class StatePool:
-    """Slots 1..num_slots. Slot 0 is the null slot, which padding uses.
-
-    max_running: maximum number of running requests. block_size: tokens per block.
-    """
+    """Slots 1..num_slots. Padding uses slot 0, the null slot. max_running: maximum number of running requests."""
 
     def __init__(self, num_slots: int, max_running: int, block_size: int):
         self.slots = BlockPool(num_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
-        # Rows of the batch without a request: each may need a slot.
+        # Number of requests that may still start. Each takes a slot.
         self._num_free_rows = max_running
 
     def find_checkpoint(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """The last checkpoint along a chain of blocks: the number of blocks it covers and its slot.
-
-        Returns (0, NULL_SLOT) if there is no checkpoint.
-        """
+        """The last checkpoint in a chain of blocks: (number of blocks before, slot); (0, NULL_SLOT) for none."""
         interval = self._blocks_per_checkpoint
         for num_blocks in range(len(hashes) - len(hashes) % interval, 0, -interval):
             slot = self.slots.lookup(hashes[num_blocks - 1])
@@ -59,30 +51,29 @@ class StatePool:
     def allocate(
         self, request: RequestState, source_slot: int, *, num_computed: int, num_shared: int, leaves_checkpoints: bool
     ) -> None:
-        """Allocate a slot for a request that starts, and slots for checkpoints from those not reserved for free rows.
+        """Allocate slots for a request that starts and for the checkpoints that the request saves.
 
-        source_slot: slot of the checkpoint that the request starts from, or the null slot.
-        num_computed: position of that checkpoint. num_shared: see `checkpoint_positions`.
+        source_slot: slot of the checkpoint from which the request starts, or the null slot.
+        num_computed: position of this checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Holding the source slot keeps it from being evicted below, and marks it as used last.
+        # A held slot is not evicted by the allocations below. The release at the end marks the slot as used last.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)
         request.source_state_slot = source_slot
         (request.state_slot,) = slots.allocate(1)
         self._num_free_rows -= 1
-        positions: list[int] = []
-        if leaves_checkpoints:
-            positions = checkpoint_positions(num_computed, request.num_tokens, num_shared)
-        # Keep one slot per free row and one more, because a free slot may be the source of the next request.
-        num_spare_slots = slots.num_free + len(held_slots) - self._num_free_rows - 1
-        positions = sorted(positions[: max(num_spare_slots, 0)])
+        # Keep one slot per free row, and one slot for a checkpoint from which the next request may start.
+        num_spare_slots = (
+            max(slots.num_free + len(held_slots) - self._num_free_rows - 1, 0) if leaves_checkpoints else 0
+        )
+        positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:num_spare_slots])
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held_slots)
 
     def commit(self, request: RequestState, num_computed: int) -> None:
-        """Register the checkpoints within the first `num_computed` tokens, whose step has finished."""
+        """Register the checkpoints within the first `num_computed` tokens. Their step must have finished."""
         checkpoints = request.checkpoints
         while checkpoints and checkpoints[0].position <= num_computed:
             position, slot = checkpoints.pop(0)
@@ -90,7 +81,7 @@ class StatePool:
             self.slots.release([slot])
 
     def release(self, request: RequestState) -> None:
-        """Release the slots of a request."""
+        """Release all slots of a request."""
         self.slots.release([request.state_slot, *(slot for _, slot in request.checkpoints)])
         request.state_slot, request.checkpoints = NULL_SLOT, []
         self._num_free_rows += 1

@@ -1,4 +1,4 @@
-"""The engine in this process: runs the engine's loop as a task of the event loop."""
+"""An engine whose loop runs in this process."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ class AsyncEngine(Engine):
 
     @classmethod
     async def start(cls, spec: ModelSpec, config: EngineConfig | None = None) -> "AsyncEngine":
-        """Load the model, allocate the cache, start the loop. Raises ConfigError and the exceptions of `spec.build`."""
+        """Load the model and start the engine. Raises ConfigError and the exceptions of `spec.build`."""
         return cls(await build_loop(spec, config or EngineConfig()))
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
@@ -37,13 +37,13 @@ class AsyncEngine(Engine):
         try:
             return await self._loop.compile(spec)
         except GrammarError:
-            # The end of the engine also ends compilation.
+            # If the engine died during the compilation, the GrammarError only reports the death.
             if self.death_reason is not None:
                 raise EngineDeadError(self.death_reason) from None
             raise
 
     async def stop(self) -> None:
-        """Stop after the steps in flight. Open requests fail with EngineDeadError."""
+        """Stop once the steps in flight have finished. Open requests fail with EngineDeadError."""
         self._loop.stop()
         await self._task
 

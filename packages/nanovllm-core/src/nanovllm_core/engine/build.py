@@ -1,4 +1,4 @@
-"""Builds an engine's loop: loads the model, sizes the cache, measures a few steps."""
+"""Builds an engine's loop."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +22,7 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
 
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
-    """Resolve `config` for the model and this machine, and build the engine's loop without blocking the event loop.
-
-    Raises ConfigError and the exceptions of `spec.build`.
-    """
+    """Load the model, allocate the cache, time a few steps. Raises ConfigError and the exceptions of `spec.build`."""
     resolved = resolve(
         config,
         max_position=spec.max_position,
@@ -36,7 +33,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_cute=has_cute(),
         has_fp8=has_fp8(),
     )
-    # An unusable trace path must fail before the model is loaded, which may take minutes.
+    # Open the file before loading the model, so that an unusable path fails at once.
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, "nanovllm-engine")
@@ -52,9 +49,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         if trace_file is not None:
             trace_file.close()
         raise
-    grammars = None
-    if spec.vocabulary is not None:
-        grammars = Grammars(spec.vocabulary, spec.vocab_size, spec.eos_token_ids)
+    vocabulary = spec.vocabulary
+    grammars = None if vocabulary is None else Grammars(vocabulary, spec.vocab_size, spec.eos_token_ids)
     return EngineLoop(
         _make_scheduler(spec, resolved, runner, step_time_model),
         runner,

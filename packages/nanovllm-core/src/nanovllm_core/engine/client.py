@@ -1,6 +1,6 @@
-"""The client of an engine in another process, with the same interface as `AsyncEngine`.
+"""The client of an engine in another process.
 
-The process that starts the engine owns it. Other processes that this process starts may connect too.
+The process that starts the engine owns the engine. Its other child processes may connect to the engine too.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from nanovllm_core.request import Request
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
 
-# Time for which the client still reads messages after the engine's process has ended.
+# Time for which the client reads remaining messages after the engine's process has ended.
 _DRAIN_S = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 class EngineClient(Engine):
-    """The client of an engine in another process. Create it with `launch`, or `adopt` or `connect` to a started one."""
+    """The client of an engine in another process. Create a client with `launch`, `adopt` or `connect`."""
 
     def __init__(self, ready: wire.Ready, socket: "EngineSocket", owned_process: EngineProcess | None):
         super().__init__(ready.info, ready.first_key)
@@ -44,19 +44,16 @@ class EngineClient(Engine):
 
     @classmethod
     async def launch(cls, spec: "ModelSpec", config: EngineConfig | None = None) -> "EngineClient":
-        """Start a process and wait until its engine serves.
-
-        Raises ConfigError for an invalid configuration, and EngineDeadError if the process fails for another reason.
-        """
+        """Start an engine process and wait until the engine serves. Raises ConfigError, EngineDeadError."""
         return await cls.adopt(EngineProcess(partial(_spec_and_config, spec, config or EngineConfig())))
 
     @classmethod
     async def adopt(cls, owned_process: EngineProcess) -> "EngineClient":
-        """Wait until a started engine serves. The engine ends with this client. Raises the exceptions of `launch`."""
+        """Own a started engine, and wait until the engine serves. Raises ConfigError, EngineDeadError."""
         try:
             return await cls._connect(owned_process.address, owned_process)
         except BaseException as error:
-            # A failed engine ends by itself. After a cancelled wait the engine may still load for minutes: kill it.
+            # A failed engine ends by itself. If this wait was cancelled, the engine may still load for minutes.
             if not isinstance(error, Exception):
                 owned_process.kill()
             await owned_process.close()
@@ -64,7 +61,7 @@ class EngineClient(Engine):
 
     @classmethod
     async def connect(cls, address: EngineAddress) -> "EngineClient":
-        """Connect to another process's engine, and wait until it serves. Raises the exceptions of `launch`."""
+        """Connect to another process's engine, and wait until it serves. Raises ConfigError, EngineDeadError."""
         return await cls._connect(address, None)
 
     @classmethod
@@ -122,7 +119,7 @@ class EngineClient(Engine):
                     self._die(f"the engine sent {type(other).__name__} while it was serving")
 
     def _on_receive_end(self, receive_task: "asyncio.Task[None]") -> None:
-        """Fail all readers if reading messages failed, because no further output would reach them."""
+        """Fail all open requests if reading messages failed."""
         if receive_task.cancelled() or (error := receive_task.exception()) is None:
             return
         _log.error("engine client failed", exc_info=error)
@@ -161,7 +158,7 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address.endpoint)
-        # A duplicate, because an event loop accepts one reader per descriptor, and the address may be closed first.
+        # A duplicate is needed: an event loop accepts one reader per descriptor, and the address may be closed earlier.
         self._lifeline = os.dup(address.lifeline.fileno())
         self._event_loop = asyncio.get_running_loop()
         self._event_loop.add_reader(self._lifeline, self._on_process_end)
@@ -169,12 +166,12 @@ class EngineSocket:
         self._has_process_ended = False
 
     def send(self, message: wire.ToEngine) -> None:
-        """Queue a message. It is delivered once the engine has started."""
-        # The high-water mark is off, so the message is queued at once. The returned future is not needed.
+        """Queue a message for the engine, which may still be starting."""
+        # Without a high-water mark, the message is queued at once. The returned future is not needed.
         self._socket.send(wire.encode(message))
 
     async def receive(self) -> wire.ToClient | None:
-        """The next message; None once the engine's process has ended and all its messages have been read."""
+        """The next message; None if the engine's process has ended and no message is left."""
         self._receive_future = future = asyncio.ensure_future(self._socket.recv())
         if not future.done():
             if self._has_process_ended:
@@ -201,7 +198,7 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """The recipe of `launch`: returns its arguments."""
+    """The engine recipe of `launch`."""
     return spec, config
 
 

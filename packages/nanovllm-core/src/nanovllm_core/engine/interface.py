@@ -1,4 +1,4 @@
-"""The interface of an engine, whether it runs in this process (`AsyncEngine`) or in another one (`EngineClient`)."""
+"""The interface of an engine in this process (`AsyncEngine`) or in another process (`EngineClient`)."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from nanovllm_core.request import Request
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
-    """Check a request against the engine's limits. Raises RequestError, which names the invalid field."""
+    """Raises RequestError if the request is invalid for the engine."""
     if not request.num_prompt_tokens:
         raise RequestError("prompt", "the prompt is empty: it needs at least one token")
     if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= info.vocab_size:
@@ -42,9 +42,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
 class OpenRequest:
     """A request that is being served.
 
-    take: returns all output since the last call as one `RequestOutput`; None without a new token. Raises GrammarError
-        if the request's grammar failed.
-    close: aborts the request if it still runs. The caller must call it in the end; further calls do nothing.
+    take: returns the output since the last call; None without a new token. Raises GrammarError if the grammar failed.
+    close: aborts the request if it still runs. The caller must call `close` at the end; further calls do nothing.
     """
 
     take: Callable[[], RequestOutput | None]
@@ -52,11 +51,7 @@ class OpenRequest:
 
 
 class Engine(ABC):
-    """The interface of an engine. Each subclass has coroutines that create and start an engine.
-
-    first_key: key of the first request.
-    death_reason: why the engine is dead; None while it lives.
-    """
+    """An engine. death_reason: why the engine is dead; None while the engine lives."""
 
     def __init__(self, info: EngineInfo, first_key: int = 0):
         self.info = info
@@ -64,19 +59,15 @@ class Engine(ABC):
         self.death_reason: str | None = None
         self._output_buffers = OutputBuffers()
         self._open_request_ids: set[str] = set()
-        # The engine identifies requests by keys that no client uses twice, so that late outputs of an aborted request
-        # cannot reach a later request with the same id.
+        # Clients may reuse request ids. Keys are unique, so late outputs of an aborted request reach no other request.
         self._keys = itertools.count(first_key)
 
     def check(self, request: Request) -> None:
-        """Check a request against this engine's limits. Raises RequestError, which names the invalid field."""
+        """Raises RequestError if the request is invalid for this engine."""
         check_request(request, self.info)
 
     def open(self, request: Request, listener: OutputListener) -> OpenRequest:
-        """Serve one request. The engine wakes `listener` whenever there is output to take.
-
-        Raises RequestError, and EngineDeadError if the engine has died.
-        """
+        """Serve a request, and wake `listener` when there is output to take. Raises RequestError, EngineDeadError."""
         self.check(request)
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
@@ -96,10 +87,9 @@ class Engine(ABC):
         return OpenRequest(buffer.take, close)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Serve one request and yield its outputs; the last output has a finish_reason.
+        """Serve a request and yield its outputs. Closing the generator aborts the request.
 
-        Closing the generator early aborts the request.
-        Raises RequestError; GrammarError if its grammar can't be compiled or fails; EngineDeadError.
+        Raises RequestError; GrammarError if the grammar can't be compiled or fails; EngineDeadError.
         """
         listener = AwaitableListener()
         open_request = self.open(request, listener)
@@ -129,14 +119,14 @@ class Engine(ABC):
 
     @abstractmethod
     def _submit(self, key: int, request: Request) -> None:
-        """Submit a validated request with a new key."""
+        """Send a validated request with a new key to the engine."""
 
     @abstractmethod
     def _abort(self, key: int) -> None:
         """Abort a request if it still runs."""
 
     def _die(self, reason: str) -> None:
-        """Reject new requests from now on, and fail the open ones."""
+        """Fail open requests, and reject new requests."""
         if self.death_reason is None:
             self.death_reason = reason
             self._output_buffers.fail_all(reason)

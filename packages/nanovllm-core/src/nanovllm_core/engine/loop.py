@@ -1,4 +1,4 @@
-"""The engine's loop: plans and launches steps on a thread of its own, and applies the results of finished steps."""
+"""The engine's loop: a thread that plans and launches steps, and applies the results of finished steps."""
 
 import asyncio
 import threading
@@ -25,24 +25,19 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_kernels.openmp_spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
-# While the engine has requests, it emits its stats at this interval, also during a long step.
+# Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# While a step with prompts runs, the next step is planned after this share of the predicted time; few steps end
-# earlier. Planning starts earlier by the time that planning and launching take, which grows with the waiting requests.
+# While a step with prompts runs, the next step is planned after PLANNING_START_SHARE of the predicted time, because few
+# steps end earlier. Planning takes time itself, so it starts PLANNING_LEAD_S and a time per waiting request earlier.
 PLANNING_START_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
-# Interval at which the engine thread checks whether the step has finished.
 POLL_INTERVAL_S = 0.001
 _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 
 
 class EngineLoop:
-    """Drives the scheduler and the runner. Only its thread, `nanovllm-engine`, uses them.
-
-    At most `depth` steps are in flight. The thread waits for the device without sleeping: after a sleep the caches of
-    its core are cold, and planning and launching take two to three times as long.
-    """
+    """Drives the scheduler and the runner on the thread `nanovllm-engine`, with at most `depth` steps in flight."""
 
     def __init__(
         self,
@@ -60,17 +55,17 @@ class EngineLoop:
         # Tasks that compile the grammars of requests, by request key.
         self._compile_tasks: dict[int, asyncio.Task[None]] = {}
         self._grammar_failures: list[RequestFailure] = []
-        # Requests that neither finished nor were aborted, by key. Used on the event loop's thread only.
+        # Unfinished requests by key. Used on the event loop's thread only.
         self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._tracer = tracer
-        # Launched steps with the handles that read their results, oldest first.
+        # Oldest step first.
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
-        # Time at which the device began the oldest step in flight, by `time.perf_counter`.
+        # Time of `time.perf_counter` at which the device began the oldest step in flight.
         self._step_start_s = 0.0
-        # Outputs of the last finished step, until the thread posts them to the event loop.
+        # Outputs of the last finished step, not posted to the event loop yet.
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control
@@ -81,7 +76,7 @@ class EngineLoop:
         # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_s = 0.0
-        # Stats that the thread collected last, and stats that were emitted last. A step in flight changes no stats.
+        # A step in flight changes no stats, so the stats collected last remain valid.
         self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
         self._last_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
@@ -117,7 +112,7 @@ class EngineLoop:
         self._inbox_changed.set()
 
     def abort(self, key: int) -> None:
-        """Abort a request if it has not finished. Outputs that are already on their way may still be emitted."""
+        """Abort a request if it has not finished. Outputs of finished steps may still be emitted."""
         self._open_requests.pop(key, None)
         if (compile_task := self._compile_tasks.pop(key, None)) is not None:
             compile_task.cancel()
@@ -133,11 +128,9 @@ class EngineLoop:
         self._inbox_changed.set()
 
     async def run(self, emit: Emit) -> None:
-        """Serve until `stop`.
+        """Serve until `stop`. Raises the exception of a failed step, after which the engine cannot continue.
 
-        emit: called with the outputs of each step, and with stats or None. Stats come every STATS_INTERVAL_S, also
-            during a step, and when no request is left.
-        Raises the exception of a failed step; the engine cannot continue after that.
+        emit: called with the outputs of each step, and every STATS_INTERVAL_S with stats, else None.
         """
         event_loop = asyncio.get_running_loop()
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
@@ -180,7 +173,7 @@ class EngineLoop:
                 self._emit(emit, StepOutputs(), self._latest_stats)
 
     def _emit(self, emit: Emit, outputs: StepOutputs, stats: EngineStats | None) -> None:
-        """Call `emit`, after adding failed grammars to the outputs and the number of waiting requests to the stats."""
+        """Add failed grammars to the outputs and the number of waiting requests to the stats, then call `emit`."""
         outputs.failures.extend(self._grammar_failures)
         self._grammar_failures.clear()
         if stats is not None:
@@ -193,7 +186,7 @@ class EngineLoop:
         """Plan, launch and complete steps until `stop`. Runs on the engine's thread."""
         try:
             while not self._is_stopping:
-                # Launch the next step before posting the outputs of the last one. Post even if launching fails.
+                # Launch before posting, because the device may be idle. Post even if launching fails.
                 try:
                     self._launch_steps(event_loop)
                 finally:
@@ -215,7 +208,7 @@ class EngineLoop:
             self._spin_control.close()
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
-        """Pass outputs to the event loop, with stats if the interval is over or no request is left."""
+        """Pass outputs to the event loop, with stats if the stats interval is over or no request is left."""
         now_s, scheduler = time.monotonic(), self._scheduler
         has_no_requests = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
@@ -237,7 +230,7 @@ class EngineLoop:
             if step is None:
                 break
             if not self._runner.is_asynchronous:
-                # On a CPU launching includes computing, which may take long.
+                # On a CPU the launch computes the step, which may take long.
                 self._latest_stats = collect_stats(self._scheduler, self._runner)
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
@@ -246,10 +239,7 @@ class EngineLoop:
             self._steps_in_flight.append((step, handle))
 
     def _wait_to_plan(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until shortly before the step in flight ends, so that the next step includes requests that arrive now.
-
-        Only steps with prompts are long enough for this.
-        """
+        """Wait until shortly before the step in flight ends. The next step then includes requests that arrive now."""
         if len(self._steps_in_flight) != 1:
             return
         step, handle = self._steps_in_flight[0]

@@ -1,7 +1,8 @@
-"""Buffers of each request's outputs until they are read, and how their readers are woken."""
+"""Buffers for the outputs of requests, and listeners that wake their readers."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from nanovllm_core.errors import EngineDeadError, GrammarError
@@ -12,50 +13,32 @@ ValueT = TypeVar("ValueT")
 
 
 class OutputListener(Protocol):
-    """Is notified of one request's outputs, on the event loop's thread. The methods must not raise."""
+    """Is notified of the outputs of one request on the event loop's thread. The methods must not raise."""
 
     def wake(self) -> None:
         """Called when the request has new output."""
-        ...
 
     def fail(self, reason: str) -> None:
-        """Called when the engine has died; no further output will come."""
-        ...
+        """Called when the engine has died."""
 
 
+@dataclass(slots=True, eq=False)
 class OutputBuffer:
-    """The output of one request that has not been taken yet. `OutputBuffers` writes the public attributes."""
+    """The output of one request since the last call of `take`. `OutputBuffers` writes the public attributes."""
 
-    __slots__ = (
-        "_num_output_tokens",
-        "_request",
-        "failure",
-        "finish_reason",
-        "listener",
-        "logprobs",
-        "num_cached_tokens",
-        "prompt_logprobs",
-        "stop_token",
-        "tokens",
-    )
-
-    def __init__(self, request: Request, listener: OutputListener):
-        self.listener = listener
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        self.num_cached_tokens = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_token: int | None = None
-        self.failure: str | None = None
-        self._request = request
-        self._num_output_tokens = 0
+    _request: Request
+    listener: OutputListener
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    failure: str | None = None
+    _num_output_tokens: int = 0
 
     def take(self) -> RequestOutput | None:
-        """Take all output since the last call as one `RequestOutput`; None if there is no new token.
-
-        Raises GrammarError if the request's grammar failed and no further output will come.
-        """
+        """Take the output since the last call; None without a new token. Raises GrammarError if the grammar failed."""
         tokens, logprobs, request = self.tokens, self.logprobs, self._request
         if not tokens:
             if self.failure is not None:
@@ -83,7 +66,7 @@ class OutputBuffer:
 
 
 class AwaitableListener:
-    """A listener for a coroutine, which waits until there is output to take."""
+    """A listener that a coroutine awaits."""
 
     __slots__ = ("_death_reason", "_waiter")
 
@@ -102,7 +85,7 @@ class AwaitableListener:
         self.wake()
 
     def wait(self) -> asyncio.Future[None]:
-        """A future that is done when there may be output to take. Raises EngineDeadError if the engine has died."""
+        """A future that is done when there may be output. Raises EngineDeadError if the engine has died."""
         if self._death_reason is not None:
             raise EngineDeadError(self._death_reason)
         self._waiter = waiter = asyncio.get_running_loop().create_future()
@@ -120,7 +103,7 @@ class OutputBuffers:
         self._buffer_by_key[key] = buffer
 
     def close(self, key: int) -> bool:
-        """Discard further outputs of a request. Returns False if the last output of the request has already come."""
+        """Discard further outputs of a request. Returns False if the request's last output has arrived already."""
         return self._buffer_by_key.pop(key, None) is not None
 
     def dispatch(self, outputs: StepOutputs) -> None:
@@ -147,7 +130,7 @@ class OutputBuffers:
                 buffer.listener.wake()
 
     def _with_buffers(self, values: Iterable[tuple[int, ValueT]]) -> Iterator[tuple[OutputBuffer, ValueT]]:
-        """Replace the keys in `values` by the buffers of open requests; entries of closed requests are skipped."""
+        """Replace request keys by buffers. Entries of closed requests are skipped."""
         for key, value in values:
             if (buffer := self._buffer_by_key.get(key)) is not None:
                 yield buffer, value

@@ -6,17 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 
-# Time that a process has to exit by itself, for example after writing files.
+# Time that a process has to exit by itself after its parent has ended.
 EXIT_GRACE_S = 5.0
 EXIT_CODE = 1
 
 
 def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Event:
-    """Start a thread that ends this process when its parent has ended, even if the main thread is busy.
+    """Start a thread that ends this process when the parent process has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event. If the caller sets the event, the main thread has `EXIT_GRACE_S` seconds to exit after the parent
-    has ended. Without a parent process this function does nothing.
+    Returns an event that the caller may set. The main thread then has `EXIT_GRACE_S` seconds to exit by itself.
     """
     exits_itself = threading.Event()
     parent = multiprocessing.parent_process()

@@ -16,10 +16,9 @@ _STOP_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """The address of an engine. The owner may pass it to processes that it starts, for `EngineClient.connect`.
+    """The address of an engine, for `EngineClient.connect` in a child process.
 
-    endpoint: ZeroMQ endpoint of the engine.
-    lifeline: the read end of a pipe; the other end closes when the engine's process ends for any reason.
+    lifeline: read end of a pipe. The other end closes when the engine's process ends.
     """
 
     endpoint: str
@@ -27,13 +26,10 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """A started engine process.
-
-    recipe: returns the model and the configuration. It is pickled, and called in the engine's process.
-    """
+    """A started engine process. recipe: pickled, and called in the engine's process."""
 
     def __init__(self, recipe: EngineRecipe):
-        # Only this user may enter the directory: a process that can write to the socket can use the engine.
+        # Only this user may enter the directory, because a process that can write to the socket can use the engine.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-")
         context = multiprocessing.get_context("spawn")
         read_end, write_end = context.Pipe(duplex=False)
@@ -55,11 +51,11 @@ class EngineProcess:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """Kill the process now."""
+        """Kill the process."""
         self._process.kill()
 
     async def close(self) -> None:
-        """Wait until the process ends, kill it if that takes too long, and remove its socket."""
+        """Wait until the process ends, or kill it after a timeout. Remove the socket."""
         event_loop = asyncio.get_running_loop()
         await event_loop.run_in_executor(None, self._process.join, _STOP_TIMEOUT_S)
         if self._process.is_alive():

@@ -1,4 +1,4 @@
-"""What a running engine reports of itself: its constant properties, and its statistics."""
+"""Collects the properties and the statistics that an engine reports."""
 
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import EngineInfo, EngineStats
@@ -32,7 +32,7 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
 
 
 def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
-    """All statistics except the number of waiting requests, which the event loop's thread counts."""
+    """All statistics except the number of waiting requests. The event loop's thread counts waiting requests."""
     pool, states = scheduler.cache.pool, scheduler.cache.state_pool
     counters, step_time_model = scheduler.counters, scheduler.step_time_model
     return EngineStats(

@@ -1,6 +1,6 @@
-"""Runs an engine in a process of its own, which serves any client_number of clients over a ZeroMQ socket.
+"""Runs an engine in a separate process, which serves its clients over a ZeroMQ socket.
 
-Importing this module does not import torch, because processes that only start an engine do not need it.
+This module does not import torch, because processes that only start an engine do not need torch.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> None:
     """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
 
-    endpoint: ZeroMQ endpoint to bind; the only file in its directory. If the parent has ended, both are removed.
-    lifeline: kept open while this process lives, so that clients detect its end.
+    endpoint: ZeroMQ endpoint to bind, alone in its directory. Both are removed if the parent has ended.
+    lifeline: kept open while this process lives, so that clients detect the end of the process.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,14 +59,14 @@ def _remove_socket(endpoint: str) -> None:
     path = Path(endpoint.removeprefix("ipc://"))
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-        # Fails if the directory has other files, which must not be removed.
+        # This fails if the directory has other files.
         path.parent.rmdir()
 
 
 async def _serve(recipe: EngineRecipe, endpoint: str, exits_itself: threading.Event) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
-        # No high-water marks: messages are neither dropped nor blocked. Sending to a disconnected client is an error.
+        # Without high-water marks, no message is dropped or blocked. Mandatory routing reports disconnected clients.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -82,7 +82,7 @@ async def _serve(recipe: EngineRecipe, endpoint: str, exits_itself: threading.Ev
                 _log.exception("the engine could not start")
             await _send_to_all(socket, wire.StartFailed(_one_line(error), is_expected))
             return
-        # Objects of the start-up live until the end, so exclude them from garbage collections.
+        # Exclude the existing objects from garbage collections, because most live until the process ends.
         gc.collect()
         gc.freeze()
         exits_itself.set()
@@ -120,7 +120,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class ConnectedClient:
-    """A client that sent Hello. open_keys: keys of its open requests."""
+    """A client that sent Hello. open_keys: keys of open requests."""
 
     identity: bytes
     open_keys: set[int] = field(default_factory=set[int])
@@ -140,7 +140,7 @@ class EngineServer:
     async def run(self) -> None:
         """Serve until a client sends Stop or the loop fails."""
         receive_task = asyncio.create_task(self._receive())
-        # If receiving fails, stop the engine: clients detect that, but not an engine that receives nothing.
+        # If receiving fails, stop the engine: clients detect a stopped engine, but not an engine that receives nothing.
         receive_task.add_done_callback(lambda _: self._engine_loop.stop())
         try:
             await self._engine_loop.run(self._emit)
@@ -200,7 +200,7 @@ class EngineServer:
 
     def _send(self, client_number: int, message: wire.ToClient) -> None:
         client = self._clients_by_number[client_number]
-        # The high-water mark is off, so the future is done at once or has failed.
+        # Without a high-water mark, the future is done at once.
         sent = asyncio.ensure_future(self._socket.send_multipart([client.identity, wire.encode(message)]))
         if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
             # The client has disconnected: abort its requests.
@@ -209,9 +209,9 @@ class EngineServer:
 
 
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
-    """Split a step's outputs by client number. Clients without outputs are left out."""
+    """Split a step's outputs by client number. The result has no entry for clients without outputs."""
     token_clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    # Entries of requests that may have no token in the step.
+    # These entries may belong to requests without a token in the step.
     tokenless_entries = (*outputs.failures, *outputs.prompt_logprobs)
     client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in tokenless_entries)
     if len(client_numbers) <= 1:

@@ -1,4 +1,4 @@
-"""Information that an engine reports: constants at its start, and statistics while it runs."""
+"""The constant properties and the statistics that an engine reports."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,10 @@ GRAMMARS_UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of an engine that do not change.
+    """Properties of an engine that do not change. Settings: see `EngineConfig`.
 
-    model: name of the model.
-    device: name of the device, for example of the GPU.
-    dtype: dtype of weights and activations.
-    max_model_len: maximum number of prompt and output tokens of a request.
-    max_num_seqs: maximum number of requests that run at once.
-    max_num_batched_tokens: maximum number of tokens that a step computes.
-    block_size: tokens per cache block.
-    num_blocks: number of usable cache blocks, without the null block.
-    kv_cache_bytes, state_bytes: memory of the KV cache and of the recurrent states, in bytes.
-    supports_grammars: whether requests may have a grammar.
-    num_state_slots: number of usable state slots, without the null slot; 0 for a model without recurrent layers.
+    num_blocks: number of cache blocks without the null block.
+    num_state_slots: number of state slots without the null slot; 0 for a model without recurrent layers.
     arithmetic: how matrix products are computed, as text for users.
     """
 
@@ -45,29 +36,22 @@ class EngineInfo:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Number of tokens that the cache holds."""
+        """Capacity of the cache in tokens."""
         return self.num_blocks * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Statistics of an engine. Gauges come first, then counters since the start.
+    """Statistics of an engine. Counters are totals since the engine started.
 
-    num_blocks: number of usable cache blocks.
-    num_free_blocks: blocks that no request holds, empty or cached.
-    num_cached_blocks: free blocks that later prompts can find.
-    num_free_state_slots: state slots that no request holds.
-    num_checkpoints: free state slots that hold a checkpoint.
-    prefix_cache_queries: prompt tokens that were looked up in the prefix cache.
-    prefix_cache_hits: prompt tokens that were found in the prefix cache.
-    prompt_tokens: prompt tokens of all requests that have been admitted.
-    generation_tokens: output tokens.
-    iteration_tokens: computed tokens of prompts and decodes.
+    num_free_blocks: blocks that no request holds, including cached blocks.
+    num_cached_blocks: free blocks that later prompts can use.
+    num_free_state_slots: state slots that no request holds, including checkpoints.
+    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found in the prefix cache.
+    iteration_tokens: computed tokens of prompts and decodes. generation_tokens: output tokens.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
-    step_limit_s: time limit of a step with prompts and decodes, in seconds.
-    decode_step_s: time of a usual step without prompts, in seconds.
-    step_time_coefficients: pairs (term, seconds per unit) of the step-time model.
-    step_time_error: mean relative error of the model's recent predictions.
+    step_time_coefficients: see `StepTimeCoefficients`; pairs (name, value).
+    step_time_error: mean relative error of recent predictions of step times.
     """
 
     num_requests_running: int = 0

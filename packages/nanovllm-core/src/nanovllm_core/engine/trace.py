@@ -1,7 +1,6 @@
-"""Writes traces of steps as a file that Perfetto and chrome://tracing open.
+"""Writes a trace file of steps for Perfetto and chrome://tracing.
 
-The format is Chrome's JSON array with one object per line. It needs no closing bracket, so a killed process leaves a
-readable trace.
+The format is Chrome's JSON array. The closing bracket is optional, so the trace of a killed process is readable.
 """
 
 import os
@@ -19,9 +18,7 @@ from nanovllm_core.execution.step_handle import StepHandle
 
 _encode = msgspec.json.Encoder().encode
 
-
 Track = Literal["plan", "launch", "device", "output"]
-# Track ids, in the order in which viewers show the tracks.
 TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
 
 
@@ -41,7 +38,7 @@ class TraceFile:
 
     @contextmanager
     def span(self, track: Track, name: str, **args: float) -> Generator[None]:
-        """Record the time spent in this context. args: numbers that describe the span."""
+        """Record the duration of this context. args: numbers that viewers show with the span."""
         begin_s = time.perf_counter()
         try:
             yield
@@ -49,7 +46,7 @@ class TraceFile:
             self.add_span(track, name, begin_s, time.perf_counter(), **args)
 
     def add_span(self, track: Track, name: str, begin_s: float, end_s: float, **args: float) -> None:
-        """Record a span between two times of `time.perf_counter`. args: numbers that describe the span."""
+        """Record a span between two times of `time.perf_counter`. args: see `span`."""
         begin_us, duration_us = round(begin_s * 1e6, 1), round((end_s - begin_s) * 1e6, 1)
         event: dict[str, object] = {"name": name, "tid": TRACK_IDS[track], "ts": begin_us, "dur": duration_us}
         self._write({"ph": "X", **event, "args": args})
@@ -63,12 +60,12 @@ class TraceFile:
 
 
 class StepTracer:
-    """Traces the steps of an engine: spans of the host in `file`, and on a GPU spans of the device."""
+    """Records steps in `file`. Callers record the host's spans directly in `file`."""
 
     def __init__(self, file: TraceFile, device: torch.device):
         self.file = file
         self._origin_event: torch.cuda.Event | None = None
-        # Time of `_origin_event` by `time.perf_counter`.
+        # Time of `_origin_event` on the clock `time.perf_counter`.
         self._origin_s = 0.0
         if device.type == "cuda":
             self._origin_event = torch.cuda.Event(enable_timing=True)
@@ -77,7 +74,7 @@ class StepTracer:
             self._origin_s = time.perf_counter()
 
     def record_device_span(self, step: int, handle: StepHandle) -> None:
-        """Record when a GPU ran a finished step. Nothing is recorded on a CPU: launching includes computing there."""
+        """Record when a GPU ran a finished step. Does nothing on a CPU, where the launch computes the step."""
         if self._origin_event is not None and handle.events is not None:
             begin_s, end_s = (self._origin_s + self._origin_event.elapsed_time(event) / 1e3 for event in handle.events)
             self.file.add_span("device", f"step {step}", begin_s, end_s)

@@ -1,4 +1,4 @@
-"""Messages between an engine process and its clients: msgspec structs as MessagePack over ZeroMQ."""
+"""Messages between an engine process and its clients, sent as MessagePack over ZeroMQ."""
 
 import msgspec
 import numpy as np
@@ -10,7 +10,7 @@ from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request import Request
 from nanovllm_core.sampling_params import SamplingParams
 
-# Number of request keys per client. `key // KEYS_PER_CLIENT` is the number of the client.
+# Number of request keys per client: `key // KEYS_PER_CLIENT` is the client number.
 KEYS_PER_CLIENT = 1 << 32
 
 
@@ -19,7 +19,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request: the fields of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
+    """A new request with the fields of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
 
     key: int
     id: str
@@ -55,14 +55,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Compiles a grammar. key: a new key of the client, which `Compiled` repeats."""
+    """Compiles a grammar. key: a new key of the client; the answer `Compiled` has the same key."""
 
     key: int
     grammar: GrammarSpec
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Stops the engine; sent by the client that owns it."""
+    """Stops the engine. Only the client that owns the engine sends this message."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -73,14 +73,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start. is_expected: the message tells the user what to do, so no traceback is needed."""
+    """The engine could not start. is_expected: whether the message is enough for the user, without a traceback."""
 
     message: str
     is_expected: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step for one client; may be empty. stats: None in most messages."""
+    """The outputs of one step for one client, perhaps empty. stats: None in most messages."""
 
     outputs: StepOutputs
     stats: EngineStats | None

@@ -1,7 +1,7 @@
-"""Restricts the tokens of rows that have a grammar or an exhausted budget.
+"""Restricts the tokens of rows that have a grammar or a reasoning budget.
 
-The mask of such a row depends on the row's previous token. So the step is launched up to its logits; the host then
-waits for the previous step's tokens and fills the masks while the device computes.
+The mask of a row depends on the row's previous token. The host launches the forward pass, waits for the tokens of the
+previous step, and fills the masks while the device computes.
 """
 
 import time
@@ -20,28 +20,25 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# Limit on the seconds that matching may take for one request: a constant plus a number per output token. All requests
-# wait meanwhile. JSON takes 10 us per token; only very ambiguous grammars reach the limit.
+# Time limit for matching one request: a constant and a number per output token. All requests wait while one is matched.
+# JSON takes 10 us per token. Only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
-# If one call for all rows takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row in a
-# call of its own, to find the slow grammar.
+# After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
+# in a separate call, which finds the slow grammar.
 _MAX_BATCH_CALL_S = 0.02
 _NUM_SEPARATE_STEPS = 16
 
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """The grammar and the budget of one row.
+    """The grammar and the reasoning budget of one row.
 
-    row: the row's index in the request table.
-    grammar: None for a request without a grammar.
-    matcher: None without a grammar, and after the grammar has ended.
-    budget: None without a budget, and after the budget was closed or given up.
-    num_launched_outputs: number of outputs for which steps were launched.
-    output_ids: the outputs that the host knows.
-    match_s: seconds spent on this grammar in calls for this row alone.
-    failure: why the row cannot sample any token; None if the row can.
+    matcher: None without a grammar, and after the end of the grammar.
+    budget: None without a budget, after the reasoning was closed, and if the grammar forbids closing the reasoning.
+    num_launched_outputs: number of output tokens for which steps were launched.
+    match_s: seconds spent in calls for this row alone.
+    failure: why the row cannot sample a token; None if the row can.
     """
 
     row: int
@@ -55,7 +52,7 @@ class Constraint:
 
     @classmethod
     def from_row(cls, new: NewRow) -> "Constraint | None":
-        """The constraint of a new row, advanced by the row's earlier outputs; None for an unconstrained row."""
+        """The constraint of a new row, advanced by existing output tokens; None for an unconstrained row."""
         grammar, budget = new.compiled_grammar, new.sampling.reasoning_budget
         if grammar is None and budget is None:
             return None
@@ -68,18 +65,17 @@ class Constraint:
 
     @property
     def may_need_mask(self) -> bool:
-        """Whether the next token may be restricted, judged before the last token is known."""
-        return self.matcher is not None or (
-            self.budget is not None and self.num_launched_outputs >= self.budget.num_tokens
-        )
+        """Whether the next token may be restricted. The previous token need not be known."""
+        is_exhausted = self.budget is not None and self.num_launched_outputs >= self.budget.num_tokens
+        return self.matcher is not None or is_exhausted
 
     @property
     def has_ended(self) -> bool:
-        """Whether the row is unconstrained from now on."""
+        """Whether no constraint is left."""
         return self.matcher is None and self.budget is None and self.failure is None
 
     def append_token(self, token: int) -> bool:
-        """Append a sampled token. Returns whether the matcher must be advanced by this token."""
+        """Append a sampled token. Returns whether the matcher must advance by the token."""
         self.output_ids.append(token)
         budget = self.budget
         if budget is not None and tuple(self.output_ids[-len(budget.end) :]) == budget.end:
@@ -88,8 +84,7 @@ class Constraint:
 
     def advance_matcher(self, token: int) -> None:
         """Advance the matcher by the token that was appended last."""
-        matcher = self.matcher
-        if matcher is not None:
+        if (matcher := self.matcher) is not None:
             with self._limit_time():
                 self.record_match_result(token, accepted=matcher.accept(token))
 
@@ -98,11 +93,11 @@ class Constraint:
         if not accepted:
             self.failure = f"the grammar rejected token {token}, which its mask had allowed"
         elif self.matcher is not None and token in self.matcher.end_ids:
-            # The request ends with this token; tokens still in flight for it are discarded.
+            # The request ends with this token.
             self.matcher = None
 
     def restart_matcher(self) -> None:
-        """Advance a new matcher by all known tokens, because the state of the old matcher is unknown."""
+        """Replace a matcher in an unknown state by a new matcher, advanced by all output tokens."""
         if self.grammar is None or self.matcher is None:
             return
         self.matcher = self.grammar.start()
@@ -112,17 +107,14 @@ class Constraint:
 
     def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
         """Write the tokens that the grammar allows to masks[index]."""
-        matcher = self.matcher
-        if matcher is not None:
+        if (matcher := self.matcher) is not None:
             with self._limit_time():
                 matcher.fill(masks, index)
 
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
-        """Restrict `mask` to the token that an exhausted budget requires.
+        """Restrict `mask` to the next token that closes the reasoning if the budget is exhausted.
 
-        If the mask forbids this token, the budget is given up.
-
-        Returns whether the mask was changed.
+        If the grammar's mask forbids the token, the budget is dropped. Returns whether the mask was changed.
         """
         required_token = self._next_end_token()
         if required_token is None:
@@ -137,7 +129,7 @@ class Constraint:
 
     @contextmanager
     def _limit_time(self) -> Generator[None]:
-        """Measure the time of a matcher call. Errors and excess time fail the request, not the engine."""
+        """Measure the time of a matcher call. An error or a timeout fails the request, not the engine."""
         start = time.perf_counter()
         try:
             yield
@@ -149,11 +141,11 @@ class Constraint:
             self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
 
     def _next_end_token(self) -> int | None:
-        """The next token that closes an exhausted budget; None if the budget is not exhausted."""
+        """The next token that closes the reasoning; None if the budget is not exhausted."""
         budget, output_ids = self.budget, self.output_ids
         if budget is None or len(output_ids) < budget.num_tokens:
             return None
-        # The longest beginning of the end sequence with which the output ends.
+        # Number of first tokens of `budget.end` that the output ends with already.
         num_matched = min(len(budget.end) - 1, len(output_ids))
         while tuple(output_ids[len(output_ids) - num_matched :]) != budget.end[:num_matched]:
             num_matched -= 1
@@ -161,27 +153,24 @@ class Constraint:
 
 
 class Constraints:
-    """The constraints of all rows, and the steps in flight whose tokens the matchers still need.
+    """The constraints of all rows.
 
-    All matchers advance in one call, and all masks are filled in one call: each call releases the interpreter lock, and
-    acquiring the lock again may take milliseconds.
-    failures: pairs (index among the step's sampling requests, reason) of requests that cannot sample; set by
-        `fill_masks`.
+    One call advances all matchers, and one call fills all masks, because each call releases the interpreter lock and
+    may wait milliseconds to acquire it again.
+    failures: pairs (index among the step's sampling requests, reason), set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
         self.failures: list[tuple[int, str]] = []
-        # Constraints by row, and bool [rows]: whether the row has a constraint.
         self._constraint_by_row: dict[int, Constraint] = {}
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self.mask_buffer = MaskBuffer(num_rows, -(-vocab_size // 32), device)
-        # Constraints of the current step, with the index among the step's sampling requests; and those that may need a
-        # mask.
+        # Pairs (index among the step's sampling requests, constraint) of the current step.
         self._constrained: list[tuple[int, Constraint]] = []
         self._mask_candidates: list[tuple[int, Constraint]] = []
         self._in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
-        # Number of next steps in which each row is matched in a call of its own.
+        # Number of next steps that match each row in a separate call.
         self._num_separate_steps = 0
 
     def begin_step(self, plan: StepPlan) -> bool:
@@ -202,7 +191,7 @@ class Constraints:
         return bool(self._mask_candidates)
 
     def fill_masks(self, sampling_indices: NDArray[np.int64]) -> Masks | None:
-        """The masks of the current step, after waiting for the tokens of earlier steps; None if no row is restricted.
+        """Wait for the tokens of earlier steps and fill the masks. Returns None if no row is restricted.
 
         sampling_indices: int64 [n], indices of the step's requests that sample.
         """
@@ -227,15 +216,14 @@ class Constraints:
         return None if max(masked_rows) < 0 else self.mask_buffer.send(masked_rows)
 
     def end_step(self, handle: StepHandle) -> None:
-        """Record the handle of the current step, and advance matchers by the tokens of finished steps."""
+        """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._advance_matchers(wait=False)
         if self._constrained:
             self._in_flight.append((handle, self._constrained))
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
-        constraint = Constraint.from_row(new)
-        if constraint is not None:
+        if (constraint := Constraint.from_row(new)) is not None:
             self._constraint_by_row[new.row] = constraint
             self._is_constrained[new.row] = True
 
@@ -244,7 +232,7 @@ class Constraints:
         self._is_constrained[row] = False
 
     def _advance_matchers(self, *, wait: bool) -> None:
-        """Advance matchers by the tokens of steps in flight, in order. wait: also for steps that have not finished."""
+        """Advance matchers by the tokens of finished steps. wait: wait for all steps in flight to finish."""
         while self._in_flight and (wait or self._in_flight[0][0].is_finished):
             handle, constrained = self._in_flight.popleft()
             handle.wait()
@@ -252,7 +240,7 @@ class Constraints:
             new_tokens = [(constraint, int(token_ids[index])) for index, constraint in constrained]
             self._advance_all([pair for pair in new_tokens if pair[0].append_token(pair[1])])
             for constraint, _ in new_tokens:
-                # Another request may hold the row by now.
+                # The row may belong to another request now.
                 if constraint.has_ended and self._constraint_by_row.get(constraint.row) is constraint:
                     self._remove_constraint(constraint.row)
 
@@ -267,7 +255,7 @@ class Constraints:
             try:
                 results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
-                # One matcher failed; the other matchers may or may not have advanced.
+                # One matcher failed. It is unknown which other matchers have advanced.
                 for constraint, _ in new_tokens:
                     constraint.restart_matcher()
                 return
@@ -275,7 +263,7 @@ class Constraints:
             constraint.record_match_result(token, accepted=accepted)
 
     def _fill_all(self, constraints: list[Constraint], masks: NDArray[np.int32]) -> None:
-        """Write the tokens that each grammar allows to the first rows of `masks`."""
+        """Write the mask of `constraints[i]` to masks[i]."""
         matchers = [constraint.matcher for constraint in constraints if constraint.matcher is not None]
         if not self._num_separate_steps and len(matchers) > 1:
             with self._detect_long_call():
@@ -291,7 +279,7 @@ class Constraints:
 
     @contextmanager
     def _detect_long_call(self) -> Generator[None]:
-        """Switch to separate calls per row if this call for all rows takes long."""
+        """Switch to separate calls if a call for all rows takes long."""
         start = time.perf_counter()
         yield
         if time.perf_counter() - start > _MAX_BATCH_CALL_S:

@@ -1,4 +1,4 @@
-"""The forward pass of a step: from the table rows of its requests to hidden states and logits."""
+"""The forward pass of a step."""
 
 from typing import NamedTuple
 
@@ -21,8 +21,7 @@ class BatchBounds(NamedTuple):
     """Bounds of a batch's lengths that the host knows, see `plan_batch`.
 
     num_tokens: tokens of the step, including padding.
-    num_decodes: leading requests with one token in the step; None if the host does not know the number.
-    max_query_len: maximum number of tokens of one request in the step.
+    num_decodes: leading requests with one token in the step; None if unknown.
     max_seq_len: maximum context length after the step, in tokens.
     whole: see `BatchShape`.
     """
@@ -44,9 +43,8 @@ class BatchBounds(NamedTuple):
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
-    logits: [num_reqs, vocab], of each request's last token; empty if the step samples no token.
-    seq_lens: int32 [num_reqs], context lengths. The sampled token has this position.
-    block_tables: int32 [num_reqs, width].
+    logits: [num_reqs, vocab], logits of each request's last token; empty if the step samples no token.
+    seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
     """
 
     logits: Tensor
@@ -55,7 +53,7 @@ class ForwardOutput(NamedTuple):
 
 
 class ForwardPass:
-    """Runs the model on rows of the request table, reading and writing the caches."""
+    """Runs the model on rows of the request table."""
 
     def __init__(self, model: CausalLM, table: RequestTable, cache: CacheMemory, config: ResolvedConfig):
         self._model = model
@@ -80,7 +78,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # Attention between graph pieces is planned at each replay, so the graph plans as little as possible.
+        # Attention between captured pieces is planned again at each replay, so plan as little as possible here.
         planned = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
@@ -102,7 +100,7 @@ class ForwardPass:
     def plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds
     ) -> AttentionBatch:
-        """Plan the attention of a batch, once for all layers."""
+        """Plan the attention of a batch for all layers."""
         return self._plan_batch(
             block_tables,
             seq_lens,
@@ -119,8 +117,8 @@ class ForwardPass:
         )
 
     def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:
-        """Plan the attention between the pieces of a replayed step, whose forward pass leaves `output`."""
-        # Piecewise graphs do not keep the keys and values that whole prompts would be read from.
+        """Plan the attention between the pieces of a replayed step. output: tensors of the captured forward pass."""
+        # Graph pieces do not keep the new keys and values, so attention reads whole prompts from the cache.
         bounds = BatchBounds.from_plan(plan)._replace(whole=False)
         count, width = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
         lengths = (output.seq_lens[:count], rows.query_start_loc)

@@ -1,6 +1,6 @@
-"""Captures steps as CUDA graphs and replays them, so that the host launches one graph instead of hundreds of kernels.
+"""Captures steps as CUDA graphs and replays them, because launching a graph is faster than launching its kernels.
 
-A step has one graph for the forward pass (several pieces in the mode "piecewise") and one of several for sampling.
+A step replays one graph for the forward pass (several pieces in the mode "piecewise") and one graph for sampling.
 """
 
 from collections import Counter
@@ -22,11 +22,10 @@ from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
 MIN_MIXED_TOKENS = 64
-# Maximum difference between neighbouring small sizes: padding large steps to powers of two would nearly double the time
-# of some steps.
+# Maximum difference between neighbouring small sizes. Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
-# Logits, sampling and attention take time for each request slot of a graph, also for an empty slot. So steps of at
-# least MIN_FEW_REQUEST_TOKENS tokens are captured with NUM_FEW_REQUESTS request slots too.
+# Empty request slots of a graph cost time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
+# with only NUM_FEW_REQUESTS request slots.
 NUM_FEW_REQUESTS = 32
 MIN_FEW_REQUEST_TOKENS = 256
 
@@ -34,11 +33,9 @@ MIN_FEW_REQUEST_TOKENS = 256
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
-    num_reqs, num_tokens: requests and tokens, padding included.
-    max_query_len: maximum number of tokens of one request.
-    mode: graph mode under which the shape is captured and counted: "full_decode_only" (every request has max_query_len
-        tokens), "full" (any mix, one graph) or "piecewise" (any mix, several graphs).
-    whole: whether the shape serves only steps whose prompts begin in the step, see `BatchShape`.
+    mode: graph mode: "full_decode_only" (every request has max_query_len tokens), "full" (any mix, one graph) or
+        "piecewise" (any mix, several graphs).
+    whole: whether the shape is only for steps with `BatchShape.whole`.
     """
 
     num_reqs: int
@@ -48,9 +45,9 @@ class GraphShape(NamedTuple):
     whole: bool = False
 
 
-# Runs the model for a shape. The second argument: see `ForwardContext.launch_attention`.
+# Runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
 RunForward = Callable[[GraphShape, LaunchAttention | None], ForwardOutput]
-# Chooses tokens and commits them. The first argument is a combination of `SamplingOps`, as an integer.
+# (`SamplingOps` as an integer, output) -> tokens.
 ChooseTokens = Callable[[int, ForwardOutput], Tensor]
 
 
@@ -58,11 +55,8 @@ ChooseTokens = Callable[[int, ForwardOutput], Tensor]
 class CapturedStep:
     """The graphs of one shape.
 
-    pieces: graphs of the forward pass.
-    attentions: one function per piece but the last, which launches the attention after the piece. Arguments: the batch
-        and its number of tokens.
-    output: tensors in which the forward pass leaves its result.
-    sampling_graphs: see `SamplingGraphs`.
+    attentions: one function per piece but the last: (batch, number of tokens), launches the attention after the piece.
+    output: tensors to which the pieces write the result of the forward pass.
     """
 
     pieces: list[torch.cuda.CUDAGraph]
@@ -82,21 +76,21 @@ class CapturedStep:
 
 
 class _UnownedMemory:
-    """Memory of a captured tensor, described for torch without owning it, so that later captures may reuse it."""
+    """Memory of a captured tensor, in a form from which torch makes a tensor that does not own the memory."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A view of a captured tensor that does not own its memory."""
+    """A view of a captured tensor that does not own the memory, so that later captures may reuse the memory."""
     last_index = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = _UnownedMemory(tensor.data_ptr(), (last_index + 1) * tensor.element_size())
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Request counts to which decode steps are padded, rising. Few steps are padded by more than an eighth."""
+    """Request counts to which decode steps are padded, rising."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
     size = 16
     while size < max_num_seqs:
@@ -106,10 +100,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Token counts to which mixed steps are padded, rising. Large steps are padded by at most a fifth.
-
-    max_num_batched_tokens: the token budget. Full steps of prompts have exactly this size and no padding.
-    """
+    """Token counts to which mixed steps are padded, rising. Steps with the full token budget need no padding."""
     sizes: list[int] = []
     size = MIN_MIXED_TOKENS
     while size < max_num_batched_tokens:
@@ -125,10 +116,10 @@ def graph_shapes(
     query_lens: Sequence[int] = (1,),
     min_whole_tokens: int | None = None,
 ) -> list[GraphShape]:
-    """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger ones.
+    """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
-    query_lens: tokens per request of uniform decodes: 1, or 1 + k to verify k drafted tokens.
-    min_whole_tokens: minimum tokens of the separate graphs for steps of few whole prompts; None for no such graphs.
+    query_lens: numbers of tokens per request in decode steps.
+    min_whole_tokens: minimum number of tokens of shapes with `whole`; None for no such shapes.
     """
     if mode == "none":
         return []
@@ -144,7 +135,7 @@ def graph_shapes(
             shapes.extend(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
-        # Piecewise graphs do not keep the keys and values that whole prompts would be read from.
+        # Graph pieces do not keep the new keys and values, from which attention of whole prompts reads.
         if mode == "full" and min_whole_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
@@ -153,14 +144,14 @@ def graph_shapes(
 
 
 def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
-    # Of two shapes of the same size, the shape for whole prompts is faster and comes first in rising order.
+    # The shape for whole prompts is faster, so it precedes another shape of the same size.
     return shape.num_tokens, shape.num_reqs, not shape.whole
 
 
 class StepGraphs:
-    """The captured steps of one device. `dispatch` selects the captured step for a batch.
+    """The captured steps of one device.
 
-    num_steps: number of steps per graph mode ("none": launched without a graph) and kind ("decode" or "mixed").
+    num_steps: number of steps by graph mode ("none": launched without a graph) and kind ("decode" or "mixed").
     """
 
     def __init__(self, shapes: Sequence[GraphShape]):
@@ -180,10 +171,7 @@ class StepGraphs:
         return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
-        """The smallest captured step that fits the batch; None if the batch must be launched without a graph.
-
-        allows_graph: False if the step needs tensors that graphs do not keep.
-        """
+        """The smallest captured step for the batch; None if the batch must be launched without a graph."""
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
         for shape in () if not allows_graph else self._mixed if decodes is None else decodes:
@@ -199,10 +187,9 @@ class StepGraphs:
         self._steps.clear()
 
     def capture(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> None:
-        """Capture every shape. Each shape runs once before, so that first-use compilation is done.
+        """Capture every shape.
 
-        run_forward, choose_tokens: must read inputs at fixed addresses, and must not change tables for requests without
-            tokens.
+        run_forward, choose_tokens: must read inputs at fixed addresses, and ignore requests without tokens.
         """
         if not self._shapes:
             return
@@ -215,7 +202,7 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def estimate_bytes(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> int:
-        """Estimate the memory that `capture` takes, by capturing and freeing the two largest shapes of each mode."""
+        """Estimate the memory of `capture`, by capturing and freeing the two largest shapes of each mode."""
         if not self._shapes:
             return 0
         pool = torch.cuda.graph_pool_handle()
@@ -229,7 +216,7 @@ class StepGraphs:
             return free_before - torch.cuda.mem_get_info()[0]
 
         with torch.cuda.stream(stream):
-            # The first capture also counts the pool and the libraries' buffers; later captures count one more graph.
+            # The first capture also measures the memory of the pool and of libraries.
             total = capture_bytes(self._shapes[0])
             for mode in {shape.mode for shape in self._shapes}:
                 same_mode = [shape for shape in self._shapes if shape.mode == mode]
@@ -252,7 +239,7 @@ def _capture_step(
     with _Capture(pool) as capture:
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     step = CapturedStep(capture.pieces, capture.attentions, ForwardOutput(*map(_alias, output)))
-    # While `output` is alive, the sampling graphs cannot reuse the logits' memory. Other shapes may.
+    # `output` must live until here: sampling graphs must not reuse the memory of the logits.
     for ops in CAPTURED_OPS:
         with _Capture(pool) as capture:
             tokens = choose_tokens(ops, output)
@@ -263,9 +250,8 @@ def _capture_step(
 class _Capture:
     """Captures like `torch.cuda.graph`, but in pieces, and without garbage collection and synchronisation.
 
-    All pieces use one memory pool on one stream, as a single capture would. The forward pass that is being captured
-    holds every tensor that a later piece reads, so no piece in between reuses its memory. Queries and results of
-    attention are only aliased here: the pool may reuse their memory, but only for work captured and replayed later.
+    All pieces use one memory pool on one stream. The forward pass holds the tensors that later pieces read, so their
+    memory is not reused in between. The pool may reuse the memory of queries and attention results for later pieces.
     """
 
     def __init__(self, pool: _POOL_HANDLE):
@@ -285,10 +271,9 @@ class _Capture:
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def launch_attention(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """End the piece, record `attention` of these queries, and begin the next piece. Returns the result's tensor.
+        """End the piece, store `attention` for replays, and begin the next piece. Returns the tensor of the result.
 
-        At a replay, padding rows hold stale data. That is harmless: rows read each other only through the cache, and
-        padding is written to the null block.
+        Padding rows of the result are not computed. They affect no other row: the model writes them to the null block.
         """
         out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()

@@ -12,10 +12,9 @@ from torch import Tensor
 class HostCopySlot:
     """The buffer and the events of one step.
 
-    tokens: pinned int32 [size].
-    token_array: int32 [size], the same memory as a numpy array.
+    tokens: pinned int32 [size]. token_array: the same memory as a numpy array.
     begin_event, end_event: timing events, recorded on `stream` where the step begins and ends.
-    stream: the stream that steps run on. Asking torch for the current stream takes longer than recording an event.
+    stream: the stream of all steps, stored because asking torch for the current stream is slow.
     """
 
     tokens: Tensor
@@ -26,7 +25,7 @@ class HostCopySlot:
     _view_by_length: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def first_tokens(self, count: int) -> Tensor:
-        """A view of the first `count` of `tokens`, kept for later steps of the same size."""
+        """A view of the first `count` tokens, cached for later steps."""
         if (view := self._view_by_length.get(count)) is None:
             view = self._view_by_length[count] = self.tokens[:count]
         return view
@@ -35,9 +34,7 @@ class HostCopySlot:
 class HostCopyRing:
     """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
-    size: maximum number of tokens of a step.
-    depth: maximum number of steps in flight. A slot is used again `depth` + 2 steps later.
-    stream: the stream that steps run on.
+    size: maximum number of tokens of a step. depth: maximum number of steps in flight.
     """
 
     def __init__(self, size: int, depth: int, stream: torch.cuda.Stream):
@@ -45,7 +42,7 @@ class HostCopyRing:
         self._index = 0
 
     def next_slot(self) -> HostCopySlot:
-        """The slot for the next step."""
+        """The slot for the next step, which is used again `depth` + 2 steps later."""
         self._index = (self._index + 1) % len(self._slots)
         return self._slots[self._index]
 

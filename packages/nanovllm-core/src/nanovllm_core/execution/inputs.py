@@ -1,4 +1,4 @@
-"""Uploads per step from the host to the device: arrays in one transfer, sampling masks, and the step's rows."""
+"""Uploads of a step from the host to the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,10 +13,10 @@ Int64Array = NDArray[np.int64]
 
 
 class Masks(NamedTuple):
-    """Tokens that some rows of a step may sample: the arguments of `apply_masks_`.
+    """Masks of tokens that requests may sample: the arguments of `apply_masks_`.
 
-    rows: int32 [n], index among the step's requests that each mask applies to; -1 for an unused mask.
-    bits: int32 [n, words], the packed masks.
+    rows: int32 [n], index of the masked request in the step; -1 for an unused mask.
+    bits: int32 [n, words].
     """
 
     rows: Tensor
@@ -26,9 +26,9 @@ class Masks(NamedTuple):
 class DeviceRows(NamedTuple):
     """The requests of a step, on the device.
 
-    table_rows: int32 [n], the table row of each request.
-    query_start_loc: int32 [n + 1], the index of each request's first token in the step.
-    samples: int32 [n], 1 for each request that samples a token.
+    table_rows: int32 [n], rows of the request table.
+    query_start_loc: int32 [n + 1], index of each request's first token in the step.
+    samples: int32 [n], 1 for a request that samples a token, else 0.
     """
 
     table_rows: Tensor
@@ -37,10 +37,7 @@ class DeviceRows(NamedTuple):
 
 
 def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
-    """A copy of `array` on the host, to be transferred to `device`.
-
-    For CUDA the copy is a new pinned buffer: the transfer does not block, and no later step overwrites its source.
-    """
+    """A copy of `array` on the host for an asynchronous transfer to `device`: pinned for CUDA, and never reused."""
     if device.type == "cpu":
         return torch.from_numpy(array.copy())
     host = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
@@ -49,27 +46,19 @@ def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
 
 
 def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
-    """Copy flat int32 arrays to `device` in one transfer; returns a view for each.
-
-    Each array begins at an even offset, so that a pair of entries can be viewed as an int64.
-    """
-    lengths = [array.size for array in arrays]
-    padded_lengths = [length + (length & 1) for length in lengths]
+    """Copy flat int32 arrays to `device` in one transfer. Results begin at even offsets, to be viewed as int64."""
+    padded_lengths = [array.size + (array.size & 1) for array in arrays]
     flat = np.zeros(sum(padded_lengths), np.int32)
     offset = 0
-    for array, length, padded_length in zip(arrays, lengths, padded_lengths, strict=True):
-        flat[offset : offset + length] = array
+    for array, padded_length in zip(arrays, padded_lengths, strict=True):
+        flat[offset : offset + array.size] = array
         offset += padded_length
-    uploaded = stage_upload(flat, device).to(device, non_blocking=True)
-    padded_views = uploaded.split(padded_lengths)
-    return [view[:length] for view, length in zip(padded_views, lengths, strict=True)]
+    padded_views = stage_upload(flat, device).to(device, non_blocking=True).split(padded_lengths)
+    return [view[: array.size] for view, array in zip(padded_views, arrays, strict=True)]
 
 
 class MaskBuffer:
-    """Token masks of a step at a fixed device address, where captured graphs read them.
-
-    size: maximum number of masks of a step. num_words: int32 words per mask.
-    """
+    """Masks at a fixed device address, which captured graphs read. size: maximum number of masks of a step."""
 
     def __init__(self, size: int, num_words: int, device: torch.device):
         self._size = size
@@ -81,14 +70,14 @@ class MaskBuffer:
         self._bits = self._device_buffer[size:].view(size, num_words)
 
     def new_masks(self, count: int) -> Int32Array:
-        """Masks int32 [count, words] that allow every token, for the caller to restrict before `send`."""
+        """Masks int32 [count, words] that allow every token. The caller restricts them and calls `send`."""
         length = self._size + count * self._num_words
-        # Pinned memory makes the transfer asynchronous. A new buffer is needed while the last transfer may still run.
+        # The last transfer may still read the last buffer, so create a new buffer.
         self._host_buffer = torch.full((length,), -1, dtype=torch.int32, pin_memory=self._device_buffer.is_cuda)
         return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)
 
     def send(self, rows: Sequence[int]) -> Masks:
-        """Upload the masks of `new_masks`. rows: see `Masks`."""
+        """Upload the last masks of `new_masks`. rows: see `Masks`."""
         self._host_buffer.numpy()[: len(rows)] = rows
         self._device_buffer[: len(self._host_buffer)].copy_(self._host_buffer, non_blocking=True)
         self._is_clear = False
@@ -99,17 +88,16 @@ class MaskBuffer:
         return Masks(self._rows[:count], self._bits[:count])
 
     def clear(self) -> None:
-        """Remove the masks of all requests, for graphs that apply masks in a step without masks."""
+        """Remove all masks. A graph that applies masks may be replayed for a step without masks."""
         if not self._is_clear:
             self._rows.fill_(-1)
             self._is_clear = True
 
 
 class StepBuffer:
-    """The requests of a step at a fixed device address, where captured graphs read them.
+    """The requests of a step at a fixed device address, which captured graphs read.
 
-    size: maximum number of requests of a step.
-    Entries behind the step's requests are padding: requests without tokens.
+    size: maximum number of requests of a step. Padding entries are requests without tokens.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -120,7 +108,7 @@ class StepBuffer:
         self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
     def write(self, rows: Int64Array, lengths: Int64Array, samples: NDArray[np.bool_]) -> None:
-        """Upload the requests of a step, unless they equal those of the last step. Arguments: see `ScheduledRows`."""
+        """Upload the requests of a step if they differ from the last step. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
         step[:count] = rows
@@ -133,11 +121,11 @@ class StepBuffer:
             self._last_step = step
 
     def first_rows(self, count: int) -> DeviceRows:
-        """Views of the first `count` requests, perhaps with padding."""
+        """Views of the first `count` entries."""
         table_rows, query_start_loc, samples = self._rows
         return DeviceRows(table_rows[:count], query_start_loc[: count + 1], samples[:count])
 
     def clear(self) -> None:
-        """Upload a step without requests; graphs are captured with it."""
+        """Upload a step without requests."""
         empty = np.zeros(0, np.int64)
         self.write(empty, empty, empty.astype(np.bool_))

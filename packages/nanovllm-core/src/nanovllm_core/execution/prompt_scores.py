@@ -8,17 +8,12 @@ from torch import Tensor
 
 from nanovllm_kernels.sampling import compute_logprobs, compute_ranks
 
-# Maximum number of prompt tokens whose logits exist at once. For a vocabulary of 150,000 in float32 these logits take
-# 80 MB.
+# Maximum number of prompt tokens whose logits exist at once. A larger number takes more memory.
 MAX_SCORED_TOKENS = 128
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of n tokens of a prompt, on the device or copied to the host.
-
-    logprobs: float32 [n]. ranks: int32 [n], see `PromptTokenLogprobs`.
-    top_ids, top_logprobs: int32 and float32 [n, num_top].
-    """
+    """Log-probabilities of n tokens of a prompt, on the device or on the host. Shapes: see `PromptLogprobs`."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -31,9 +26,7 @@ def score_prompt_tokens(
 ) -> PromptScores:
     """Log-probabilities of prompt tokens, and of the `num_top` likeliest tokens at their positions.
 
-    hidden: [n, hidden], hidden states at the positions before the tokens.
-    tokens: int32 [n].
-    Logits are computed for MAX_SCORED_TOKENS tokens at a time, to bound memory.
+    hidden: [n, hidden], hidden states at the positions before the tokens. tokens: int32 [n].
     """
 
     def score_chunk(hidden: Tensor, tokens: Tensor) -> PromptScores:

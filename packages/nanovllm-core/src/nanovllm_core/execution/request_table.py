@@ -1,7 +1,4 @@
-"""Device tables of running requests, one row per request, updated with the differences that each plan carries.
-
-A step can thus start from tokens of the previous step that have not reached the host yet.
-"""
+"""Device tables of running requests. Each step writes its tokens to the tables, where the next step reads them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,20 +19,18 @@ from nanovllm_core.sampling_params import (
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from nanovllm_core.scheduling.plan import NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import NewRow, ScheduledRows, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
-# A bias that applies until this position applies to all tokens of a request.
-_MAX_POSITION = np.iinfo(np.int32).max
-# Below this temperature a softmax over bf16 logits has one outcome, and dividing by it would overflow.
+_MAX_POSITION = np.iinfo(np.int32).max  # of any token
+# Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 
 
 class SamplingOps(IntFlag):
-    """Operations that a row needs to choose a token. A step skips operations that none of its rows needs.
+    """Operations that choose a row's token. A step skips operations that none of its rows needs.
 
-    GREEDY: only the argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. PENALTY, BIAS, MASK, FORBID:
-    the functions of `nanovllm_kernels.sampling` of these names.
+    GREEDY: argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. FORBID: `forbidden_sequences`.
     """
 
     GREEDY = 0
@@ -53,11 +48,9 @@ class StepInputs:
 
     device_rows: the step's requests, without padding.
     sampling_indices: int64 [n], indices of the step's requests that sample, rising.
-    sampling_ops: `SamplingOps` of these requests combined, except MASK. An integer, because operations on Python's enum
-        flags are slow.
-    num_logprobs: int64 [n], alternatives that each of these requests wants; -1 for no log-probabilities.
-    max_num_logprobs: the largest of `num_logprobs`.
-    state_copies: state slots to copy from and to before the step, int64 [m] each, in copy order; None for no copies.
+    sampling_ops: `SamplingOps` of the requests that sample, except MASK. An int is faster than an enum flag.
+    num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
+    state_copies: source and target slots int64 [m] of state copies before the step, in copy order; None for no copies.
     """
 
     device_rows: DeviceRows
@@ -69,17 +62,10 @@ class StepInputs:
 
 
 class RequestTable:
-    """Tables with rows 0..num_rows-1. `step_buffer` holds the rows of the current step.
+    """Tables with one row per request. The kernels document the tables that they read:
 
-    tokens: int32 [rows, max_model_len + 1].
-    num_computed: int32 [rows].
-    block_table: int32 [rows, max_blocks].
-    temperature, top_p, min_p, presence, frequency, repetition: float32 [rows].
-    top_k: int32 [rows]. seeds: int64 [rows].
-    counts: int32 [rows, vocab], token counts for `apply_penalties`.
-    bias_ids, bias_until: int32 [rows, entries]. bias_values: float32 [rows, entries]. See `apply_bias_`.
-    forbidden: int32 [rows, sequences, length]. num_prompt: int32 [rows]. See `forbid_sequences_`.
-    state_slots: int32 [rows]. checkpoints: int32 [rows, MAX_CHECKPOINTS, 2]. See `plan_states`.
+    counts: `apply_penalties`. bias_ids, bias_values, bias_until: `apply_bias_`. forbidden, num_prompt:
+    `forbid_sequences_`. state_slots, checkpoints: `plan_states`.
     """
 
     def __init__(
@@ -101,13 +87,13 @@ class RequestTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # The extra column takes the token that a finished request still samples in flight.
+        # A step in flight may sample one token after the last token of a finished request.
         self.tokens = zeros(num_rows, max_model_len + 1)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
-        # Padding reads rows that were never assigned: 1 turns the penalty off.
+        # Padding may read rows that were never written. There 1 turns the penalty off.
         self.repetition.fill_(1)
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
@@ -122,7 +108,7 @@ class RequestTable:
         self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
-        # `SamplingOps` whose tables still hold entries for each row, perhaps of a finished request.
+        # `SamplingOps` whose tables have entries in each row, perhaps of a finished request.
         self._written_ops = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
@@ -159,7 +145,7 @@ class RequestTable:
         for index, state in enumerate(states):
             if state.checkpoints:
                 checkpoints[index, : len(state.checkpoints)] = state.checkpoints
-        # A checkpoint that the pool evicted for one request may be the origin of an earlier one in the same plan.
+        # The source slot of one request may be evicted for another request of the same plan.
         pairs = order_slot_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, flat_checkpoints, sources, targets = upload(
@@ -178,7 +164,9 @@ class RequestTable:
         return (sources.view(torch.int64), targets.view(torch.int64)) if len(copies) else None
 
     def _write_changes(self, plan: StepPlan) -> None:
-        arrays = self._block_columns(plan.new_blocks)
+        new = plan.new_blocks
+        block_indices = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
+        arrays = [block_indices.view(np.int32), np.array(new.block_ids, np.int32)]
         if plan.new_rows:
             self._record_options(plan.new_rows)
             arrays += self._row_columns(plan.new_rows)
@@ -194,10 +182,6 @@ class RequestTable:
             logprobs = new.sampling.logprobs
             self._ops[new.row] = _find_ops(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
-
-    def _block_columns(self, new: NewBlocks) -> list[Int32Array]:
-        indices = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
-        return [indices.view(np.int32), np.array(new.block_ids, np.int32)]
 
     def _row_columns(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         width = self.tokens.shape[1]
@@ -233,9 +217,9 @@ class RequestTable:
         self.tokens.view(-1)[token_indices.long()] = token_ids
 
     def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
-        """Write token counts, biases and forbidden sequences, which few requests need, with one upload per request.
+        """Write token counts, biases and forbidden sequences, or remove those of the row's previous request.
 
-        Entries of the row's previous request are removed.
+        Few requests need these tables, so each request has its own upload.
         """
         for new in new_rows:
             ops, stale_ops = self._ops[new.row], self._written_ops[new.row]

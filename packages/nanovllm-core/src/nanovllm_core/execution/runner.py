@@ -1,8 +1,8 @@
-"""Executes step plans on one device: holds the model, the caches and the request table."""
+"""Executes step plans on one device."""
 
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -25,16 +25,14 @@ from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptL
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
 from nanovllm_kernels.platform import describe_device
 
-# Rows of the batch with which torch.compile is run. The code takes any number of rows but is tuned for this number.
+# Number of rows for which torch.compile tunes its code.
 COMPILED_ROWS = 1024
 
 
 class Runner:
-    """The model and the memory of one rank. All calls come from one thread.
+    """The model, the caches and the request table of one rank. All calls come from one thread.
 
-    A runner is built and then prepared in phases, in this order: `warm_up`, `measure_free_bytes`, `allocate`,
-    `capture`, as `start_runner` does for one rank. Several ranks would run each phase together and allocate what fits
-    on all of them. A later `allocate` replaces the caches; `capture` must follow.
+    `start_runner` shows the order of calls before the first step. After a later `allocate`, call `capture` again.
     """
 
     def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):
@@ -73,18 +71,14 @@ class Runner:
     @classmethod
     @torch.inference_mode()
     def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "Runner":
-        """Build the model with its weights, and the tables.
-
-        Raises ValueError if attention layers differ, ConfigError if the block size is too large, and what `spec.build`
-        raises.
-        """
+        """Build the model and the tables. Raises the exceptions of `spec.build` and of `CacheLayout.from_specs`."""
         device = torch.device(config.device)
         model = spec.build(BuildContext(device, config.torch_dtype, ParallelContext(), config.compile))
         return cls(model, spec, config, device)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile kernels by running a step of each kind: many rows, whole prompts, one row; each with both plans."""
+        """Compile kernels by running steps of several shapes."""
         if self._config.attention_backend != "torch":
             self._table.step_buffer.clear()
             num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
@@ -94,43 +88,37 @@ class Runner:
                 self._chooser.choose_padded(int(SamplingOps.RANDOM), self._forward_padded(shape))
                 self._forward_padded(shape, num_decodes=0)
         if self.device.type == "cpu":
-            # Kernels for few rows are compiled at their first use: use them before the first request.
+            # Kernels for few rows are compiled at their first use.
             self._run_dummy_step([1], SamplingParams(temperature=0.0))
 
     @torch.inference_mode()
     def measure_free_bytes(self) -> int:
-        """Bytes that this rank can use for the cache, after the largest step and the graphs.
-
-        Raises ConfigError if no memory is free.
-        """
+        """Bytes that the largest step and the graphs leave for the cache. Raises ConfigError if no memory is free."""
         free_bytes = measure_free_bytes(self._config, self.device, self._run_largest_step)
         self._table.step_buffer.clear()
         return free_bytes - self.graphs.estimate_bytes(self._forward_padded, self._chooser.choose_padded)
 
     @torch.inference_mode()
     def allocate(self, size: CacheSize) -> None:
-        """Allocate the caches. Graphs captured before read freed memory, so they are released."""
+        """Replace the caches, and release the graphs that read the old caches."""
         self.graphs.release()
         self.cache.allocate(size.num_blocks, size.num_slots)
         self.max_model_len = size.max_model_len
         if self.cache.state_caches:
-            # Compile the copy kernel for tensors of this size now, not at the first prefix hit.
+            # Compile the copy kernel now, not at the first prefix hit.
             null_slot = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.cache.copy_states(null_slot, null_slot)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture CUDA graphs, which read the allocated caches."""
+        """Capture CUDA graphs of steps."""
         self._table.step_buffer.clear()
         self.graphs.capture(self._forward_padded, self._chooser.choose_padded)
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
-        """Seconds of a step with one chunk of `num_tokens` after `context_len` computed tokens.
-
-        Call this before any request.
-        """
-        # The first of two runs may compile or allocate.
+        """Seconds of a step with one chunk after `context_len` cached tokens. Call only before the first request."""
+        # The first run may compile or allocate.
         greedy = SamplingParams(temperature=0.0)
         durations_s = [self._run_dummy_step([num_tokens], greedy, context_len=context_len) for _ in range(2)]
         self._table.step_buffer.clear()
@@ -139,15 +127,12 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Launch a step. On CUDA this waits only for tokens of the previous step that masks depend on.
+        """Launch a step. On CUDA the host waits only for tokens of the previous step on which masks depend.
 
         Raises RuntimeError if another operation waits for the device and `config.forbid_sync` is set.
         """
         start = time.perf_counter()
-        if self._config.forbid_sync:
-            with _forbid_waiting():
-                handle = self._launch(plan)
-        else:
+        with _forbid_waiting() if self._config.forbid_sync else nullcontext():
             handle = self._launch(plan)
         handle.launch_s = time.perf_counter() - start
         return handle
@@ -159,14 +144,14 @@ class Runner:
         step = self._table.apply_plan(plan)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)
-        # The choice of tokens may have to wait for the previous step, so prompts are scored before.
+        # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step)
         return self._chooser.choose(plan, step, output, host_slot, graphs, prompt_scores)
 
     def _run_model(
         self, plan: StepPlan, step: StepInputs
     ) -> tuple[ForwardOutput, SamplingGraphs | None, Sequence[PromptScores]]:
-        """Run the forward pass. Returns its output, the sampling graphs if it was replayed, and scores of prompts."""
+        """Run the forward pass. Returns its output, the sampling graphs of a replayed step, and the prompt scores."""
         forward = self._forward
         captured = self.graphs.dispatch(plan.shape, allows_graph=not plan.prompt_logprobs_ranges)
         if captured is not None:
@@ -180,7 +165,7 @@ class Runner:
         return ForwardOutput(logits, batch.seq_lens, batch.block_tables), None, prompt_scores
 
     def _score_prompt(self, part: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
-        # A copy is aligned, as the kernels expect of its chunks.
+        # The kernels need aligned memory, so copy the tokens.
         tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
         hidden = hidden[part.first_logits_index : part.first_logits_index + part.num_tokens]
         return score_prompt_tokens(hidden, tokens, part.num_top, self._model.compute_logits)
@@ -188,7 +173,7 @@ class Runner:
     def _forward_padded(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
     ) -> ForwardOutput:
-        """Run the forward pass of the step buffer's rows, padded to `shape`. Graphs capture this."""
+        """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
         bounds = BatchBounds(
             shape.num_tokens, num_decodes, shape.max_query_len, self._config.max_model_len, shape.whole
         )
@@ -197,7 +182,7 @@ class Runner:
         return ForwardOutput(self._forward.last_logits(hidden, batch), batch.seq_lens, batch.block_tables)
 
     def _run_largest_step(self) -> None:
-        """Run the step that takes the most memory: a full token budget, and all rows sample with all options."""
+        """Run a step with the full token budget, in which all rows sample with all options."""
         config = self._config
         budget, num_rows = config.max_num_batched_tokens, config.max_num_seqs
         max_length = min(budget - (num_rows - 1), config.max_model_len)
@@ -214,7 +199,6 @@ class Runner:
             logprobs=MAX_TOP_LOGPROBS,
         )
         lengths.sort()
-        # Prompt tokens are scored in chunks, so one long part takes as much memory as several parts.
         last_row = len(lengths) - 1
         part = PromptLogprobsRange(last_row, 1, lengths[last_row] - 1, MAX_TOP_LOGPROBS, sum(lengths[:last_row]))
         self._run_dummy_step(lengths, sampling, [part] if part.num_tokens else [])
@@ -227,22 +211,12 @@ class Runner:
         *,
         context_len: int = 0,
     ) -> float:
-        """Run a step of prompts that reads and writes the null block only. Returns its seconds.
+        """Run a step of prompts that reads and writes the null block only. Returns the step's seconds.
 
-        lengths: tokens to compute of each prompt, rising. context_len: tokens before these that count as computed.
+        lengths: tokens to compute of each prompt, rising. context_len: number of cached tokens before each prompt.
         """
-        new_rows = [
-            NewRow(
-                row,
-                np.zeros(context_len + length, np.int32),
-                context_len + length,
-                context_len,
-                sampling,
-                seed=0,
-                stop_ids=(),
-            )
-            for row, length in enumerate(lengths)
-        ]
+        prompts = [np.zeros(context_len + length, np.int32) for length in lengths]
+        new_rows = [NewRow(row, ids, len(ids), context_len, sampling, 0, ()) for row, ids in enumerate(prompts)]
         num_rows = len(lengths)
         scheduled = ScheduledRows(np.arange(num_rows), np.array(lengths), np.ones(num_rows, np.bool_))
         shape = BatchShape(num_rows, sum(lengths), None, whole=context_len == 0)
@@ -253,10 +227,7 @@ class Runner:
 
 
 def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
-    """Build a runner of one rank and prepare it for requests.
-
-    Raises the exceptions of `Runner.build`, and ConfigError if the cache does not fit.
-    """
+    """Build a runner and prepare it for steps. Raises the exceptions of `Runner.build` and of `plan_cache`."""
     runner = Runner.build(spec, config)
     runner.warm_up()
     runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
@@ -266,10 +237,7 @@ def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
 
 @contextmanager
 def _forbid_waiting() -> Generator[None]:
-    """While this context is active, an operation that makes the host wait for the device raises RuntimeError.
-
-    Waiting for an event is allowed, because it is explicit.
-    """
+    """Make operations in this context raise RuntimeError if the host waits for the device, except for an event."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""The handle of a launched step: tells when the device has finished it, and reads its results on the host."""
+"""The handle of a launched step, with which the host waits for the step and reads its results."""
 
 from collections.abc import Sequence
 
@@ -18,15 +18,10 @@ from nanovllm_kernels.sampling import Logprobs
 class StepHandle:
     """A step in flight, whose results are being copied to the host.
 
-    step: inputs of the step.
-    tokens: int32, tokens of all requests of the step, perhaps followed by padding; None when no request samples.
-    logprobs: log-probabilities of the requests that asked for them; None if no request asked.
-    host_slot: on CUDA the buffer for the tokens; read them before `depth` later steps have begun. None on a CPU.
-    failures: requests without a token, as pairs (index among the requests that sample, reason).
-    prompt_scores: one entry per `PromptLogprobsRange` of the plan.
-
-    Every step on CUDA records an event at its end, even if no request samples: `wait` bounds the number of steps in
-    flight, and copies on other streams wait for the event.
+    tokens: int32, tokens of all requests of the step, perhaps with padding; None when no request samples.
+    logprobs: log-probabilities of requests with log-probabilities; None without such requests.
+    host_slot: the buffer for the tokens; None on a CPU. Later steps overwrite the buffer, see `HostCopyRing`.
+    failures: pairs (index among the requests that sample, reason) of requests without a token.
     """
 
     def __init__(
@@ -56,38 +51,38 @@ class StepHandle:
         self._host_slot = host_slot
         self._logprobs = logprobs
         self._prompt_scores = prompt_scores
-        # Seconds that the host took to launch the step. On a CPU launching includes computing.
+        # Time that the host took to launch the step. On a CPU the launch computes the step.
         self.launch_s = 0.0
 
     @property
     def is_finished(self) -> bool:
-        """Whether the device has finished the step."""
+        """Whether the device has finished the step and the copies."""
         return self._host_slot is None or self._host_slot.end_event.query()
 
     def wait(self) -> None:
-        """Wait until the device has finished the step."""
+        """Wait until the step is finished."""
         if self._host_slot is not None:
             self._host_slot.end_event.synchronize()
 
     @property
     def events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
-        """The events recorded where a GPU began and finished the step; None on a CPU."""
+        """The events at the beginning and the end of the step; None on a CPU."""
         return None if self._host_slot is None else (self._host_slot.begin_event, self._host_slot.end_event)
 
     @property
     def duration_s(self) -> float:
-        """Seconds that the step took on the device. Read only after the step has finished."""
+        """Seconds that a finished step took on the device."""
         if self._host_slot is None:
             return self.launch_s
         return self._host_slot.begin_event.elapsed_time(self._host_slot.end_event) / 1e3
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """int32 [n], the tokens of the requests that sample. Read only after the step has finished."""
+        """Tokens int32 [n] of the requests that sample in a finished step."""
         return self._token_array[self._sampling_indices]
 
     def read_results(self) -> StepResults:
-        """The sampled tokens and all log-probabilities. Call only after the step has finished."""
+        """The results of a finished step."""
         prompt_logprobs = [_pack_scores(scores) for scores in self._prompt_scores]
         return StepResults(self.token_ids, self._read_logprobs(), self._failures, prompt_logprobs)
 
@@ -107,5 +102,5 @@ def _pack_scores(scores: PromptScores) -> PromptLogprobs:
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    # The copy takes microseconds on the step's stream. The next step, queued behind it, may overwrite the source.
+    # The next step may overwrite the source, but runs after the copy on the same stream.
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

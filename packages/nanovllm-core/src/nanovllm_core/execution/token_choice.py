@@ -1,4 +1,4 @@
-"""The choice of a step's tokens, from logits to tokens committed to the request table and copied to the host."""
+"""Chooses a step's tokens from logits, writes them to the request table, and starts their copy to the host."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,21 +17,12 @@ from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
 from nanovllm_kernels.request_tables import TokenTables, commit_tokens
-from nanovllm_kernels.sampling import (
-    DrawSettings,
-    Logprobs,
-    apply_bias_,
-    apply_masks_,
-    apply_penalties,
-    forbid_sequences_,
-    sample,
-)
 
-# Sampling graphs of one shape, least work first: by `SamplingOps`, the graph and the tensor that holds its tokens.
+# Sampling graphs of one shape, least work first. SamplingOps -> (graph, tensor that holds its tokens).
 SamplingGraphs = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
 
-# The `SamplingOps` for which graphs are captured, least work first. The last graph serves every other combination: it
-# does not change rows without penalties, biases, forbidden sequences or masks, and greedy rows stay greedy.
+# The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
+# other combination, because an operation does not affect rows that do not need the operation.
 CAPTURED_OPS = (
     *(
         int(ops | mask)
@@ -40,7 +31,7 @@ CAPTURED_OPS = (
     ),
     int(~SamplingOps.GREEDY),
 )
-# Integers, because operations on Python's enum flags are slow.
+# Integers, because operations on enum flags are slow.
 _RANDOM, _FILTER, _PENALTY = int(SamplingOps.RANDOM), int(SamplingOps.FILTER), int(SamplingOps.PENALTY)
 _BIAS, _FORBID, _MASK = int(SamplingOps.BIAS), int(SamplingOps.FORBID), int(SamplingOps.MASK)
 
@@ -48,7 +39,7 @@ GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 class TokenChooser:
-    """Chooses the tokens of all rows of a step, by launched kernels or by replaying a captured graph."""
+    """Chooses the tokens of all rows of a step with kernels or a captured graph."""
 
     def __init__(self, table: RequestTable, *, compiles: bool):
         self._table = table
@@ -64,13 +55,11 @@ class TokenChooser:
         graphs: SamplingGraphs | None,
         prompt_scores: Sequence[PromptScores],
     ) -> StepHandle:
-        """Choose and commit tokens, and start their copy to the host.
+        """Choose tokens, and wait for the previous step if masks depend on its tokens.
 
-        output: result of the forward pass; with graphs, the tensors from which the graphs were captured.
-        host_slot: the buffer for the tokens; None on a CPU.
-        graphs: captured sampling graphs for the step's shape; None to launch the kernels.
-        prompt_scores: one entry per `PromptLogprobsRange` of the plan, for the handle.
-        This waits for the previous step if masks depend on its tokens.
+        host_slot: None on a CPU.
+        graphs: sampling graphs that read `output`; None to launch kernels.
+        prompt_scores: one entry per `PromptLogprobsRange` of the plan.
         """
         constraints, ops = self._constraints, step.sampling_ops
         masks = constraints.fill_masks(step.sampling_indices) if constraints.begin_step(plan) else None
@@ -85,21 +74,19 @@ class TokenChooser:
         elif step.sampling_indices.size:
             tokens = self._choose_and_commit(ops, output, step.device_rows, masks)
         else:
-            # No token is sampled, so the kernel does not read the argument passed as tokens.
+            # No row samples, so the kernel does not read its `tokens` argument.
             self._commit(step.device_rows, step.device_rows.table_rows, ops)
             tokens = None
-        # Log-probabilities are not captured: few requests ask for them.
-        has_logprobs = step.max_num_logprobs >= 0
-        token_logprobs = None if tokens is None or not has_logprobs else compute_logprobs(tokens, output.logits, step)
+        # Graphs contain no log-probabilities, because few requests ask for them.
+        token_logprobs = None
+        if tokens is not None and step.max_num_logprobs >= 0:
+            token_logprobs = compute_logprobs(tokens, output.logits, step)
         handle = StepHandle(step, tokens, token_logprobs, host_slot, constraints.failures, prompt_scores)
         constraints.end_step(handle)
         return handle
 
     def choose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
-        """Choose and commit tokens for all rows of the step buffer, including padding. Graphs capture this.
-
-        ops: `SamplingOps` to apply. Returns the tokens, int32 [rows].
-        """
+        """Choose tokens int32 [rows] for all rows of the step buffer, including padding. Graphs capture this method."""
         count = output.logits.shape[0]
         masks = self._constraints.mask_buffer.first_masks(count) if ops & _MASK else None
         return self._choose_and_commit(ops, output, self._table.step_buffer.first_rows(count), masks)
@@ -127,47 +114,47 @@ def choose_tokens(
     gather: GatherColumns,
     masks: Masks | None = None,
 ) -> Tensor:
-    """Choose a token for each row of `logits` [n, vocab].
+    """Choose a token int32 [n] for each row of `logits` [n, vocab].
 
-    rows: int32 [n], the table rows of the requests.
-    positions: int32 [n], the positions of the new tokens.
-    ops: `SamplingOps` of all rows combined; an operation that no row needs does not change the tokens.
-    gather: `gather_columns`, or a compiled version of it.
-    masks: tokens that some rows may choose; applied last. None without masks.
-    Returns int32 [n].
+    rows: int32 [n], rows of the request table.
+    positions: int32 [n], positions of the new tokens.
+    ops: `SamplingOps` of all rows combined.
+    gather: `gather_columns`, perhaps compiled.
     """
     if ops & _PENALTY:
-        logits = apply_penalties(logits, rows, table.counts, table.repetition, table.presence, table.frequency)
+        logits = sampling.apply_penalties(logits, rows, table.counts, table.repetition, table.presence, table.frequency)
     elif ops & (_BIAS | _FORBID | _MASK):
-        # Log-probabilities are computed from the unchanged logits, so adjust a copy.
+        # Adjust a copy, because log-probabilities are computed from the unchanged logits.
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if ops & _BIAS:
-        apply_bias_(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
+        sampling.apply_bias_(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
     if ops & _FORBID:
-        forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
+        sampling.forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
     if masks is not None:
-        apply_masks_(logits, masks.rows, masks.bits)
+        sampling.apply_masks_(logits, masks.rows, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)
     if ops & _RANDOM:
         settings = gather(rows, settings)
     all_greedy, any_filter = not ops & _RANDOM, bool(ops & _FILTER)
-    return sample(logits, DrawSettings(*settings), positions, all_greedy=all_greedy, any_filter=any_filter)
+    return sampling.sample(
+        logits, sampling.DrawSettings(*settings), positions, all_greedy=all_greedy, any_filter=any_filter
+    )
 
 
 def gather_columns(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The entries of each of `columns` [R] at `rows` int32 [n]: one tensor [n] per column."""
+    """The entries of each column at `rows` int32 [n]."""
     return tuple(column.index_select(0, rows) for column in columns)
 
 
 def select_graph(graphs: SamplingGraphs, ops: int) -> int:
-    """The key of the first graph that does all of `ops`. The last graph does every operation."""
+    """The key of the first graph that does all of `ops`."""
     return ops if ops in graphs else next(captured for captured in graphs if not ops & ~captured)
 
 
-def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs) -> Logprobs:
-    """Log-probabilities of the chosen tokens and of the likeliest tokens, for the rows that asked for them.
+def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs) -> sampling.Logprobs:
+    """Log-probabilities of the chosen and of the likeliest tokens, for rows with log-probabilities.
 
-    tokens: [n]. logits: [n, vocab], not changed by penalties or temperature. Both may have padding at the end.
+    tokens: [n]. logits: [n, vocab], without penalties and temperature. Both may have padding at the end.
     """
     indices, count = step.sampling_indices[step.num_logprobs >= 0], len(step.device_rows.table_rows)
     if indices.size < count:

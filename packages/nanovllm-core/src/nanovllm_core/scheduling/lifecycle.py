@@ -10,14 +10,7 @@ from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine started.
-
-    num_prompt_tokens: prompt tokens of all requests that have been admitted, cached tokens included.
-    num_cached_tokens: prompt tokens that were found in the prefix cache.
-    num_queried_tokens: prompt tokens that were looked up in the prefix cache; 0 without prefix caching.
-    num_generated_tokens: output tokens.
-    num_computed_tokens: computed tokens of prompts and decodes.
-    """
+    """Totals since the engine started. num_queried_tokens: prompt tokens that were looked up in the prefix cache."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -29,9 +22,10 @@ class SchedulerCounters:
 
 
 class RequestLifecycle:
-    """Unfinished requests, and finished ones that still hold a row and blocks.
+    """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    Finish, abort and preemption all release through `release_when_idle`, which waits for the steps in flight.
+    num_preempted_unreleased, num_finished_unreleased: number of requests whose row and blocks are released once no step
+        in flight refers to the row.
     """
 
     def __init__(self, cache: CacheManager, rows: RowTable):
@@ -39,19 +33,18 @@ class RequestLifecycle:
         self.rows = rows
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
-        # Finished and preempted requests that keep row and blocks until no step in flight refers to them.
         self.num_finished_unreleased = 0
         self.num_preempted_unreleased = 0
         self._unfinished_by_key: dict[int, RequestState] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests, including preempted ones that a step in flight still refers to."""
+        """The number of waiting requests, including preempted requests with an unreleased row."""
         return len(self.waiting) + self.num_preempted_unreleased
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request is unfinished, or a finished one still holds a row and blocks."""
+        """Whether a request is unfinished, or still holds a row and blocks."""
         return bool(self._unfinished_by_key) or self.num_finished_unreleased > 0
 
     def find(self, key: int) -> RequestState | None:
@@ -64,10 +57,7 @@ class RequestLifecycle:
         self.waiting.push(request)
 
     def start(self, request: RequestState, num_cached_tokens: int) -> None:
-        """Give a row to a waiting request that the cache has admitted.
-
-        num_cached_tokens: number of the request's tokens that the cache has found.
-        """
+        """Give a row to a waiting request that the cache has admitted. num_cached_tokens: result of `admit`."""
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self.rows.assign(request, num_cached_tokens, len(request.block_ids) * self.cache.block_size)
@@ -79,7 +69,7 @@ class RequestLifecycle:
                 self.counters.num_cached_tokens += num_cached_tokens
 
     def preempt(self, request: RequestState) -> None:
-        """Move a running request back to the queue and free its blocks. Tokens in flight are still appended."""
+        """Free the blocks of a running request and queue it again. Tokens of steps in flight are kept."""
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -88,19 +78,18 @@ class RequestLifecycle:
         self.release_when_idle(request)
 
     def finish(self, request: RequestState) -> None:
-        """Finish a request in any unfinished state."""
+        """Finish a request, whether it waits or runs."""
         if request.status is RequestStatus.WAITING and not self.waiting.remove(request):
             self.num_preempted_unreleased -= 1
         if request.row >= 0:
             self.rows.is_running[request.row], self.rows.is_finished[request.row] = False, True
         request.status = RequestStatus.FINISHED
-        # The key may be used again at once, even if blocks are released later.
         del self._unfinished_by_key[request.key]
         self.num_finished_unreleased += 1
         self.release_when_idle(request)
 
     def release_when_idle(self, request: RequestState) -> None:
-        """Release row and blocks, unless a step in flight refers to them. Called again when that step has finished."""
+        """Release row and blocks unless a step in flight refers to the row. Call again when the step has finished."""
         if request.row >= 0:
             if self.rows.num_steps_in_flight[request.row] > 0:
                 return

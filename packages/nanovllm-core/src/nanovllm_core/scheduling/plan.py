@@ -1,7 +1,4 @@
-"""The types of one step: the plan that the scheduler makes, what the scheduler keeps with the plan, and the results.
-
-A `StepPlan` consists of plain values and of columns over all requests, so that other ranks can receive it.
-"""
+"""The types of one step: its plan, the scheduler's data about the step, and its results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,8 +20,8 @@ RowIndices = NDArray[np.int64]
 class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
-    query_len: number of tokens per request if all requests have the same number (uniform decode); else None.
-    whole: whether the step has prompts, and none of them has computed tokens before the step.
+    query_len: number of tokens per request if equal for all requests; else None.
+    whole: whether the step has prompts, and no prompt of the step was computed in part before.
     """
 
     num_reqs: int
@@ -34,12 +31,11 @@ class BatchShape(NamedTuple):
 
 
 class ScheduledRows(NamedTuple):
-    """The rows that a step computes: rows with one token first, prompts without computed tokens last.
+    """The rows that a step computes. Rows with one token come first, prompts without computed tokens last.
 
-    Consecutive steps may share one object.
     rows: int64 [n].
     num_tokens: int64 [n], number of tokens that the step computes for each row.
-    is_sampled: bool [n], whether the step samples a token after the last computed token of the row.
+    is_sampled: bool [n], whether the step samples a token for the row.
     """
 
     rows: RowIndices
@@ -49,21 +45,21 @@ class ScheduledRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks:
-    """New entries of block tables: entry `entries[i]` of row `rows[i]` becomes `block_ids[i]`."""
+    """New entries of the block table: block_table[rows[i], entries[i]] becomes block_ids[i]."""
 
     rows: list[int] = field(default_factory=list[int])
     entries: list[int] = field(default_factory=list[int])
     block_ids: list[int] = field(default_factory=list[int])
 
     def add(self, row: int, first_entry: int, block_ids: Sequence[int]) -> None:
-        """Set the entries of a row from `first_entry` on to `block_ids`."""
+        """Set the entries of `row` from `first_entry` on to `block_ids`."""
         self.rows.extend([row] * len(block_ids))
         self.entries.extend(range(first_entry, first_entry + len(block_ids)))
         self.block_ids.extend(block_ids)
 
 
 class NewState(NamedTuple):
-    """The state slot of a request, the slot to copy it from (0 for zeros), and the checkpoints to save."""
+    """The state slot of a request, its initial value, and the checkpoints to save. source_slot: 0 for zeros."""
 
     slot: int
     source_slot: int
@@ -75,11 +71,7 @@ NO_STATE = NewState(0, 0, ())
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that gets a row, with all data that the device needs.
-
-    token_ids: the prompt, and the output tokens that have reached the host.
-    stop_ids: tokens that may not be sampled before `sampling.min_tokens` output tokens.
-    """
+    """A request that gets a row. token_ids: the prompt, and the output of a request that was preempted."""
 
     row: int
     token_ids: TokenIds
@@ -95,10 +87,9 @@ class NewRow:
 class PromptLogprobsRange(NamedTuple):
     """Consecutive prompt tokens whose log-probabilities a step computes.
 
-    start: position of the first of the tokens in the prompt.
-    num_top: number of likeliest tokens to report per prompt token.
-    first_logits_index: index, among all tokens of the step, of the token whose logits predict the token at `start`. The
-        logits of the tokens after that predict the other tokens of the range.
+    start: position of the first token in the prompt.
+    first_logits_index: index of the token before `start` among all tokens of the step. The logits at each token predict
+        the next token.
     """
 
     row: int
@@ -112,8 +103,7 @@ class PromptLogprobsRange(NamedTuple):
 class StepPlan:
     """The plan of one step: changes of the device tables, and the rows to compute.
 
-    step: number of the step, from 0.
-    max_seq_len: longest context after the step, in tokens.
+    step: number of the step, from 0. max_seq_len: maximum context length after the step, in tokens.
     """
 
     step: int
@@ -126,7 +116,7 @@ class StepPlan:
 
 
 class RequestColumns(NamedTuple):
-    """Rows and, in the same order, their requests, request keys and lists of output tokens."""
+    """Rows with their requests, request keys and lists of output tokens."""
 
     rows: RowIndices
     requests: list[RequestState]
@@ -135,12 +125,10 @@ class RequestColumns(NamedTuple):
 
 
 class ScheduledStep(NamedTuple):
-    """A step in flight: the plan for the runner, and what the scheduler needs to apply the results.
+    """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
-    num_computed_tokens: int64 [n], number of tokens of each scheduled row that are computed after the step.
-    decodes: the scheduled rows and their requests if every row decodes; else None.
-    work: amount of work from which the step's time is predicted.
-    predicted_s: predicted time in seconds; 0 for a step without prompts.
+    num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step.
+    decodes: None unless every row decodes. predicted_s: predicted time; 0 for a step without prompts.
     """
 
     plan: StepPlan
@@ -151,11 +139,11 @@ class ScheduledStep(NamedTuple):
 
 
 class StepResults(NamedTuple):
-    """What the runner computed in a step.
+    """The results of a step.
 
-    tokens: int32 [n], one per row of the plan that is sampled, in the plan's order.
-    logprobs: pairs (index into `tokens`, log-probabilities) of rows that want log-probabilities.
-    grammar_failures: pairs (index into `tokens`, reason) of rows whose grammar failed. Their tokens are meaningless.
+    tokens: int32 [n], one per sampled row, in the plan's order.
+    logprobs: pairs (index into `tokens`, log-probabilities) of rows with log-probabilities.
+    grammar_failures: pairs (index into `tokens`, reason). The token of a row whose grammar failed is meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
     """
 

@@ -1,4 +1,4 @@
-"""Divides a step's budget among the prompts of requests with a row and of waiting requests."""
+"""Divides a step's budget among prompts."""
 
 from typing import NamedTuple
 
@@ -12,27 +12,26 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
 from nanovllm_core.scheduling.request_order import request_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Maximum number of waiting requests that are considered for a step.
 MAX_WAITING_CANDIDATES = 64
-# Chunks end at multiples of this many tokens, or of the block size if that is smaller. A larger unit adds padding.
+# Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
-# Requests that lacked blocks are retried after this many steps, as others may have cached blocks that they share.
+# Requests that lacked blocks are retried after this many steps, because other requests may have cached shared blocks.
 RETRY_INTERVAL_STEPS = 16
-# Over a few steps, the oldest prompt gets at least this share of the time spent on prompts.
+# Minimum share of the time for prompts that the oldest prompt gets on average.
 MIN_OLDEST_SHARE = 0.25
 # Maximum number of requests that are admitted before a request that lacked free blocks.
 MAX_BYPASSES = 32
 
 
 class PromptChunk(NamedTuple):
-    """The part of a prompt that a step computes: `num_tokens` tokens of a row."""
+    """The part of a prompt that a step computes."""
 
     row: int
     num_tokens: int
 
 
 class ScheduledPrompts(NamedTuple):
-    """The chunks of a step, with new rows and blocks of requests that the step admits."""
+    """The chunks of a step, and the rows and blocks of requests that the step admits."""
 
     chunks: list[PromptChunk]
     new_rows: list[NewRow]
@@ -42,7 +41,7 @@ class ScheduledPrompts(NamedTuple):
 class _Candidate(NamedTuple):
     """A prompt that the step may compute.
 
-    start: number of computed tokens. For a waiting request an estimate: the cached tokens at the last search.
+    start: number of computed tokens; for a waiting request, the estimated number of cached tokens.
     end: number of tokens to compute in total.
     """
 
@@ -52,10 +51,10 @@ class _Candidate(NamedTuple):
 
 
 class PromptScheduler:
-    """Chooses the prompts of each step.
+    """Chooses the prompts of each step, by service class, then by remaining work.
 
-    Within the most urgent class of requests, the prompt with the least remaining work goes first. The oldest prompt of
-    the class always gets a share of the time. Requests overtake one that lacks blocks at most MAX_BYPASSES times.
+    The oldest prompt of the first class gets at least MIN_OLDEST_SHARE of the time. If a request lacks blocks, at most
+    MAX_BYPASSES other requests are admitted before.
     """
 
     def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
@@ -64,22 +63,19 @@ class PromptScheduler:
         self._cache = lifecycle.cache
         self._rows = lifecycle.rows
         self._step_time_model = step_time_model
-        # Cached tokens of waiting requests at the last search, by request key.
+        # Estimated numbers of cached tokens of waiting requests, by request key.
         self._num_hits_by_key: dict[int, int] = {}
-        # Free blocks that waiting requests need which lacked blocks, by request key.
+        # Numbers of free blocks that are needed to admit requests that lacked blocks, by request key.
         self._needed_blocks_by_key: dict[int, int] = {}
         self._num_searches = 0
-        # The first request that lacked blocks, and how many others were admitted since.
+        # The first request that lacked blocks, and the number of requests admitted since.
         self._blocked_request: RequestState | None = None
         self._num_bypasses = 0
         # Consecutive steps in which the oldest prompt got less than its share.
         self._num_unfair_steps = 0
 
     def schedule(self, decodes: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:
-        """Add chunks to `prompts`, with new rows and blocks for requests that are admitted if `may_admit`.
-
-        decodes: the step's work without prompts.
-        """
+        """Add chunks to `prompts`. decodes: the step's work without prompts. may_admit: also admit waiting requests."""
         candidates = self._running_candidates()
         if may_admit and self._rows.num_free_rows:
             candidates += self._waiting_candidates()
@@ -100,7 +96,7 @@ class PromptScheduler:
         is_served = any(chunk.row == oldest.request.row for chunk in prompts.chunks)
         is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * sum(chunk_times_s)
         self._num_unfair_steps = 0 if is_fair else self._num_unfair_steps + 1
-        # A burst of short prompts may have more requests than are considered at once.
+        # After a burst of short prompts, a step may have room for more than MAX_WAITING_CANDIDATES requests.
         while may_admit and not budget.is_full and self._rows.num_free_rows:
             num_admitted = len(prompts.new_rows)
             for candidate in sorted(self._waiting_candidates(), key=self._service_order):
@@ -109,7 +105,7 @@ class PromptScheduler:
                 break
 
     def _schedule_chunk(self, candidate: _Candidate, budget: StepBudget, prompts: ScheduledPrompts) -> float:
-        """Add a chunk of the candidate within the budget, and return the predicted seconds of the chunk."""
+        """Add a chunk of the candidate if possible, and return the chunk's predicted seconds."""
         num_tokens = budget.size_chunk(candidate.start, candidate.end)
         if num_tokens == 0:
             return 0.0
@@ -122,7 +118,7 @@ class PromptScheduler:
 
     def _running_candidates(self) -> list[_Candidate]:
         rows = self._rows
-        # Requests with one token left decode.
+        # A request with one remaining token decodes.
         prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
         starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
         return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))
@@ -138,7 +134,7 @@ class PromptScheduler:
         self._num_searches += 1
         if self._num_searches % RETRY_INTERVAL_STEPS == 0:
             self._needed_blocks_by_key.clear()
-        # Forget the needed blocks of requests whose number of hits has changed.
+        # A request whose number of cached tokens changed needs another number of blocks: forget the old number.
         self._needed_blocks_by_key = {
             key: num_blocks
             for key, num_blocks in self._needed_blocks_by_key.items()
@@ -157,9 +153,9 @@ class PromptScheduler:
         return request_class(request), remaining_s, end - start, request.client_request.arrival_time
 
     def _must_wait(self, request: RequestState) -> bool:
-        """Whether `request` lacked blocks that are still not free, or may not overtake the blocked request again."""
+        """Whether too few blocks are free for `request`, or the blocked request was bypassed too often."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
-        # `num_blocks` includes the watermark, which an idle engine does not keep free.
+        # `num_blocks` includes the watermark, which is not kept free when no request runs.
         if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
             return True
         blocked = self._blocked_request
@@ -168,7 +164,7 @@ class PromptScheduler:
         return request_class(request) >= request_class(blocked)
 
     def _admit(self, request: RequestState, budget: StepBudget, prompts: ScheduledPrompts) -> float:
-        """Admit a waiting request with its first chunk if possible. Returns the predicted seconds of the chunk."""
+        """Admit a waiting request if possible, and return the predicted seconds of its first chunk."""
         num_cached_tokens = self._cache.admit(request, keep_watermark=self._rows.num_running > 0)
         if isinstance(num_cached_tokens, BlockShortage):
             self._needed_blocks_by_key[request.key] = num_cached_tokens.num_blocks

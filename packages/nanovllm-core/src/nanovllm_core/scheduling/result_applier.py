@@ -9,7 +9,7 @@ from nanovllm_core.outputs import RequestFailure, RequestFinish, RequestStart, S
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, ScheduledStep, StepResults
 
-# The blocks of this many output tokens are registered together: registering 16-token blocks singly takes twice as long.
+# Blocks of this many output tokens are registered together, because registering blocks singly takes twice as long.
 COMMIT_INTERVAL_TOKENS = 64
 
 
@@ -22,11 +22,11 @@ class ResultApplier:
         self._rows = lifecycle.rows
 
     def apply(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
+        """Apply the results of a finished step and return its outputs. Call in the order of scheduling."""
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
         failures = self._finish_failed_requests(scheduled, results)
-        # Some requests have finished after the step was scheduled.
+        # Requests may have finished after the step was scheduled.
         is_finished = rows.is_finished[scheduled.rows]
         if self._cache.prefix_caching:
             self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
@@ -44,7 +44,6 @@ class ResultApplier:
             tokens = results.tokens[is_unfinished]
         token_list = tokens.tolist()
         starts, finishes = self._append_tokens(columns, tokens, token_list)
-        # Rows of requests that finished in this step may be free already: `requests_of` skips them.
         for request in rows.requests_of(scheduled.rows[~rows.is_running[scheduled.rows]]):
             self._lifecycle.release_when_idle(request)
         return StepOutputs(columns.keys, token_list, logprobs, starts, finishes, failures, prompt_logprobs)
@@ -52,7 +51,7 @@ class ResultApplier:
     def _register_full_blocks(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], is_finished: NDArray[np.bool_]
     ) -> None:
-        """Register the blocks that a step filled: those of prompts at once, those of outputs a few at a time."""
+        """Register the blocks that a step filled. Blocks of outputs are registered several at a time."""
         block_size, num_tokens = self._cache.block_size, scheduled.num_tokens
         interval = np.where(num_tokens == 1, max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
         indices = np.flatnonzero((num_computed_tokens % interval < num_tokens) & ~is_finished)
@@ -73,7 +72,7 @@ class ResultApplier:
         return failures
 
     def _collect_logprobs(self, scheduled: ScheduledRows, results: StepResults) -> list[tuple[int, TokenLogprobs]]:
-        """The log-probabilities of unfinished requests, with their keys."""
+        """Pairs (request key, log-probabilities) of unfinished requests."""
         sampled_rows = scheduled.rows[scheduled.is_sampled]
         keys, is_finished = self._rows.keys[sampled_rows].tolist(), self._rows.is_finished[sampled_rows]
         return [(keys[index], logprobs) for index, logprobs in results.logprobs if not is_finished[index]]
@@ -81,9 +80,9 @@ class ResultApplier:
     def _append_tokens(
         self, columns: RequestColumns, tokens: NDArray[np.int32], token_list: list[int]
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
-        """Append one token to each request of `columns`, and finish requests. token_list: `tokens` as a list."""
+        """Append one token to each request, and finish requests. token_list: `tokens` as a list."""
         rows, (row_indices, requests, keys, output_ids) = self._rows, columns
-        # This appends to every list without a Python loop; the deque discards the results of append.
+        # This appends a token to every list without a Python loop. The deque discards the results of `append`.
         deque(map(list.append, output_ids, token_list), maxlen=0)
         num_host_tokens = rows.num_host_tokens[row_indices]
         first_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])

@@ -1,4 +1,4 @@
-"""The scheduler's state of requests that hold a row, as numpy columns, so that a step processes all rows at once."""
+"""The scheduler's state of requests with a row, as numpy columns."""
 
 from collections.abc import Collection
 
@@ -18,51 +18,41 @@ class RowTable:
 
     requests: the request of each row; None for a free row.
     is_running: bool [rows], whether the request may be scheduled.
-    is_finished: bool [rows], whether the request has finished; tokens that are sampled later are discarded.
+    is_finished: bool [rows], whether the request has finished. Tokens that steps in flight still sample are discarded.
+
     The other columns are int64 [rows]:
-    keys: request keys.
-    num_prompt_tokens: tokens of the prompt.
     num_host_tokens: tokens that have reached the host.
-    num_tokens: num_host_tokens, and tokens sampled on the device that have not reached the host yet.
-    num_computed_tokens: tokens computed by all scheduled steps; at most num_tokens.
-    max_total_tokens: number of tokens at which the request finishes.
+    num_tokens: tokens on the host, and tokens that scheduled steps sample.
+    num_computed_tokens: tokens that all scheduled steps compute; at most num_tokens.
     capacity: number of tokens that the request's blocks hold.
-    num_steps_in_flight: steps in flight that refer to the row.
     """
 
     def __init__(self, num_rows: int, num_eos_tokens: int):
         self.requests: list[RequestState | None] = [None] * num_rows
-        (
-            self.keys,
-            self.num_prompt_tokens,
-            self.num_host_tokens,
-            self.num_tokens,
-            self.num_computed_tokens,
-            self.max_total_tokens,
-            self.capacity,
-            self.num_steps_in_flight,
-        ) = np.zeros((8, num_rows), np.int64)
+        self.keys, self.num_prompt_tokens, self.num_host_tokens, self.num_tokens = np.zeros((4, num_rows), np.int64)
+        self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
+        self.capacity, self.num_steps_in_flight = np.zeros((2, num_rows), np.int64)
         self.is_running, self.is_finished = np.zeros((2, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
-        # Maximum number of stop tokens of any request so far.
+        # Maximum number of stop tokens of any request since the start.
         self._max_stop_ids = 1
-        # By token id, whether any request so far had the token as a stop token. The last entry is False.
+        # By token id, whether any request since the start had this stop token. The last entry is False.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
     def num_free_rows(self) -> int:
-        """Number of rows without a request."""
+        """The number of rows without a request."""
         return len(self._free_rows)
 
     @property
     def num_running(self) -> int:
-        """Number of requests that may be scheduled."""
+        """The number of requests that may be scheduled."""
         return int(np.count_nonzero(self.is_running))
 
     def assign(self, request: RequestState, num_computed_tokens: int, capacity: int) -> None:
-        """Give `request` a free row. The caller has checked `num_free_rows`."""
+        """Give `request` a free row. The caller checks `num_free_rows`."""
         request.row = row = self._free_rows.pop()
         self.requests[row] = request
         self.keys[row] = request.key
@@ -87,25 +77,24 @@ class RowTable:
         request.row = -1
 
     def requests_of(self, rows: RowIndices) -> list[RequestState]:
-        """The requests of `rows`; free rows are skipped."""
+        """The requests of `rows`, without free rows."""
         requests = self.requests
         return [request for row in rows.tolist() if (request := requests[row]) is not None]
 
     def columns_of(self, rows: RowIndices) -> RequestColumns:
-        """The requests of `rows` with their keys and outputs. No row may be free."""
+        """The columns of `rows`, none of which may be free."""
         requests = self.requests_of(rows)
         return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
     def decode_batch(self, rows: RowIndices) -> tuple[ScheduledRows, RequestColumns]:
-        """The batch in which each of `rows` decodes one token; the same objects while the requests stay the same."""
+        """The batch in which each of `rows` decodes one token. The same requests give the same object."""
         if self._last_decode_batch is None or not np.array_equal(self._last_decode_batch[0].rows, rows):
-            num_rows = len(rows)
-            scheduled = ScheduledRows(rows, np.ones(num_rows, np.int64), np.ones(num_rows, np.bool_))
+            scheduled = ScheduledRows(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_))
             self._last_decode_batch = scheduled, self.columns_of(rows)
         return self._last_decode_batch
 
     def are_stop_tokens(self, rows: RowIndices, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [n], whether `tokens[i]` is a stop token of the request in `rows[i]`. tokens: int32 [n]."""
+        """Whether `tokens[i]` is a stop token of the request in `rows[i]`. tokens: int32 [n]."""
         if not self._is_any_stop_id.take(tokens, mode="clip").any():
             return np.zeros(len(tokens), np.bool_)
         return (self._stop_ids[rows, : self._max_stop_ids] == tokens[:, None]).any(1)

@@ -1,4 +1,4 @@
-"""Decides how many tokens of each request the next step computes."""
+"""Plans steps: chooses how many tokens of each request the next step computes."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.lifecycle import RequestLifecycle, SchedulerCounters
+from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
     NewBlocks,
@@ -26,14 +26,13 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Blocks are allocated ahead of need if this many times as many blocks are free.
+# Blocks are allocated early if at least this many times as many blocks are free.
 MIN_FREE_FACTOR = 4
 
 
 class Scheduler:
-    """Schedules requests from the queue to their last token.
+    """Schedules requests from arrival to the last token. A step may contain prompt chunks and decodes.
 
-    There is no prefill or decode phase: each step computes some of every request's remaining tokens within one budget.
     Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
     """
 
@@ -52,6 +51,7 @@ class Scheduler:
         self.cache = cache
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
         self._lifecycle = RequestLifecycle(cache, self.rows)
+        self.counters = self._lifecycle.counters
         self._result_applier = ResultApplier(self._lifecycle)
         self.limits = limits
         self.step_time_model = step_time_model or StepTimeModel()
@@ -65,38 +65,33 @@ class Scheduler:
         return self.rows.requests_of(np.flatnonzero(self.rows.is_running))
 
     @property
-    def counters(self) -> SchedulerCounters:
-        """Totals since the engine started."""
-        return self._lifecycle.counters
-
-    @property
     def num_waiting(self) -> int:
-        """Number of waiting requests, including preempted ones that a step in flight still refers to."""
+        """The number of waiting requests, including preempted requests with an unreleased row."""
         return self._lifecycle.num_waiting
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request is unfinished, or a finished one still holds a row and blocks."""
+        """Whether a request is unfinished, or still holds a row and blocks."""
         return self._lifecycle.has_requests
 
     def add(self, request: RequestState) -> None:
-        """Queue a new, validated request. Raises ValueError if its key is in use."""
+        """Queue a validated request. Raises ValueError if the key is in use."""
         if self._lifecycle.find(request.key) is not None:
             raise ValueError(f"request key {request.key} is in use")
         sampling = request.sampling
         max_outputs = self._max_model_len - request.num_prompt_tokens
         request.max_total_tokens = request.num_prompt_tokens + min(max_outputs, sampling.max_tokens or max_outputs)
         request.stop_ids = frozenset(sampling.stop_token_ids)
-        # A grammar allows end-of-sequence tokens only where it is complete, and then no other tokens.
+        # A complete grammar allows only end-of-sequence tokens, so these must stop the request.
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seed_generator.getrandbits(63) if sampling.seed is None else sampling.seed
-        # Hash here, not while a step is planned, because the device may be idle then.
+        # Hash now, because the device may be idle while a step is planned.
         self.cache.hash_prompt(request)
         self._lifecycle.add(request)
 
     def abort(self, key: int) -> bool:
-        """Finish a request now. Returns False if the key is unknown or the request has finished."""
+        """Finish a request now. Returns False if no unfinished request has this key."""
         request = self._lifecycle.find(key)
         if request is None:
             return False
@@ -104,12 +99,12 @@ class Scheduler:
         return True
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step. Returns None if no request can be computed now."""
+        """Plan the next step; None if no request can be computed now."""
         num_preemptions = self.counters.num_preemptions
         prompts = ScheduledPrompts([], [], NewBlocks())
         decode_rows = self._schedule_decodes(prompts.new_blocks)
         decodes = StepWork(len(decode_rows), int(self.rows.num_computed_tokens[decode_rows].sum()) + len(decode_rows))
-        # The next free blocks go to preempted requests before new ones.
+        # Free blocks go to preempted requests first, so admit no request while a preempted row is unreleased.
         has_preempted = self.counters.num_preemptions > num_preemptions or self._lifecycle.num_preempted_unreleased > 0
         self._prompt_scheduler.schedule(decodes, prompts, may_admit=not has_preempted)
         if not len(decode_rows) and not prompts.chunks:
@@ -125,7 +120,7 @@ class Scheduler:
         return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
-        """The rows that decode one token in this step, after allocating blocks for them."""
+        """The rows that decode one token in this step. Allocates their blocks."""
         rows, num_tokens = self.rows, self.rows.num_tokens
         has_decode = (num_tokens - rows.num_computed_tokens == 1) & (num_tokens < rows.max_total_tokens)
         decode_rows = np.flatnonzero(rows.is_running & has_decode)
@@ -141,18 +136,18 @@ class Scheduler:
         return self._select_decodes_by_urgency(decode_rows, new_blocks)
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
-        """Those of `decode_rows` that will need another block within `block_size` steps.
+        """The rows that will need another block within `block_size` steps.
 
-        Giving all of them a block now changes the device's block tables in one step instead of in many.
+        If all these rows get a block in one step, the device's block table changes in fewer steps.
         """
         rows = self.rows
         capacity = rows.capacity[decode_rows]
-        # The last output token is never computed.
+        # The last output token is not computed, so it needs no room in the cache.
         needs_more = capacity < rows.max_total_tokens[decode_rows] - 1
         return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.cache.block_size)]
 
     def _add_blocks(self, requests: Sequence[RequestState], new_blocks: NewBlocks) -> bool:
-        """Give each of `requests` one more block. Returns False, without any change, if too few blocks are free."""
+        """Give each request one more block. Returns False and changes nothing if too few blocks are free."""
         block_ids = self.cache.grow(requests)
         if block_ids is None:
             return False
@@ -164,12 +159,12 @@ class Scheduler:
         return True
 
     def _select_decodes_by_urgency(self, decode_rows: RowIndices, new_blocks: NewBlocks) -> RowIndices:
-        """The decodes that the step includes when too few blocks are free: the most urgent get blocks first."""
+        """The rows that can decode when too few blocks are free. The most urgent requests get blocks first."""
         rows = self.rows
         selected_rows: set[int] = set()
         for request in sorted(rows.requests_of(decode_rows), key=urgency_order):
             row = request.row
-            # The request may have been preempted by a more urgent one earlier in this loop.
+            # An earlier iteration may have preempted this request.
             if request.status is RequestStatus.RUNNING and (
                 rows.num_tokens[row] <= rows.capacity[row]
                 or self._add_block_or_preempt(request, selected_rows, new_blocks)
@@ -178,9 +173,9 @@ class Scheduler:
         return np.array(sorted(selected_rows), np.int64)
 
     def _add_block_or_preempt(self, request: RequestState, selected_rows: set[int], new_blocks: NewBlocks) -> bool:
-        """Give a decode one more block, preempting less urgent requests if needed. False if it must wait."""
+        """Give a request one more block, if needed by preempting others. Returns False if the request must wait."""
         while not self._add_blocks([request], new_blocks):
-            # Blocks will be released when a step in flight finishes: preempt no other request until then.
+            # A step in flight will soon release blocks: preempt no further request until then.
             if self._lifecycle.num_preempted_unreleased or self._lifecycle.num_finished_unreleased:
                 return False
             candidates = (running for running in self.running_requests if running.row not in selected_rows)
@@ -191,11 +186,11 @@ class Scheduler:
         return True
 
     def _preemption_order(self, request: RequestState) -> SortKey:
-        num_remaining = self.rows.num_tokens[request.row] - self.rows.num_computed_tokens[request.row]
-        return preemption_order(request, is_prefilling=bool(num_remaining > 1))
+        is_prefilling = self.rows.num_tokens[request.row] - self.rows.num_computed_tokens[request.row] > 1
+        return preemption_order(request, is_prefilling=bool(is_prefilling))
 
     def _make_step(self, decode_rows: RowIndices, decode_context: int, prompts: ScheduledPrompts) -> ScheduledStep:
-        """Make the plan of the chosen rows, and count their tokens as computed and sampled."""
+        """Make the plan, and count its tokens as computed and sampled."""
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
         if chunks:
@@ -230,7 +225,7 @@ class Scheduler:
         return ScheduledStep(plan, num_computed_tokens, decodes, work, predicted_s)
 
     def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:
-        # The order that the kernels expect: rows with one token first, prompts without computed tokens last.
+        # The kernels expect rows with one token first, and prompts without computed tokens last.
         table = self.rows
         chunks.sort(key=lambda chunk: (chunk.num_tokens != 1, not table.num_computed_tokens[chunk.row]))
         rows = np.concatenate((decode_rows, [chunk.row for chunk in chunks]))
@@ -239,18 +234,14 @@ class Scheduler:
         return ScheduledRows(rows, tokens_per_row, is_sampled)
 
     def _prompt_logprobs_ranges(self, chunks: list[PromptChunk], num_decodes: int) -> list[PromptLogprobsRange]:
-        """The prompt tokens of `chunks` whose log-probabilities this step computes. num_decodes: rows before `chunks`.
-
-        Decodes have no prompt tokens to score: when the last token of a prompt is scheduled as a decode, all tokens of
-        the prompt have been scored.
-        """
+        """The prompt tokens whose log-probabilities the step computes. num_decodes: tokens before the chunks."""
         ranges: list[PromptLogprobsRange] = []
         requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
-        # Index of the chunk's first token among the tokens of the step.
+        # Index of the chunk's first token among all tokens of the step.
         chunk_index = num_decodes
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
             num_top, num_computed = request.sampling.prompt_logprobs, int(self.rows.num_computed_tokens[row])
-            # After a preemption tokens are computed again whose successors have been scored already.
+            # After a preemption, tokens before scored tokens are computed again.
             num_scored = request.num_scored_tokens
             num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscored_tokens)
             if num_top is not None and num_to_score > 0:

@@ -1,4 +1,4 @@
-"""Predicts the time of a step from its amount of work, with a model fitted to the steps that have finished."""
+"""Predicts the time of a step from its amount of work. The model is fitted to finished steps."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,24 +10,24 @@ from nanovllm_kernels.attention import attention_pairs
 
 # The weight of an observation decays by this factor with each later observation of its kind.
 _OBSERVATION_DECAY = 0.99
-# Weight of decode steps in the fit. They show the cost of cached context, but only steps with prompts are predicted.
+# Weight of decode steps in the fit. It is low because only steps with prompts are predicted.
 _DECODE_WEIGHT = 0.25
-# The fit uses one of this many decode steps, because consecutive decode steps are alike.
+# The fit uses every eighth decode step, because consecutive decode steps are alike.
 _DECODE_STRIDE = 8
-# Weight of the last coefficients in the fit. It decides coefficients that recent steps cannot distinguish.
+# Weight of the previous coefficients in the fit, for coefficients that recent steps do not determine.
 _PRIOR_WEIGHT = 1e-3
 # The weight of an error in the mean error decays by this factor with each later error.
 _ERROR_DECAY = 0.95
-# Weight of a new decode step in the usual time of decode steps.
+# Weight of a new decode step in the moving average of decode steps.
 _DECODE_STEP_WEIGHT = 0.1
 
 
 class StepWork(NamedTuple):
     """The amount of work of a step.
 
-    num_tokens: tokens of decodes and prompts; including padding where a step's time is predicted or observed.
+    num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: pairs of a prompt's query token and a token it attends to, see `AttentionRounds.estimate_pairs`.
+    prompt_pairs: pairs of a prompt's query token and a key token, see `AttentionRounds.estimate_pairs`.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class StepWork(NamedTuple):
 
 
 class StepTimeCoefficients(NamedTuple):
-    """Seconds per step, per token, per token of decode context and per pair of prompt tokens."""
+    """Seconds per step, per token, per token of decode context, and per pair of prompt tokens."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -44,36 +44,31 @@ class StepTimeCoefficients(NamedTuple):
     per_prompt_pair: float = 0.0
 
 
-# Chunk lengths in tokens that are measured at start-up, in order, until a step takes longer than
-# _MAX_CALIBRATION_STEP_S seconds.
+# Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
-# Maximum length of the chunk that is measured after computed tokens, and the ratio of these tokens to the chunk.
+# A last measurement is of a chunk of at most _CONTEXT_CHUNK_TOKENS after _CONTEXT_RATIO times as many cached tokens.
 _CONTEXT_CHUNK_TOKENS = 512
 _CONTEXT_RATIO = 32
-# Expected excess of the first steps: under load a device clocks lower than in the short steps that were measured.
+# Expected excess of the first steps: a device under load has a lower clock rate than in the measured short steps.
 _INITIAL_EXCESS = 0.02
 
 
 def calibrate(
     model: "StepTimeModel", time_step: Callable[[int, int], float], max_num_tokens: int, max_model_len: int
 ) -> None:
-    """Measure a few steps before the first request, in a fraction of a second, and fit `model` to them.
+    """Measure a few steps before the first request, and fit `model` to the measurements.
 
-    time_step: called with a chunk's number of tokens and the number of computed tokens before the chunk. Runs a step
-        with this chunk, and returns the seconds of the step.
-    max_num_tokens, max_model_len: maximum number of tokens of a step and of a sequence.
+    time_step: (tokens of a chunk, cached tokens before the chunk) -> seconds of a step with this chunk.
+    max_num_tokens: maximum number of tokens of a step.
     """
     num_tokens = 1
     for num_tokens in _CALIBRATION_CHUNK_TOKENS:
         if num_tokens > min(max_num_tokens, max_model_len):
             break
         seconds = time_step(num_tokens, 0)
-        if num_tokens == 1:
-            work = StepWork(num_tokens, decode_context=1)
-        else:
-            work = StepWork(num_tokens, prompt_pairs=attention_pairs(0, num_tokens))
-        model.observe(work, seconds)
+        is_decode = num_tokens == 1
+        model.observe(StepWork(1, 1) if is_decode else StepWork(num_tokens, 0, attention_pairs(0, num_tokens)), seconds)
         if seconds > _MAX_CALIBRATION_STEP_S:
             break
     num_tokens = min(num_tokens, _CONTEXT_CHUNK_TOKENS, max_num_tokens, max_model_len // 2)
@@ -87,39 +82,26 @@ def calibrate(
 class StepTimeModel:
     """A linear model of step times, fitted online by weighted least squares with non-negative coefficients.
 
-    Before the first observation every prediction is 0.
+    Before the first observation, all predictions are 0.
+    mean_error: mean relative error of recent predictions for steps with prompts.
+    mean_excess: mean relative time by which recent steps with prompts exceeded their prediction. Faster steps count 0.
+    decode_step_s: usual time of a step without prompts; 0 before the first such step.
     """
 
     def __init__(self) -> None:
         self._prompt_steps, self._decode_steps = _NormalEquations(), _NormalEquations()
         self._coefficients = StepTimeCoefficients()
         self._is_stale = False
-        self._mean_error = self._mean_excess = 0.0
-        self._decode_step_s = 0.0
+        self.mean_error = self.mean_excess = self.decode_step_s = 0.0
         self._num_decode_steps = 0
 
     @property
     def coefficients(self) -> StepTimeCoefficients:
-        """The fit to all observations so far."""
+        """The coefficients fitted to all observations."""
         if self._is_stale:
             self._coefficients = self._fit()
             self._is_stale = False
         return self._coefficients
-
-    @property
-    def mean_error(self) -> float:
-        """Mean relative error of recent predictions for steps with prompts."""
-        return self._mean_error
-
-    @property
-    def mean_excess(self) -> float:
-        """Mean relative time by which recent steps with prompts exceeded their prediction; shorter steps count as 0."""
-        return self._mean_excess
-
-    @property
-    def decode_step_s(self) -> float:
-        """Usual time of a step without prompts, in seconds; 0 before the first one."""
-        return self._decode_step_s
 
     def predict(self, work: StepWork) -> float:
         """Seconds that a step of `work` takes."""
@@ -127,12 +109,12 @@ class StepTimeModel:
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
     def max_chunk_tokens(self, start: int, seconds: float) -> float:
-        """Maximum length of a chunk that begins at `start` and takes `seconds`; infinity before any observation."""
+        """Length of a chunk that begins at `start` and takes `seconds`; infinity before the first observation."""
         _, per_token, _, per_pair = self.coefficients
         return _positive_root(per_pair / 2, per_token + per_pair * (start + 0.5), seconds)
 
     def max_attention_tokens(self, start: int, seconds: float) -> float:
-        """Maximum length of a chunk that begins at `start` and whose attention takes `seconds`."""
+        """Length of a chunk that begins at `start` and whose attention takes `seconds`."""
         per_pair = self.coefficients.per_prompt_pair
         return _positive_root(per_pair / 2, per_pair * (start + 0.5), seconds)
 
@@ -141,12 +123,12 @@ class StepTimeModel:
         return self.coefficients.per_token * num_tokens + self.attention_seconds(start, num_tokens)
 
     def attention_seconds(self, start: int, num_tokens: int) -> float:
-        """The part of `chunk_seconds` that is spent on attention."""
+        """Seconds that the attention of a chunk adds to a step."""
         return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
 
     def reset_errors(self, expected_excess: float = 0.0) -> None:
-        """Forget the measured errors: errors of the first few observations do not predict later errors."""
-        self._mean_error, self._mean_excess = 0.0, expected_excess
+        """Forget the measured errors."""
+        self.mean_error, self.mean_excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Add a step of `work` that took `seconds` to the fit."""
@@ -155,20 +137,20 @@ class StepTimeModel:
 
     def _observe_prompts(self, work: StepWork, seconds: float) -> None:
         expected = self.predict(work)
-        # Weighting by relative error limits the influence of outliers, such as steps that compile a kernel.
+        # The scale limits the influence of outliers, such as steps that compile a kernel.
         scale = max(seconds, expected / 2)
         self._prompt_steps.add(work, seconds, scale)
         self._is_stale = True
         if expected > 0:
             error = (seconds - expected) / scale
-            self._mean_error += (1 - _ERROR_DECAY) * (min(abs(error), 1.0) - self._mean_error)
-            self._mean_excess += (1 - _ERROR_DECAY) * (min(max(error, 0.0), 1.0) - self._mean_excess)
+            self.mean_error += (1 - _ERROR_DECAY) * (min(abs(error), 1.0) - self.mean_error)
+            self.mean_excess += (1 - _ERROR_DECAY) * (min(max(error, 0.0), 1.0) - self.mean_excess)
 
     def _observe_decodes(self, work: StepWork, seconds: float) -> None:
-        usual_s = self._decode_step_s
+        usual_s = self.decode_step_s
         # Limit the influence of one slow step.
         change_s = _DECODE_STEP_WEIGHT * (min(seconds, 2 * usual_s) - usual_s)
-        self._decode_step_s = seconds if usual_s == 0 else usual_s + change_s
+        self.decode_step_s = seconds if usual_s == 0 else usual_s + change_s
         if self._num_decode_steps % _DECODE_STRIDE == 0:
             self._decode_steps.add(work, seconds, max(seconds, usual_s / 2))
             self._is_stale = True
@@ -181,7 +163,7 @@ class StepTimeModel:
         prior = np.array(self._coefficients) / _COEFFICIENT_UNITS
         prior_weights = _PRIOR_WEIGHT * np.diag(gram) + 1e-30
         gram, moment = gram + np.diag(prior_weights), moment + prior_weights * prior
-        # Non-negative least squares: drop the most negative coefficient until none is negative.
+        # Drop the most negative coefficient until no coefficient is negative.
         active = np.arange(len(_COEFFICIENT_UNITS))
         solution = np.zeros(len(_COEFFICIENT_UNITS))
         while len(active):
@@ -194,24 +176,21 @@ class StepTimeModel:
 
 
 def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
-    """The n at which quadratic * n^2 + linear * n = seconds; 0 for negative seconds, infinity if nothing costs time."""
+    """The positive n with quadratic * n^2 + linear * n = seconds; 0 for negative seconds, infinity if linear <= 0."""
     if seconds <= 0:
         return 0.0
     if linear <= 0 or seconds == float("inf"):
         return float("inf")
-    # This form of the root also holds for quadratic = 0.
+    # This form is also valid for quadratic = 0.
     return 2 * seconds / (linear + (linear * linear + 4 * quadratic * seconds) ** 0.5)
 
 
-# Units in which coefficients are of similar size: seconds per 1, 1e3, 1e6 and 1e8.
+# Units in which the coefficients have similar magnitudes.
 _COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8])
 
 
 class _NormalEquations:
-    """The normal equations of a least-squares fit, as decaying sums over observations.
-
-    gram: sum of the products of pairs of terms. moment: sum of the products of terms with seconds.
-    """
+    """The normal equations of a least-squares fit, as decaying sums over observations."""
 
     def __init__(self) -> None:
         self._gram = np.zeros((len(_COEFFICIENT_UNITS), len(_COEFFICIENT_UNITS)))
@@ -219,12 +198,12 @@ class _NormalEquations:
         self._weight = 0.0
 
     def add(self, work: StepWork, seconds: float, scale: float) -> None:
-        """Add an observation. scale: seconds relative to which its error counts."""
+        """Add an observation. scale: the observation's error is measured relative to this number of seconds."""
         terms = np.array((1, *work), np.float64) * _COEFFICIENT_UNITS / scale
         self._gram = self._gram * _OBSERVATION_DECAY + np.outer(terms, terms)
         self._moment = self._moment * _OBSERVATION_DECAY + terms * (seconds / scale)
         self._weight = self._weight * _OBSERVATION_DECAY + 1
 
     def mean(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The weighted means of both sums; zeros before the first observation."""
+        """The means of the Gram matrix and of the moment vector; zeros before the first observation."""
         return self._gram / max(self._weight, 1.0), self._moment / max(self._weight, 1.0)

@@ -11,7 +11,7 @@ _EntryKey = tuple[SortKey, int]
 
 
 class WaitingQueue:
-    """Requests sorted by `admission_order`. An insertion into thousands of entries takes about a microsecond."""
+    """Requests sorted by `admission_order`."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[_EntryKey, RequestState]] = []
@@ -26,17 +26,17 @@ class WaitingQueue:
 
     def push(self, request: RequestState) -> None:
         """Add a request that is not in the queue."""
-        # The insertion number makes the key unique, so that requests are never compared.
+        # The insertion number makes the key unique, so that `remove` finds the entry by bisection.
         entry_key = (admission_order(request), next(self._insertion_numbers))
         self._entry_key_by_request[request.key] = entry_key
         insort(self._entries, (entry_key, request), key=lambda entry: entry[0])
 
     def peek(self, num_requests: int) -> Iterator[RequestState]:
-        """The first `num_requests` requests. The requests stay in the queue."""
+        """The first `num_requests` requests, which stay in the queue."""
         return (request for _, request in self._entries[:num_requests])
 
     def remove(self, request: RequestState) -> bool:
-        """Remove `request`. Returns False if the request was not in the queue."""
+        """Remove `request`. Returns False if the queue does not contain the request."""
         entry_key = self._entry_key_by_request.pop(request.key, None)
         if entry_key is None:
             return False
