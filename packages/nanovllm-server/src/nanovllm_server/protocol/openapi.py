@@ -1,7 +1,4 @@
-"""Builds the OpenAPI 3.1 document from the code that reads requests and from the types of responses.
-
-A test compares the paths listed here with the routes.
-"""
+"""Builds the OpenAPI 3.1 document from the code that reads requests and from the types of responses."""
 
 from typing import cast
 
@@ -23,7 +20,7 @@ WEATHER_TOOL: JSON = {
 }
 WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
 WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Requests without `model`, by description. They have every kind of object of a request, as `record_schema` requires.
+# Example requests by description, without `model`. For `record_schema`, the examples contain every kind of object.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
         "messages": [
@@ -115,7 +112,7 @@ ERROR_DESCRIPTIONS = {
 def openapi_document(
     names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool
 ) -> dict[str, JSON]:
-    """Builds the document of a server. names: names of the model. needs_key: the API requires a key."""
+    """Builds the document of one server. names: names of the model."""
     examples: list[dict[str, JSON]] = [{"model": names[0], **example} for example in EXAMPLES.values()]
     request = record_schema(lambda body: read_chat_request(body, limits, defaults), examples)
     properties = cast(dict[str, Schema], request["properties"])

@@ -1,4 +1,4 @@
-"""Reads the fields of a request that are options of the chat template."""
+"""Reads the request's options of the chat template."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high")
 class TemplateOptions:
     """Options of the chat template.
 
-    variables: additional variables of the template.
-    documents: documents for retrieval; None if the request has none.
+    documents: None if the request has no documents.
     add_generation_prompt: the prompt ends with the beginning of the model's turn.
     continue_final_message: the prompt ends within the last message, which the model continues.
     """
@@ -49,7 +48,7 @@ def _read_variables(body: FieldReader) -> dict[str, JSON]:
     effort = body.one_of("reasoning_effort", REASONING_EFFORTS)
     variables: dict[str, JSON] = {}
     if effort is not None:
-        # A template uses one variable or the other.
+        # Templates read either variable.
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     template_kwargs = body.raw("chat_template_kwargs", {"type": "object"})
     if template_kwargs is not None and not isinstance(template_kwargs, dict):

@@ -6,7 +6,7 @@ from nanovllm_server.protocol.json import JSON
 
 NO_VALUES: tuple[JSON, ...] = ()
 
-# Harmless values by unsupported field: values that have no effect. null is harmless in every field.
+# Values without effect, by unsupported field. null never has an effect.
 HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "allowed_token_ids": NO_VALUES,
     "audio": NO_VALUES,
@@ -22,7 +22,7 @@ HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "web_search_options": NO_VALUES,
 }
 
-# Supported field by unsupported field: the field to use instead.
+# The field to use instead, by unsupported field.
 REPLACEMENTS: dict[str, str] = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -49,7 +49,7 @@ def refuse_unsupported(body: FieldReader) -> None:
 
 
 def _is_same(value: JSON, other: JSON) -> bool:
-    # In Python, 1 == True; but a client that sends 1 for true should get an error.
+    # Python treats 1 and True as equal, but 1 instead of true is an error.
     return type(value) is type(other) and value == other
 
 
