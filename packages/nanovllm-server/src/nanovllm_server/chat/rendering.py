@@ -151,9 +151,8 @@ class Renderer:
             # Templates read either name.
             fields["reasoning"] = fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            fields["tool_calls"] = [
-                _to_template_call(call, as_text=self._needs_text_arguments) for call in message.tool_calls
-            ]
+            as_text = self._needs_text_arguments
+            fields["tool_calls"] = [_to_template_call(call, as_text=as_text) for call in message.tool_calls]
         return fields
 
 

@@ -34,11 +34,6 @@ class WorkerProcess:
         self.exited: asyncio.Future[int | None] = self._loop.create_future()
         self._loop.add_reader(self._pipe.fileno(), self._on_report)
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the process."""
-        return self._process.pid
-
     def send_order(self, order: WorkerOrder) -> None:
         """Sends `order` to the worker, unless the worker has ended."""
         if not self.exited.done():

@@ -64,6 +64,5 @@ def timed_out(seconds: float) -> ApiError:
 
 def internal_error(request_id: str) -> ApiError:
     """A 500 without details, which only the log has."""
-    return ApiError(
-        500, f"internal server error; the log has it as {request_id}", error_type="server_error", code="internal"
-    )
+    message = f"internal server error; the log has it as {request_id}"
+    return ApiError(500, message, error_type="server_error", code="internal")

@@ -5,13 +5,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.json import JSON
 
-# A JSON schema (2020-12) that allows any value.
-ANYTHING: dict[str, JSON] = {}
+# A JSON schema (2020-12).
+Schema: TypeAlias = dict[str, JSON]
+ANYTHING: Schema = {}
 
 
 class FieldReader:
@@ -29,7 +30,7 @@ class FieldReader:
         """Path of the field `name`, for `param` in errors."""
         return f"{self._path}.{name}" if self._path else name
 
-    def raw(self, name: str, accepts: dict[str, JSON] = ANYTHING) -> JSON:  # noqa: ARG002
+    def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
         """The unchecked value. accepts: JSON schema of allowed values; only `schema_recording.py` uses this schema."""
         self._names_read.add(name)
         return self._values.get(name)
@@ -48,7 +49,8 @@ class FieldReader:
         if value is None:
             return None
         if type(value) is not int or value < low or (high is not None and value > high):
-            raise self.wrong(name, f"an integer {_describe_bounds(low, high)}")
+            bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise self.wrong(name, f"an integer {bounds}")
         return value
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
@@ -68,12 +70,7 @@ class FieldReader:
             raise self.wrong(name, "true or false")
         return value
 
-    def text(
-        self,
-        name: str,
-        max_length: int | None = None,
-        accepts: dict[str, JSON] = ANYTHING,  # noqa: ARG002
-    ) -> str | None:
+    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:  # noqa: ARG002
         """A string of at most `max_length` characters (None for no limit). accepts: see `raw`."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
@@ -92,7 +89,7 @@ class FieldReader:
         name: str,
         expected: str,
         max_items: int | None = None,
-        items: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+        items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
         """An array of at most `max_items` (None for no limit). expected: see `bad_field`. items: schema of an item."""
         value = self.raw(name)
@@ -136,7 +133,3 @@ def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return low <= value <= high and math.isfinite(value)
-
-
-def _describe_bounds(low: int, high: int | None) -> str:
-    return f"of at least {low}" if high is None else f"from {low} to {high}"

@@ -223,12 +223,8 @@ def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
         path = body.path("logit_bias")
         # int() alone would accept "+1", "1_0" and non-ASCII digits.
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-            raise ApiError(
-                400,
-                f'{path} must have token ids from 0 to {vocab_size - 1} as keys, not "{key[:40]}"',
-                param=path,
-                code="invalid_value",
-            )
+            message = f'{path} must have token ids from 0 to {vocab_size - 1} as keys, not "{key[:40]}"'
+            raise ApiError(400, message, param=path, code="invalid_value")
         if not is_number(bias, -100, 100):
             raise bad_field(f"{path}.{key}", "a number from -100 to 100", bias)
         biases[int(key)] = float(bias)
@@ -249,10 +245,9 @@ def _read_stop_strings(body: FieldReader) -> tuple[str, ...]:
     checked_strings: list[str] = []
     for index, stop in enumerate(stop_strings):
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
-            path = f"stop[{index}]" if isinstance(value, list) else "stop"
-            raise bad_field(
-                path, expected if path == "stop" else f"a string of 1 to {MAX_STOP_LENGTH} characters", stop
-            )
+            if not isinstance(value, list):
+                raise body.wrong("stop", expected)
+            raise bad_field(f"stop[{index}]", f"a string of 1 to {MAX_STOP_LENGTH} characters", stop)
         checked_strings.append(stop)
     return tuple(checked_strings)
 

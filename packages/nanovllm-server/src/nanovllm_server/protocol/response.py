@@ -18,6 +18,8 @@ from nanovllm_server.protocol.bodies import (
     ChunkChoice,
     CompletionUsage,
     Finish,
+    FunctionCall,
+    FunctionCallDelta,
     ModelList,
     TokenLogprob,
     ToolCall,
@@ -141,7 +143,7 @@ def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     if delta.text:
         choice_deltas.append({"content": delta.text})
     choice_deltas.extend({"tool_calls": [_tool_call_delta(call)]} for call in delta.calls)
-    logprobs = _choice_logprobs(delta.logprobs)
+    logprobs: ChoiceLogprobs | None = {"content": [*delta.logprobs], "refusal": None} if delta.logprobs else None
     choices: list[ChunkChoice] = []
     if is_first:
         # As in a complete answer, null means reasoning or a call instead of content.
@@ -215,31 +217,19 @@ def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
     for delta in deltas:
         first_deltas.setdefault(delta.index, delta)
         argument_pieces.setdefault(delta.index, []).append(delta.arguments)
-    # A call's first delta has its id and name.
-    return [
-        {
-            "id": cast(str, call.id),
-            "type": "function",
-            "function": {"name": cast(str, call.name), "arguments": "".join(argument_pieces[index])},
-        }
-        for index, call in first_deltas.items()
-    ]
+    calls: list[ToolCall] = []
+    for index, call in first_deltas.items():
+        function: FunctionCall = {"name": cast(str, call.name), "arguments": "".join(argument_pieces[index])}
+        calls.append({"id": cast(str, call.id), "type": "function", "function": function})
+    return calls
 
 
 def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": cast(str, call.id),
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    function: FunctionCallDelta = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": cast(str, call.id), "type": "function", "function": function}
 
 
 def _chunk_choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _choice_logprobs(entries: tuple[TokenLogprob, ...] | None) -> ChoiceLogprobs | None:
-    return {"content": list(entries), "refusal": None} if entries else None

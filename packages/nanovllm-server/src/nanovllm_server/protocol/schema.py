@@ -1,4 +1,4 @@
-"""Checks JSON schemas in requests. A schema that can't be enforced is a 400."""
+"""The check of JSON schemas in requests: a schema that can't be enforced is refused with a 400."""
 
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.document import SchemaError

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader
+from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader, Schema
 from nanovllm_server.protocol.json import JSON
 
-Schema: TypeAlias = dict[str, JSON]
 ReadObject: TypeAlias = Callable[[FieldReader], object]
 # The path from a request to a nested value: names and indices.
 Keys: TypeAlias = tuple[str | int, ...]

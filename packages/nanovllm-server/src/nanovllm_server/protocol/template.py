@@ -29,13 +29,11 @@ def parse_template_options(body: FieldReader) -> TemplateOptions:
     continue_final_message = body.boolean("continue_final_message") or False
     add_generation_prompt = body.boolean("add_generation_prompt")
     if continue_final_message and add_generation_prompt:
-        raise ApiError(
-            400,
+        message = (
             "add_generation_prompt and continue_final_message can't both be true: a prompt ends in a new turn or in "
-            "the last message",
-            param="add_generation_prompt",
-            code="invalid_value",
+            "the last message"
         )
+        raise ApiError(400, message, param="add_generation_prompt", code="invalid_value")
     return TemplateOptions(
         variables=_read_variables(body),
         documents=_read_documents(body),

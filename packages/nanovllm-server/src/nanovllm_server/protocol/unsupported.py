@@ -4,22 +4,20 @@ from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
-NO_VALUES: tuple[JSON, ...] = ()
-
 # Values without effect, by unsupported field. null never has an effect.
 HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
-    "allowed_token_ids": NO_VALUES,
-    "audio": NO_VALUES,
+    "allowed_token_ids": (),
+    "audio": (),
     "best_of": (1,),
-    "chat_template": NO_VALUES,
+    "chat_template": (),
     "echo": (False,),
-    "functions": NO_VALUES,
+    "functions": (),
     "function_call": ("none",),
-    "logits_processors": NO_VALUES,
+    "logits_processors": (),
     "modalities": (["text"],),
     "return_tokens_as_token_ids": (False,),
     "use_beam_search": (False,),
-    "web_search_options": NO_VALUES,
+    "web_search_options": (),
 }
 
 # The field to use instead, by unsupported field.
