@@ -1,4 +1,4 @@
-"""The command line of `nanovllm-server`. Functions import torch and the server, to keep --help fast."""
+"""The command line of `nanovllm-server`. To keep --help fast, functions import torch and the server."""
 
 import argparse
 import asyncio

@@ -159,8 +159,8 @@ class Generation:
 
     @property
     def _reuses_prompt_cache(self) -> bool:
-        # The other choices find the prompt in the prefix cache once the first choice has a token. Prompts of at most
-        # one block are never cached.
+        # After the first choice's first token, other choices find the prompt in the prefix cache. A prompt of at most
+        # one block is never cached.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 

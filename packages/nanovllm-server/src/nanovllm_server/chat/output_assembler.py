@@ -23,8 +23,8 @@ class ChoiceOptions:
     """Options that apply to every choice of a request.
 
     include_stop: the text includes the stop string or stop token.
-    tag_ids: special tokens that are part of the text, for the parser.
-    allows_parallel_calls: false: the choice ends with its first call.
+    tag_ids: ids of special tokens that the parser reads as text.
+    allows_parallel_calls: if false, the choice ends with its first call.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 

@@ -123,7 +123,7 @@ class Service:
         return token_ids[-num_kept:]
 
     async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns the prompt and the budget (None: no budget). A budget may append the begin tag to the prompt."""
+        """Returns the prompt and the budget (None: no budget). The prompt may get the begin tag of reasoning."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         if chat.max_reasoning_tokens is None or reasoning is None or state == "closed":
             return prompt, None

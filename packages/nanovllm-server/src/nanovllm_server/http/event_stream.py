@@ -46,7 +46,7 @@ class ChatStream:
         self._must_send_prompt = envelope.prompt_token_ids is not None
 
     async def wait_for_first_deltas(self) -> None:
-        """Waits for the first deltas. An earlier failure raises, and can still set the HTTP status."""
+        """Waits for the first deltas. A failure during this wait can still set the HTTP status."""
         self._first_deltas = await anext(self._delta_batches)
 
     async def events(self, exchange: HttpExchange, logger: Logger) -> AsyncIterator[bytes]:

@@ -12,7 +12,7 @@ def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
     if not api_keys:
         return
     scheme, _, key = (authorization or "").partition(" ")
-    # The duration must not reveal parts of a key: digests have equal lengths, and every key is compared.
+    # Comparing equally long digests with every key takes constant time, and reveals nothing about the keys.
     digest = _digest(key.strip())
     matches = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
     if scheme.lower() != "bearer" or not any(matches):

@@ -1,4 +1,4 @@
-"""ASGI middleware around the web framework: assigns request ids, logs and counts every end, releases resources."""
+"""ASGI middleware around the web framework: assigns request ids, logs exchanges, releases resources."""
 
 import asyncio
 import time

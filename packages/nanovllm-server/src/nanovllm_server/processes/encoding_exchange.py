@@ -1,4 +1,4 @@
-"""Workers share encoded text in shared memory: only one worker encodes a segment of text."""
+"""Exchanges encoded text between workers through shared memory. Only one worker encodes a segment of text."""
 
 from collections.abc import Iterator, Mapping
 from threading import Lock

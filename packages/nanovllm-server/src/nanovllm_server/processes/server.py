@@ -80,8 +80,8 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
             listener = socket.socket(family)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The kernel spreads connections over such sockets. With one shared socket, the worker that wakes first
-            # would accept most connections.
+            # The kernel spreads connections over sockets with SO_REUSEPORT. With one shared socket, the worker that
+            # wakes first would accept most connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
             if sys.platform == "linux":

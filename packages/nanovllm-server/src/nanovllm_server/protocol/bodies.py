@@ -182,7 +182,7 @@ class Error(TypedDict):
 
 
 class Model(TypedDict):
-    """A model under one of its names. root: first name. OpenAI's API has neither root nor max_model_len."""
+    """A model under one of its names. root: the model's first name. OpenAI's API has neither root nor max_model_len."""
 
     id: str
     object: Literal["model"]

@@ -47,7 +47,7 @@ def refuse_unsupported(body: FieldReader) -> None:
 
 
 def _is_same(value: JSON, other: JSON) -> bool:
-    # Python treats 1 and True as equal, but 1 instead of true is an error.
+    # In Python, 1 == True. A client that sends 1 instead of true must get an error.
     return type(value) is type(other) and value == other
 
 
