@@ -8,7 +8,7 @@ import orjson
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.protocol.json import JSON
 
-# A message as chat templates read it.
+# A message in the form that chat templates read.
 TemplateMessage = dict[str, Any]
 
 

@@ -21,7 +21,7 @@ from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_sampling_defaults, read_template
 
-# Maximum number of connections that wait for a worker to accept them.
+# Maximum number of connections that no worker has accepted yet.
 BACKLOG = 2048
 # Maximum size of a connection's unsent data in the kernel. The worker joins further text into one event.
 MAX_UNSENT_BYTES = 16 << 10

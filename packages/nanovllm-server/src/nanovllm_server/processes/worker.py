@@ -77,7 +77,7 @@ async def run(arguments: WorkerArguments, pipe: Connection, is_ready: threading.
         parent.report(StartFailure(str(error), is_user_error=True))
         await parent.wait("close")
         return
-    # Excludes the loaded objects from garbage collection, because they live until the end.
+    # Loaded objects live until the end. Garbage collection need not examine these objects.
     gc.collect()
     gc.freeze()
     is_ready.set()

@@ -1,4 +1,4 @@
-"""The exception that becomes an error response, and functions that make such exceptions."""
+"""`ApiError`, the exception for error responses, and functions that make an `ApiError`."""
 
 from collections.abc import Mapping
 

@@ -159,7 +159,7 @@ def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     if delta.token_ids is not None:
         for choice in choices:
             choice["token_ids"] = []
-        # The chunk with the role has no token ids, unless it is the only chunk.
+        # The chunk with the role gets token ids only if there is no other chunk.
         choices[min(int(is_first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 
