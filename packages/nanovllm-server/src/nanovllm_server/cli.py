@@ -1,4 +1,4 @@
-"""The command line of `nanovllm-server`. Imports torch and the server late, so that --help responds at once."""
+"""The command line of `nanovllm-server`. To keep --help fast, functions import torch and the server."""
 
 import argparse
 import asyncio
@@ -20,22 +20,21 @@ REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
-# Exists on machines and in containers with a GPU. Importing torch to ask it would take seconds.
+# This file exists on machines with a GPU. Importing torch for the same answer takes seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 MAX_DEFAULT_WORKERS = 4
 CORES_PER_WORKER = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the flags."""
+    """Returns the parser of the command line."""
     flags = argparse.ArgumentParser(
         prog="nanovllm-server",
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = flags.add_argument
-    add("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
-    add("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
+    flags.add_argument("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
+    flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
     http.add_argument("--port", type=integer_from(0, 65535), default=8000, help="port to listen on; 0 for any free one")
@@ -126,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings(options: argparse.Namespace) -> "Settings":
-    """The settings from the flags and the environment. Raises SettingsError."""
+    """Makes the settings from the flags and the environment. Raises SettingsError."""
     from nanovllm_server.settings import Settings, check_keys, read_keys
 
     api_keys = tuple(options.api_key or ())
@@ -144,8 +143,8 @@ def settings(options: argparse.Namespace) -> "Settings":
         http_workers=options.http_workers or _http_workers(engine.device),
         load_format=options.load_format,
         chat_template=options.chat_template,
-        reasoning_parser=_parser_name(options.reasoning_parser),
-        tool_call_parser=_parser_name(options.tool_call_parser),
+        reasoning_parser=None if options.reasoning_parser == "auto" else options.reasoning_parser,
+        tool_call_parser=None if options.tool_call_parser == "auto" else options.tool_call_parser,
         max_queue=options.max_queue,
         max_body_bytes=options.max_body_mib << 20,
         request_timeout_s=options.request_timeout,
@@ -158,14 +157,10 @@ def settings(options: argparse.Namespace) -> "Settings":
 
 
 def _http_workers(device: Device | None) -> int:
-    # On a CPU, the model needs every core. A GPU generates tokens faster than one process can send them.
+    # On a CPU, the model needs every core. One process can't send tokens as fast as a GPU generates tokens.
     if device == "cpu" or not NVIDIA_DEVICE.exists():
         return 1
     return max(1, min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))
-
-
-def _parser_name(choice: str) -> str | None:
-    return None if choice == "auto" else choice
 
 
 def _fail(message: str, status: int) -> int:

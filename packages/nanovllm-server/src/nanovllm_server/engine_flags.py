@@ -1,4 +1,4 @@
-"""Command-line flags that are made of the fields of `EngineConfig`: names, types, defaults and descriptions."""
+"""Derives command-line flags from the fields of `EngineConfig`."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -10,16 +10,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from nanovllm_core.config import EngineConfig
 from nanovllm_server.flag_types import integer_from
 
-# The choice that leaves a setting to the engine.
+# Flag value that lets the engine choose.
 _AUTO = "auto"
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 
 
 def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> None:
-    """Add a flag for each of `names`, which are fields of `EngineConfig`. add_flag: a parser's `add_argument`.
-
-    A boolean field gets a flag that turns the setting off. Without a flag, the field keeps its default.
-    """
+    """Adds a flag for each of `names`, fields of `EngineConfig`. A boolean field gets the flag `--no-NAME`."""
     hints = get_type_hints(EngineConfig, include_extras=True)
     for name in names:
         field_type, description = get_args(hints[name])
@@ -39,13 +36,13 @@ def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> N
         elif value_type is Path:
             options |= {"type": Path, "metavar": "FILE"}
         else:
-            # An optional integer is a size.
+            # All optional integers are sizes.
             options["type"] = integer_from(1) if value_type is int and is_optional else value_type
         add_flag(f"--{flag}", help=description.replace("%", "%%"), **options)
 
 
 def engine_config(options: argparse.Namespace, **settings: Any) -> EngineConfig:
-    """The configuration from the flags of `add_engine_flags`. settings: fields that have no flag."""
+    """Makes the configuration from the flags of `add_engine_flags`. settings: fields without a flag."""
     for name, value in vars(options).items():
         if name in _DEFAULTS:
             is_auto = value == _AUTO and _DEFAULTS[name] is None
@@ -54,7 +51,7 @@ def engine_config(options: argparse.Namespace, **settings: Any) -> EngineConfig:
 
 
 def _split_optional(field_type: Any) -> tuple[Any, bool]:
-    """The type of a field without None, and whether the field may be None."""
+    """Returns the type without None, and whether `field_type` allows None."""
     if get_origin(field_type) not in (Union, UnionType):
         return field_type, False
     (value_type,) = set(get_args(field_type)) - {NoneType}

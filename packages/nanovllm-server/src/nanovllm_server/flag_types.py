@@ -1,4 +1,4 @@
-"""Parsers of command-line values. Each raises what argparse reports to the user."""
+"""Functions that parse command-line values for argparse."""
 
 import argparse
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser of integers from `low` to `high`; None for no upper bound."""
+    """Returns a parser of integers from `low` to `high` (None: no upper bound)."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -18,7 +18,7 @@ def integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A finite number above 0."""
+    """Parses a finite number above 0."""
     value = float(text)
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError("must be a finite number above 0")

@@ -1,8 +1,8 @@
-"""The server's settings, and the model's recommended sampling parameters."""
+"""The server's settings, and the sampling parameters that a model recommends."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import orjson
 
@@ -17,7 +17,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 class SettingsError(ValueError):
-    """A setting is invalid. The message has one line."""
+    """A setting is invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,10 @@ class Settings:
     model: checkpoint directory; None for the bundled model.
     names: names that requests may use for the model; None for the directory's name.
     api_keys: accepted keys; empty: requests need no key.
-    http_workers: number of processes that serve HTTP.
-    chat_template: see `read_template`; None for the model's.
+    chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
-    max_queue: maximum number of waiting sequences, in addition to the sequences that the engine runs.
-    request_timeout_s: maximum time of a request; None for no limit.
-    drain_timeout_s: time that running requests have to end when the server stops.
-    log_prompts: log rendered prompts.
+    max_queue: maximum number of waiting sequences, in addition to running sequences.
+    drain_timeout_s: time for running requests to end when the server stops.
     """
 
     model: Path | None
@@ -57,17 +54,14 @@ class Settings:
 
 
 def read_template(template_or_path: str) -> str:
-    """Returns a chat template: the argument if it has a brace or a line break, or else the contents of the file.
-
-    Raises SettingsError.
-    """
+    """Returns the argument if it has a brace or a line break, else reads the file. Raises SettingsError."""
     if any(character in template_or_path for character in "{}\n"):
         return template_or_path
     return _read_text(Path(template_or_path), "the chat template")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Reads API keys, one per line. Empty lines and lines that begin with # are skipped. Raises SettingsError."""
+    """Reads one API key per line. Skips empty lines and lines that begin with #. Raises SettingsError."""
     lines = [line.strip() for line in _read_text(path, "the API keys in").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
@@ -76,7 +70,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns `keys`. Raises SettingsError if a key can't be sent in a header; the message shows no key."""
+    """Returns `keys`. Raises SettingsError if a header can't contain a key."""
     if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
         raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
     return keys
@@ -99,32 +93,18 @@ def read_sampling_defaults(model: Path) -> SamplingDefaults:
     except orjson.JSONDecodeError as error:
         raise SettingsError(f"{path} is not valid JSON: {error}") from error
     recommended = values if isinstance(values, dict) else {}
-
-    def read_number(name: str, default: float) -> float:
+    if recommended.get("do_sample") is False:
+        recommended["temperature"] = 0.0
+    defaults: dict[str, Any] = asdict(SamplingDefaults())
+    for name in defaults:
         value = recommended.get(name)
         if value is None:
-            return default
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SettingsError(f"{path}: {name} must be a number")
-        return float(value)
-
-    fallback = SamplingDefaults()
-    is_greedy = recommended.get("do_sample") is False
-    defaults = SamplingDefaults(
-        temperature=0.0 if is_greedy else read_number("temperature", fallback.temperature),
-        top_p=read_number("top_p", fallback.top_p),
-        top_k=int(read_number("top_k", fallback.top_k)),
-        min_p=read_number("min_p", fallback.min_p),
-        repetition_penalty=read_number("repetition_penalty", fallback.repetition_penalty),
-    )
+        defaults[name] = int(value) if name == "top_k" else float(value)
     try:
-        SamplingParams(
-            temperature=defaults.temperature,
-            top_p=defaults.top_p,
-            top_k=defaults.top_k,
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        ).validate(vocab_size=0)  # These parameters contain no token ids.
+        SamplingParams(**defaults).validate(vocab_size=0)  # These parameters contain no token ids.
     except RequestError as error:
         raise SettingsError(f"{path}: {error}") from error
-    return defaults
+    return SamplingDefaults(**defaults)

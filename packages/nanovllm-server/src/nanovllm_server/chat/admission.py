@@ -1,4 +1,4 @@
-"""Limits the number of sequences in the server, over all workers."""
+"""Limits the number of sequences in all workers of a server together."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from nanovllm_server.protocol.error import ApiError, unavailable
 
 
 class AdmissionControl:
-    """Counts the sequences in the server, over all workers, and refuses more than `capacity`.
+    """Admits up to `capacity` sequences in all workers together.
 
     shutdown_reason: why all requests are refused; None while requests are admitted.
-    idle: event, set while this worker has no sequences.
+    idle: set while this worker has no sequences.
     """
 
     def __init__(self, capacity: int, counters: SharedCounters):
@@ -20,19 +20,19 @@ class AdmissionControl:
         self.idle.set()
         self.shutdown_reason: str | None = None
         self._num_active = counters.claim(1)
-        # If this worker replaces a dead one, the sequences of the dead one are gone.
+        # Discards the count of a dead worker that this worker replaces.
         self._num_active.clear()
 
     @property
     def num_active(self) -> int:
-        """Number of sequences in the server."""
+        """Number of sequences in all workers."""
         return int(self._num_active.total(0))
 
     def admit(self, num_sequences: int) -> Callable[[], None]:
-        """Counts the sequences of a request. Returns a function that removes them again. Raises ApiError (429, 503)."""
+        """Adds sequences. Returns the function that removes these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
-        # Add first, then compare: two workers that do so at once may both refuse, but never admit too many.
+        # Add first, then compare: two workers at once may both refuse, but never admit too many.
         self._num_active.add(0, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:

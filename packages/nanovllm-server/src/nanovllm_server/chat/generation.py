@@ -1,7 +1,4 @@
-"""Runs the sequences of one answer on the engine and yields their deltas.
-
-If the reader is slow or the event loop is busy, deltas become larger instead of more numerous.
-"""
+"""Runs the sequences of one answer on the engine. Slow readers get fewer and larger deltas."""
 
 import asyncio
 import time
@@ -16,12 +13,12 @@ from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
 
-# Interval of empty batches of deltas, which become keep-alive comments.
+# Interval of keep-alive comments in a stream.
 IDLE_S = 15.0
 
 
 class OutputNotifier:
-    """Wakes the reader of an answer when the engine has new outputs for any choice, or has failed."""
+    """Wakes the reader of an answer when the engine has new outputs or has failed."""
 
     def __init__(self) -> None:
         self._failure: Exception | None = None
@@ -29,26 +26,26 @@ class OutputNotifier:
         self._has_outputs = False
 
     def wake(self) -> None:
-        """The engine calls this method when there are new outputs."""
+        """Called by the engine when there are new outputs."""
         self._has_outputs = True
         self.wake_reader()
 
     def fail(self, reason: str) -> None:
-        """The engine calls this method when it has died."""
+        """Called by the engine client when the engine has died."""
         self.raise_in_reader(EngineDeadError(reason))
 
     def raise_in_reader(self, failure: Exception) -> None:
-        """Makes the reader raise `failure`."""
+        """Makes the reader's `wait` raise `failure`."""
         self._failure = failure
         self.wake_reader()
 
     def wake_reader(self) -> None:
-        """Makes the reader's `wait` return, even if there are no new outputs."""
+        """Makes the reader's `wait` return, even without new outputs."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Waits for new outputs or `wake_reader`. Raises the failure that was passed to `fail` or `raise_in_reader`."""
+        """Waits for new outputs or `wake_reader`. Raises the failure of `fail` or `raise_in_reader`."""
         if not self._has_outputs and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -58,12 +55,12 @@ class OutputNotifier:
 
 
 class Generation:
-    """One answer that is being generated, with a request and an output assembler for each choice.
+    """One answer. Each choice has a request and an output assembler.
 
     timeout_s: maximum time from the requests' arrival to the end; None for no limit.
-    make_grammar_error: makes the exception to raise if the grammar fails during generation, from the reason.
+    make_grammar_error: makes the exception for a grammar that fails during generation, from the reason.
     first_token_s: seconds from arrival to the first token; None before the first token.
-    prompt_logprobs: log-probabilities of prompt tokens; None before the first token, or if not requested.
+    prompt_logprobs: None before the first token, or if not requested.
     """
 
     def __init__(
@@ -94,10 +91,9 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Numbers of tokens so far."""
-        prompt_tokens = self._requests[0].num_prompt_tokens
+        """Token counts so far."""
         return Usage(
-            prompt_tokens,
+            self._requests[0].num_prompt_tokens,
             self._num_cached_tokens,
             sum(assembler.num_tokens for assembler in self._assemblers),
             sum(assembler.num_reasoning_tokens for assembler in self._assemblers),
@@ -105,22 +101,20 @@ class Generation:
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:
-        """Token ids of the prompt; read-only."""
+        """Token ids of the prompt."""
         return self._requests[0].prompt_ids
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The finish reason of each choice; "abort" for a choice that has not finished."""
+        """The finish reason of each choice; "abort" for an unfinished choice."""
         return [assembler.finish_reason or "abort" for assembler in self._assemblers]
 
     def fail(self, failure: Exception) -> None:
-        """Ends the generation: `stream_deltas` raises `failure`."""
+        """Makes `stream_deltas` raise `failure`."""
         self._notifier.raise_in_reader(failure)
 
     async def stream_deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
-        """Yields lists of new deltas. Also yields an empty list every `idle_s` seconds.
-
-        Ends when every choice has ended. If the caller stops earlier, all sequences are aborted.
+        """Yields new deltas until every choice has ended. Also yields an empty list every `idle_s` seconds.
 
         Raises EngineDeadError, ApiError after `timeout_s`, the error of `make_grammar_error`, the argument of `fail`.
         """
@@ -145,7 +139,7 @@ class Generation:
                         deltas.append(delta)
                     if self._assemblers[index].finish_reason is not None:
                         num_unfinished -= 1
-                        # After a stop string, the engine would otherwise continue this choice.
+                        # The engine does not know stop strings and would continue.
                         self._open_requests[index].close()
                 if deltas:
                     yield deltas
@@ -153,7 +147,7 @@ class Generation:
             self.close()
 
     def close(self) -> None:
-        """Aborts sequences that still run, and updates the metrics. Further calls do nothing."""
+        """Aborts the running sequences and updates the metrics. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -165,8 +159,8 @@ class Generation:
 
     @property
     def _reuses_prompt_cache(self) -> bool:
-        # After the first token, the prefix cache has the prompt's blocks, so other choices do not compute the prompt.
-        # A prompt of at most one block is never cached.
+        # After the first choice's first token, other choices find the prompt in the prefix cache. A prompt of at most
+        # one block is never cached.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 
@@ -179,7 +173,7 @@ class Generation:
 
     def _expire(self, timeout_s: float) -> None:
         self.fail(timed_out(timeout_s))
-        # A slow reader notices the failure late: abort the sequences now.
+        # Aborts the sequences now, because a slow reader may notice the failure late.
         for request in self._open_requests.values():
             request.close()
 

@@ -1,4 +1,4 @@
-"""Assembles the deltas of one choice from engine outputs, and decides when and why the choice ends."""
+"""Turns the engine's outputs into the deltas of one choice, and decides when and why the choice ends."""
 
 import uuid
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from nanovllm_server.parsing.parser import Parser
 from nanovllm_server.protocol.bodies import Finish, TokenLogprob, TopLogprob
 from nanovllm_server.protocol.response import CallDelta, Delta
 
-# Stands for minus infinity, the log-probability of impossible tokens, which JSON does not have.
+# JSON has no minus infinity, the log-probability of impossible tokens.
 MIN_LOGPROB = -9999.0
 
 
@@ -22,11 +22,9 @@ MIN_LOGPROB = -9999.0
 class ChoiceOptions:
     """Options that apply to every choice of a request.
 
-    include_stop: the text includes the stop string or stop token that ended it.
-    tag_ids: special tokens whose names are part of the text, because the parser reads them.
-    include_reasoning: deltas include reasoning.
-    allows_parallel_calls: the model may make several calls; otherwise the choice ends with its first call.
-    include_token_ids: deltas include token ids.
+    include_stop: the text includes the stop string or stop token.
+    tag_ids: ids of special tokens that the parser reads as text.
+    allows_parallel_calls: if false, the choice ends with its first call.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 
@@ -40,9 +38,9 @@ class ChoiceOptions:
 
 
 class OutputAssembler:
-    """Assembles the deltas of one choice from the engine's outputs: detokenizes, parses, and finds stop strings.
+    """Detokenizes and parses the outputs of one choice, and finds stop strings.
 
-    num_tokens: number of the choice's tokens so far, up to a stop string.
+    num_tokens: number of tokens so far, up to a stop string.
     finish_reason: None until the choice has ended.
     """
 
@@ -57,18 +55,12 @@ class OutputAssembler:
         self._detokenizer = Detokenizer(vocabulary, options.tag_ids)
         self._parser = parser
         self._stop_matcher = StopMatcher(options.stop_strings) if options.stop_strings else None
-        # Stop strings have no effect before this number of tokens, like the end-of-sequence token.
-        self._min_tokens = sampling.min_tokens
-        self._stop_token_ids = sampling.stop_token_ids
-        self._include_reasoning = options.include_reasoning
-        self._allows_parallel_calls = options.allows_parallel_calls
-        self._include_stop = options.include_stop
-        self._is_function_named = options.is_function_named
-        self._num_top_logprobs = sampling.logprobs
+        self._sampling = sampling
+        self._options = options
         self._reasoning_ended = False
-        # The choice has ended with a stop string, or with its only allowed call.
+        # A stop string was found, or the only allowed call has ended.
         self._is_stopped = False
-        # Contents of the next delta. `_token_ids` is None if the request does not ask for token ids.
+        # Contents of the next delta.
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] | None = [] if options.include_token_ids else None
         self._reasoning_pieces: list[str] = []
@@ -76,17 +68,16 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def process_output(self, output: RequestOutput) -> Delta | None:
-        """Adds an output; returns the delta, or None if the output adds nothing. Must not be called after the end."""
+        """Adds an output. Returns the new delta; None if there is nothing new. Must not be called after the end."""
         token_ids = output.new_token_ids
-        # A stop token is part of the text only if the request includes it.
-        num_text_tokens = len(token_ids) if output.stop_token is None or self._include_stop else len(token_ids) - 1
+        num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
             if self._token_ids is not None:
                 self._token_ids.append(token_id)
-            if self._num_top_logprobs is not None and output.logprobs is not None:
+            if self._sampling.logprobs is not None and output.logprobs is not None:
                 logprobs = output.logprobs[position]
-                self._logprobs.append(make_logprob_entry(self._vocabulary, token_id, logprobs, self._num_top_logprobs))
+                self._logprobs.append(make_logprob_entry(self._vocabulary, token_id, logprobs, self._sampling.logprobs))
             if position < num_text_tokens and (text := self._detokenizer.push(token_id)):
                 self._apply_events(self._parser.push(text))
             self._update_reasoning_tokens()
@@ -104,7 +95,7 @@ class OutputAssembler:
         if self._is_stopped:
             return self._end("stop")
         self._flush_stop_matcher()
-        return self._end(reason, output.stop_token if output.stop_token in self._stop_token_ids else None)
+        return self._end(reason, output.stop_token if output.stop_token in self._sampling.stop_token_ids else None)
 
     def _apply_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -112,24 +103,24 @@ class OutputAssembler:
                 case ContentText(text):
                     self._add_text(text)
                 case ReasoningText(text):
-                    if self._include_reasoning:
+                    if self._options.include_reasoning:
                         self._reasoning_pieces.append(text)
                 case CallBegun(index, name):
-                    # A stop string can't continue after a call.
+                    # A stop string can't reach across a call.
                     self._flush_stop_matcher()
                     self._calls.append(CallDelta(index, "", f"call_{uuid.uuid4().hex[:24]}", name))
                 case CallArguments(index, text):
                     self._calls.append(CallDelta(index, text))
                 case CallEnded():
-                    self._is_stopped = not self._allows_parallel_calls
+                    self._is_stopped = not self._options.allows_parallel_calls
             if self._is_stopped:
                 return
 
     def _add_text(self, text: str) -> None:
-        if self._stop_matcher is not None and self.num_tokens > self._min_tokens:
+        if self._stop_matcher is not None and self.num_tokens > self._sampling.min_tokens:
             text = self._stop_matcher.push(text)
             self._is_stopped = self._stop_matcher.matched_stop is not None
-            if self._include_stop:
+            if self._options.include_stop:
                 text += self._stop_matcher.matched_stop or ""
         if text:
             self._text_pieces.append(text)
@@ -146,10 +137,10 @@ class OutputAssembler:
     def _end(self, reason: Finish, stop_reason: str | int | None = None) -> Delta:
         if self._stop_matcher is not None and self._stop_matcher.matched_stop is not None:
             stop_reason = self._stop_matcher.matched_stop
-        # "length" tells the client that a call's arguments are incomplete, whatever cut them off.
+        # "length" tells the client that the arguments of the last call are incomplete.
         if self._parser.in_call:
             reason = "length"
-        elif self._parser.num_calls and reason == "stop" and not self._is_function_named:
+        elif self._parser.num_calls and reason == "stop" and not self._options.is_function_named:
             reason = "tool_calls"
         self.finish_reason = reason
         return self._take_delta(stop_reason)
@@ -160,7 +151,7 @@ class OutputAssembler:
             "".join(self._text_pieces),
             reasoning="".join(self._reasoning_pieces),
             calls=tuple(_join_arguments(self._calls)) if self._calls else (),
-            logprobs=None if self._num_top_logprobs is None else tuple(self._logprobs),
+            logprobs=None if self._sampling.logprobs is None else tuple(self._logprobs),
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             in_reasoning=self.finish_reason is not None and self._parser.in_reasoning,
@@ -184,7 +175,7 @@ def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
 def make_logprob_entry(
     vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int
 ) -> TokenLogprob:
-    """OpenAI's object for one token: its text, its bytes and the `num_top` likeliest tokens at its position."""
+    """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position."""
     top_logprobs = [_top_logprob(vocabulary, top_id, logprob) for top_id, logprob in logprobs.top[:num_top]]
     return {**_top_logprob(vocabulary, token_id, logprobs.logprob), "top_logprobs": top_logprobs}
 

@@ -1,4 +1,4 @@
-"""Renders messages to a prompt with the chat template and the tokenizer, in threads beside the event loop."""
+"""Renders messages to a prompt with the chat template and the tokenizer."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2
-# Conversations of at least this length are rendered in a separate thread, so that shorter ones are not delayed.
+# Longer conversations have their own thread, and therefore do not delay short conversations.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
@@ -28,19 +28,20 @@ ToolDefinitions = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt as text and as tokens. token_ids: read-only."""
+    """A prompt as text and as tokens."""
 
     text: str
     token_ids: NDArray[np.int32]
 
 
 class Renderer:
-    """Renders conversations for one model. Raises TemplateError if the template can't render a short message.
+    """Renders conversations for one model, in threads.
 
     call_format: format of the model's tool calls, for templates that do not show tools or calls; None if unknown.
     """
 
     def __init__(self, tokenizer: Tokenizer, call_format: ToolCallFormat | None = None):
+        """Tests the template. Raises TemplateError if the template can't render a short message."""
         self._tokenizer = tokenizer
         self._call_format = call_format
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
@@ -56,24 +57,20 @@ class Renderer:
         tools: ToolDefinitions | None = None,
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> Prompt:
-        """Renders and encodes a conversation. tools: definitions as in the request; None for no tools.
-
-        Raises ApiError (400) if the template refuses the conversation.
-        """
+        """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation."""
         num_characters = sum(len(message.content or "") + 1 for message in messages)
         pool = self._large_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, self._render, messages, tools, options)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each word, both at the beginning of a text and after a space."""
+        """Returns the token ids of each word at the beginning of a text, and after a space."""
         variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
         encoded = [tuple(self._tokenizer.encode(variant, add_special_tokens=False).tolist()) for variant in variants]
         return tuple(dict.fromkeys(encoded))
 
     async def extend(self, prompt: Prompt, text: str) -> Prompt:
         """Appends `text` to a prompt."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode, prompt.text + text)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, prompt.text + text)
 
     def close(self) -> None:
         """Ends the threads after their current work."""
@@ -87,7 +84,7 @@ class Renderer:
             return None
 
     def _supports_developer_role(self) -> bool:
-        # A template that writes every role's name into the prompt does not support this role in particular.
+        # Some templates write any role's name into the prompt, without support for the role.
         user = {"role": "user", "content": "."}
         as_developer = self._try_render({"role": "developer", "content": "."}, user)
         as_unknown_role = self._try_render({"role": "unknown", "content": "."}, user)
@@ -102,9 +99,8 @@ class Renderer:
         return rendered is not None and "any_tool" in rendered
 
     def _probe_calls(self) -> tuple[bool, bool]:
-        """Whether the template needs a call's arguments as text, and whether the template shows calls at all."""
+        """Returns whether the template needs the arguments of calls as text, and whether the template shows calls."""
 
-        # Most templates format arguments themselves; some insert them as text.
         def shows_arguments(*, as_text: bool) -> bool:
             call = _to_template_call(PastToolCall("call_0", "f", '{"key": "any_value"}'), as_text=as_text)
             rendered = self._try_render(
@@ -140,7 +136,7 @@ class Renderer:
         return self._encode(text)
 
     def _encode(self, text: str) -> Prompt:
-        # The template writes the special tokens itself.
+        # The template has already written the special tokens.
         return Prompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def _to_template_message(self, message: Message) -> dict[str, Any]:
@@ -152,12 +148,11 @@ class Renderer:
         if message.tool_call_id is not None:
             fields["tool_call_id"] = message.tool_call_id
         if message.reasoning is not None:
-            # A template uses one name or the other.
+            # Templates read either name.
             fields["reasoning"] = fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            fields["tool_calls"] = [
-                _to_template_call(call, as_text=self._needs_text_arguments) for call in message.tool_calls
-            ]
+            as_text = self._needs_text_arguments
+            fields["tool_calls"] = [_to_template_call(call, as_text=as_text) for call in message.tool_calls]
         return fields
 
 
@@ -165,7 +160,7 @@ def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
     # Some clients send "" for a call without arguments.
     arguments: Any = call.arguments or "{}"
     if not as_text:
-        # Arguments that are not JSON, as in a call that was cut off, stay text.
+        # Arguments of a call that was cut off are not JSON, and stay text.
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""The dependencies of the routes, and the preparation of a chat completion up to its `Generation`."""
+"""The dependencies of the routes. `Service.start_generation` prepares a chat completion for the engine."""
 
 import time
 import uuid
@@ -34,11 +34,7 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """The dependencies of the routes: one model, its engine, and what serves them.
-
-    names: names that requests may use for the model.
-    running: generations that have not ended.
-    """
+    """The dependencies of the routes. running: generations that have not ended."""
 
     engine: Engine
     renderer: Renderer
@@ -58,21 +54,18 @@ class Service:
 
     @property
     def limits(self) -> Limits:
-        """The limits that requests are checked against."""
+        """The limits of valid requests."""
         info = self.engine.info
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
     def unavailable_reason(self) -> str | None:
-        """The reason why the server refuses requests; None if it accepts requests."""
+        """Why the server refuses requests; None if the server accepts requests."""
         if self.engine.death_reason is not None:
             return f"the engine is dead: {self.engine.death_reason}"
         return self.admission.shutdown_reason
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
-        """Admits a request and prepares it for the engine. At its end, `exchange` releases what the request holds.
-
-        Raises ApiError.
-        """
+        """Admits a request and prepares its generation. Ends the generation with `exchange`. Raises ApiError."""
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
@@ -136,10 +129,7 @@ class Service:
         return token_ids[-num_kept:]
 
     async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """The prompt, and the budget that ends the reasoning; None for no budget.
-
-        A budget requires that the answer begins within reasoning, so the returned prompt ends with the begin tag.
-        """
+        """Returns the prompt and the budget (None: no budget). The prompt may get the begin tag of reasoning."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         if chat.max_reasoning_tokens is None or reasoning is None or state == "closed":
             return prompt, None
@@ -151,7 +141,7 @@ class Service:
             )
         if state == "undecided":
             prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
-        # The client's integer may be too large for the engine; no answer is longer than the context.
+        # The client's integer may be too large for the engine.
         return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
@@ -215,7 +205,7 @@ class Service:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
             sampling = replace(sampling, forbidden_sequences=self.renderer.encode_words(chat.bad_words))
-        # Not the client's request id, because two clients may choose the same.
+        # The client's request id may not be unique.
         id_prefix = uuid.uuid4().hex
         requests = [
             Request(
@@ -244,7 +234,7 @@ class Service:
     def _check_prompt_length(self, chat: ChatRequest, num_tokens: int) -> None:
         max_model_len = self.engine.info.max_model_len
         if num_tokens >= max_model_len:
-            # Some clients recognise OpenAI's words, and then shorten the conversation or change the model.
+            # Some clients search the message for OpenAI's wording, and then shorten the conversation.
             raise ApiError(
                 400,
                 f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} "
@@ -270,7 +260,7 @@ class Service:
 def _choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return sampling
-    # All choices have the same prompt: only the first one returns its log-probabilities.
+    # Only the first choice returns the log-probabilities of the common prompt.
     sampling = replace(sampling, prompt_logprobs=None)
     if sampling.seed is None:
         return sampling

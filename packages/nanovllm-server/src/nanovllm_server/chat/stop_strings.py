@@ -1,25 +1,23 @@
-"""Finds stop strings in text that arrives in pieces, and holds back text that may belong to a stop string."""
+"""Finds stop strings in text that arrives in pieces."""
 
 
 class StopMatcher:
     """Finds the stop string that ends first (Knuth, Morris, Pratt 1977; one table per string).
 
-    If two stop strings end at the same character, the longer one is found: no part of a stop string may be returned.
-
-    matched_stop: the stop string that was found; None before that.
+    matched_stop: the stop string that was found; None until then.
     """
 
     def __init__(self, stop_strings: tuple[str, ...]):
-        # Longest first, so that the first match at a character is the longest.
+        # Longest first: if several stop strings end at one character, `push` must return no part of the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stop_strings]
-        # Length of the longest prefix of each stop string that the text ends with.
+        # For each stop string, the length of its longest prefix at the end of the text.
         self._num_matched = [0] * len(stop_strings)
         self._held_text = ""
         self.matched_stop: str | None = None
 
     def push(self, text: str) -> str:
-        """Adds `text`; returns the text that can't belong to a stop string. Sets `matched_stop` if one is complete."""
+        """Adds `text`. Returns the text that can't belong to a stop string. Sets `matched_stop` at a match."""
         self._held_text += text
         for end, character in enumerate(text, len(self._held_text) - len(text) + 1):
             for index, stop in enumerate(self._stop_strings):
@@ -31,13 +29,13 @@ class StopMatcher:
         return released
 
     def flush(self) -> str:
-        """Returns the text that is held back. Later text can't complete a stop string that began before this call."""
+        """Returns the text that `push` held back. A later match can't include this text."""
         released, self._held_text = self._held_text, ""
         self._num_matched = [0] * len(self._stop_strings)
         return released
 
     def _advance(self, index: int, character: str) -> int:
-        """Adds a character; returns the length of the prefix of stop string `index` that the text ends with."""
+        """Adds a character. Returns the new length of the matched prefix of stop string `index`."""
         stop, table, num_matched = self._stop_strings[index], self._tables[index], self._num_matched[index]
         while num_matched and stop[num_matched] != character:
             num_matched = table[num_matched - 1]
@@ -47,7 +45,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+    """For each prefix of `pattern`, returns the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

@@ -1,8 +1,4 @@
-"""Writes tools and calls as plain text, for models whose chat template does not show them.
-
-The system message describes the functions and the format of a call. Earlier calls become text of the assistant, and
-their results become text of the user.
-"""
+"""Writes tools, calls and results as plain text, for models whose chat template does not show tools."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +8,14 @@ import orjson
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.protocol.json import JSON
 
-# A message as chat templates read it.
+# A message in the form that chat templates read.
 TemplateMessage = dict[str, Any]
 
 
 def write_tools_as_text(
     messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], call_format: ToolCallFormat
 ) -> list[TemplateMessage]:
-    """Adds a description of the functions and of the format of calls to the system message."""
+    """Describes the functions and the format of calls in the system message."""
     example = write_call(call_format, "NAME", {"PARAMETER": "VALUE"})
     functions = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
     text = (
@@ -33,12 +29,12 @@ def write_tools_as_text(
 
 
 def write_history_as_text(messages: Sequence[TemplateMessage], call_format: ToolCallFormat) -> list[TemplateMessage]:
-    """Replaces earlier calls and their results by text."""
+    """Turns calls into text of the assistant, and results into text of the user."""
     rewritten: list[TemplateMessage] = []
     for message in messages:
         text_message = _to_text_message(message, call_format)
         if message["role"] == "tool" and rewritten and rewritten[-1]["role"] == "user":
-            # Templates expect user and assistant to alternate: several results are one message.
+            # Joins results into one message, because templates expect user and assistant to alternate.
             rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{text_message['content']}"}
         else:
             rewritten.append(text_message)
@@ -46,10 +42,7 @@ def write_history_as_text(messages: Sequence[TemplateMessage], call_format: Tool
 
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """Writes a call in the format of the model.
-
-    arguments: JSON value, or a string (arguments of a call that was cut off), which is written unchanged.
-    """
+    """Writes a call in the model's format. A string, the arguments of a call that was cut off, stays unchanged."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:

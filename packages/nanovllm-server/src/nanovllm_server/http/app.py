@@ -1,4 +1,4 @@
-"""The routes of the server, and the conversion of every exception to an error response."""
+"""The routes of the server. Every exception becomes an error response."""
 
 import asyncio
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 
 BODY_TIMEOUT_S = 60
-# Larger bodies are parsed in a thread: parsing takes milliseconds, which would delay other requests.
+# Larger bodies are parsed in a thread, because parsing would block the event loop for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -36,7 +36,7 @@ EVENT_STREAM_HEADERS = {
 
 
 def create_app(service: Service) -> Quart:
-    """Makes the application that serves `service`."""
+    """Returns the application with all routes."""
     app = Quart(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
     created_s = service.clock.now()
@@ -84,7 +84,10 @@ def create_app(service: Service) -> Quart:
         return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def handle_error(error: Exception) -> Response:
-        return _error_response(_to_api_error(error, service))
+        api_error = _to_api_error(error, service)
+        response = _json_response(api_error.body(), api_error.status)
+        response.headers.update(api_error.headers)
+        return response
 
     app.before_request(check_access)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
@@ -99,7 +102,7 @@ def create_app(service: Service) -> Quart:
 
 
 def _add_static_routes(app: Quart, service: Service) -> None:
-    """Adds the routes of `/openapi.json` and of the chat page, whose contents never change."""
+    """Adds the routes whose contents never change: `/openapi.json` and the chat page."""
     needs_key = bool(service.api_keys)
     openapi_json = orjson.dumps(openapi_document(service.names, service.limits, service.defaults, needs_key=needs_key))
     page_html, page_headers = read_page()
@@ -129,12 +132,6 @@ async def _read_request(service: Service, exchange: HttpExchange) -> ChatRequest
 
 def _json_response(body: Mapping[str, object], status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, content_type="application/json")
-
-
-def _error_response(error: ApiError) -> Response:
-    response = _json_response(error.body(), error.status)
-    response.headers.update(error.headers)
-    return response
 
 
 def _to_api_error(error: Exception, service: Service) -> ApiError:

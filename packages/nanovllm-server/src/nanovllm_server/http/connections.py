@@ -1,8 +1,4 @@
-"""Serves an ASGI application over HTTP/1.1 with Hypercorn's connections, which this module changes in three ways.
-
-HTTP/2 is disabled, because no timeout would end its idle connections. A client that stops reading is dropped after
-`WRITE_TIMEOUT_S`. A connection is closed as soon as its client disconnects, not after the idle timeout.
-"""
+"""Serves an ASGI application over HTTP/1.1, with modified connection classes of Hypercorn."""
 
 import asyncio
 import socket
@@ -18,19 +14,19 @@ from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 
 BACKLOG = 2048
-# Maximum time for which a write may wait for the client to read.
+# A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
 
 
 class Http1Protocol(H11Protocol):
-    """HTTP/1.1 without upgrades to other protocols."""
+    """HTTP/1.1 only, because Hypercorn never closes idle HTTP/2 connections."""
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Ignores requests to upgrade; an HTTP/2 preface is treated as a request."""
+        """Ignores requests to change the protocol."""
 
 
 class HttpConnection(TCPServer):
-    """The connection of one client. write_timeout_s: maximum time for which a write may wait for the client."""
+    """The connection of one client. Closes as soon as the client disconnects, not after the idle timeout."""
 
     write_timeout_s = WRITE_TIMEOUT_S
     _is_client_gone = False
@@ -49,12 +45,12 @@ class HttpConnection(TCPServer):
             protocol_wrapper.send,
         )
         await super()._read_data()
-        # Each request of this connection that still ends would restart the idle timeout.
+        # Without this flag, the end of a running request would restart the idle timeout.
         self._is_client_gone = True
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
-        """Sends the event; drops the client if the write takes too long."""
+        """Sends the event. Drops the client if the write takes longer than `write_timeout_s`."""
         if self._is_client_gone and isinstance(event, Updated):
             return
         if not isinstance(event, RawData):
@@ -76,10 +72,7 @@ async def serve(
     *,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> None:
-    """Serves until `wait_for_stop` returns. Then accepts no new connections, and closes open connections.
-
-    Open connections have `config.graceful_timeout` seconds to end.
-    """
+    """Serves until `wait_for_stop` returns. Open connections then have `config.graceful_timeout` seconds to end."""
     loop = asyncio.get_running_loop()
     context = WorkerContext(None)
     tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +106,7 @@ async def serve(
 
 
 def _is_disconnect(error: BaseException) -> bool:
-    """Whether `error` only means that the client disconnected."""
+    """Whether a disconnect of the client caused `error`."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_is_disconnect, error.exceptions))
     return isinstance(error, OSError)

@@ -16,18 +16,17 @@ from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-# Placeholder for the choice in the template of a chunk. No string in a chunk contains the placeholder's JSON, because
-# JSON escapes quotes in strings.
+# Marks the place of the choice in a serialised chunk. No other text matches: JSON escapes quotes inside strings.
 CHOICE_PLACEHOLDER = cast(ChunkChoice, ["nanovllm"])
 
 
 def write_event(body: ChatCompletionChunk | Error) -> bytes:
-    """Serialises an event without a name, which clients treat as the event `message`."""
+    """Serialises an event without a name. Clients name such events `message`."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 def write_error_event(error: ApiError) -> bytes:
-    """Serialises the event for an error after the stream has begun."""
+    """Serialises an event named `error`."""
     return b"event: error\n" + write_event(error.body())
 
 
@@ -39,7 +38,7 @@ class ChatStream:
         self._generation = generation
         self._include_usage = include_usage
         self._started_choices: set[int] = set()
-        # All chunks but the last differ only in their choice: serialise the other fields once instead of per token.
+        # Chunks differ only in their choices: serialise the other fields once per stream.
         template = write_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
         self._chunk_begin, self._chunk_end = template.split(orjson.dumps(CHOICE_PLACEHOLDER))
         self._delta_batches = generation.stream_deltas()
@@ -47,14 +46,11 @@ class ChatStream:
         self._must_send_prompt = envelope.prompt_token_ids is not None
 
     async def wait_for_first_deltas(self) -> None:
-        """Waits for the first deltas, so that an earlier failure gets its own HTTP status.
-
-        Raises like `Generation.stream_deltas`.
-        """
+        """Waits for the first deltas. A failure during this wait can still set the HTTP status."""
         self._first_deltas = await anext(self._delta_batches)
 
     async def events(self, exchange: HttpExchange, logger: Logger) -> AsyncIterator[bytes]:
-        """Yields all events up to [DONE], joined if they are ready together. A failure becomes an error event."""
+        """Yields all events up to [DONE]. A failure becomes an error event."""
         try:
             async with aclosing(self._delta_batches) as delta_batches:
                 yield self._write_batch(self._first_deltas)

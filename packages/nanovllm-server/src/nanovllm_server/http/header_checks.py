@@ -1,4 +1,4 @@
-"""Checks of a request's headers, before its body is read: API key and content type."""
+"""Checks the API key and the content type of a request before the server reads the body."""
 
 import hashlib
 import hmac
@@ -8,20 +8,15 @@ from nanovllm_server.protocol.error import ApiError
 
 
 def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
-    """Checks the key of a request.
-
-    api_keys: accepted keys; empty: every request is accepted.
-    authorization: the header of that name; None if the request has none.
-    Raises ApiError (401).
-    """
+    """Checks the Authorization header, unless `api_keys` is empty. Raises ApiError (401)."""
     if not api_keys:
         return
     scheme, _, key = (authorization or "").partition(" ")
-    # The time of the check reveals nothing: digests have equal lengths, and each accepted key is compared.
+    # Comparing equally long digests with every key takes constant time, and reveals nothing about the keys.
     digest = _digest(key.strip())
     matches = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
     if scheme.lower() != "bearer" or not any(matches):
-        # Clients recognise a wrong key by OpenAI's words.
+        # Some clients search the message for OpenAI's wording.
         message = "Incorrect API key provided" if authorization else "an API key is needed"
         raise ApiError(
             401,

@@ -1,11 +1,11 @@
-"""The chat page at `/`, and the headers that forbid the page to load anything from other servers."""
+"""The chat page at `/`. Its headers forbid requests to other servers."""
 
 import base64
 import hashlib
 import re
 from importlib import resources
 
-# Content-Security-Policy by directive.
+# Directives of the Content-Security-Policy.
 CONTENT_POLICY = {
     "default-src": "'none'",
     "script-src": "",
@@ -22,7 +22,7 @@ CONTENT_POLICY = {
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Returns the page in UTF-8 and its headers, which allow only the page's own script and style, by their hashes."""
+    """Returns the page and its headers. The headers allow only the page's own script and style, by their hashes."""
     html = resources.files("nanovllm_server.http").joinpath("page.html").read_bytes()
     policy = CONTENT_POLICY | {"script-src": _hash_source(html, b"script"), "style-src": _hash_source(html, b"style")}
     return html, {

@@ -1,1 +1,1 @@
-"""Logs, metrics, counters that workers share, and the log line of every HTTP exchange."""
+"""Logs, metrics, shared counters, and the middleware that logs every HTTP exchange."""

@@ -1,7 +1,4 @@
-"""ASGI middleware around every HTTP exchange: assigns the request id, logs and counts the end, releases resources.
-
-The middleware wraps the web framework: only there each end is visible (answered, failed, or client disconnected).
-"""
+"""ASGI middleware around the web framework: assigns request ids, logs exchanges, releases resources."""
 
 import asyncio
 import time
@@ -23,11 +20,11 @@ from structlog.contextvars import bind_contextvars
 
 from nanovllm_server.observability.logs import Logger
 
-# Status in logs and metrics of an exchange whose client disconnected before the end of the response.
+# Status, in logs and metrics, if the client disconnected before the end of the response.
 CLIENT_DISCONNECTED = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/metrics")
-# Maximum time to wait for the rest of a request before the end of its response.
+# Maximum time that the end of a response waits for the rest of its request.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200
 MAX_REQUEST_ID_BYTES = 256
@@ -39,12 +36,12 @@ REQUEST_ID_HEADER = b"x-request-id"
 class HttpExchange:
     """One HTTP request and its response.
 
-    has_generated_id: the server generated the request id, because the client sent no id.
-    arrival: time of `time.monotonic`.
-    status: status code of the response; None before the response starts.
+    has_generated_id: the client sent no request id.
+    arrival: value of `time.monotonic`.
+    status: None before the response starts.
     log_fields: additional fields of the log line.
-    on_end_callbacks: functions that are called when the exchange ends, in reverse order.
-    body_received: set when the whole request has been received, or the client has disconnected.
+    on_end_callbacks: called in reverse order when the exchange ends.
+    body_received: set when the request is complete, or the client has disconnected.
     """
 
     def __init__(self, request_id: str | None, path: str):
@@ -60,10 +57,7 @@ class HttpExchange:
 
 
 class HttpExchangeMiddleware:
-    """Wraps an ASGI application.
-
-    count_exchange: called with path and status when an exchange ends.
-    """
+    """Wraps an ASGI application. count_exchange: called with path and status when an exchange ends."""
 
     def __init__(self, app: ASGIFramework, logger: Logger, count_exchange: Callable[[str, int], None]):
         self._app = app
@@ -78,11 +72,11 @@ class HttpExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # No route depends on the Host header, and the web framework fails with invalid Host headers.
+        # The web framework fails with invalid Host headers. No route needs the header.
         scope["headers"] = [(name, HOST_HEADER_VALUE if name == b"host" else value) for name, value in scope["headers"]]
         exchange = HttpExchange(_client_request_id(scope), scope["path"])
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange
-        # Adds the request id to all log lines of this task. The task ends with the exchange.
+        # Adds the request id to all log lines of this task, which handles only this exchange.
         bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_track() -> ASGIReceiveEvent:
@@ -109,9 +103,9 @@ class HttpExchangeMiddleware:
             self._log_and_count(scope, exchange)
 
     def _log_and_count(self, scope: HTTPScope, exchange: HttpExchange) -> None:
-        status = (
-            exchange.status if exchange.is_response_complete and exchange.status is not None else CLIENT_DISCONNECTED
-        )
+        status = CLIENT_DISCONNECTED
+        if exchange.is_response_complete and exchange.status is not None:
+            status = exchange.status
         self._count_exchange(exchange.path, status)
         write_log = self._logger.debug if exchange.path in QUIET_PATHS else self._logger.info
         write_log(
@@ -126,13 +120,12 @@ class HttpExchangeMiddleware:
 
 
 def get_exchange(scope: HTTPScope) -> HttpExchange:
-    """Returns the exchange that `scope` belongs to."""
+    """Returns the exchange of a scope that passed through the middleware."""
     return cast(HttpExchange, cast(dict[str, object], scope)[SCOPE_KEY])
 
 
 async def _wait_for_body(exchange: HttpExchange) -> None:
-    # Closing a connection while its request still arrives would reset it, and the client might lose the response.
-    # The response is complete except for its end, so wait for the rest of the request and discard it.
+    # If the server closes a connection while the request still arrives, the client may lose the response.
     try:
         await asyncio.wait_for(exchange.body_received.wait(), LINGER_S)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Configures the log of a process, as text or JSON. The log has no API keys, and prompts only with --log-prompts."""
+"""Configures the log of a process. The log must not contain API keys, or prompts without --log-prompts."""
 
 import logging
 import sys
@@ -10,12 +10,11 @@ import structlog
 from structlog.types import EventDict, Processor
 
 LogFormat = Literal["text", "json"]
-
 Logger = structlog.stdlib.BoundLogger
 
 
 def configure_logs(log_format: LogFormat, level: str) -> None:
-    """Sends the logs of structlog and of the standard library to stderr in one format."""
+    """Writes the logs of structlog and of the standard library to stderr."""
     shared_processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -26,7 +25,7 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
     if log_format == "json":
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dumps)]
     else:
-        # The default formatter shows local variables, which include conversations and keys.
+        # The default formatter would show local variables: conversations and keys.
         plain_traceback = structlog.dev.plain_traceback
         renderers = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback)]
     handler = logging.StreamHandler(sys.stderr)

@@ -1,7 +1,4 @@
-"""Prometheus metrics: statistics of the engine, and latencies that workers observe. A worker reports for all.
-
-Metric names follow other servers: their dashboards work after a change of the prefix.
-"""
+"""Prometheus metrics of the engine and of all workers. Other servers' dashboards work after a change of the prefix."""
 
 import time
 from bisect import bisect_left
@@ -18,27 +15,27 @@ from nanovllm_server.observability.shared_counters import KeyedCounters, SharedC
 
 PREFIX = "nanovllm:"
 
-# Upper bounds of the histograms' buckets.
+# Upper bounds of histogram buckets.
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
 ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
 E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
 QUEUE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# Requests to other paths are counted together, as OTHER_PATH.
+# All other paths count as OTHER_PATH.
 COUNTED_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 
 
 class Histogram:
-    """Counts observations by upper bound, at a cost that allows one observation per token. For one thread only."""
+    """Counts observations by upper bound. Fast enough for one observation per token. For one thread only."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
-        # One counter per bound, one for larger values, and one for the sum of all values.
+        # One counter per bound, one for larger values, one for the sum of all values.
         self._counters = counters.claim(len(bounds) + 2)
         self._sum_index = len(bounds) + 1
 
@@ -52,18 +49,14 @@ class Histogram:
         self.observe(time.monotonic() - start)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns the cumulative count per upper bound, and the sum of all values, over all workers."""
+        """Returns, over all workers, the cumulative count per upper bound, and the sum of all values."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
         return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)
 
 
 class Metrics(Collector):
-    """All metrics of one server.
-
-    model: name of the model, a label of each metric.
-    read_stats: returns the engine's latest statistics.
-    """
+    """All metrics of one server. model: label of each metric."""
 
     def __init__(self, model: str, info: EngineInfo, read_stats: Callable[[], EngineStats], counters: SharedCounters):
         histogram = partial(Histogram, counters=counters)

@@ -1,31 +1,23 @@
-"""Counters that the workers of one server share: each worker writes its own row, and all workers read all rows.
-
-The counters are in shared memory, without locks: each number has one writer, and readers compute the sums. The counts
-of a dead worker remain.
-"""
+"""Counters in shared memory without locks: each worker writes its own row, and readers sum over all rows."""
 
 import multiprocessing
 from collections.abc import Hashable, Iterator, Sequence
 from ctypes import Array, c_double
 from typing import Generic, TypeVar
 
-# Maximum number of counters of one worker. A row takes 32 KiB.
+# Maximum number of counters per worker.
 MAX_COUNTERS = 4096
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def allocate_counters(num_workers: int) -> "Array[c_double]":
-    """Allocates counters for `num_workers` workers, all zero. The parent passes the memory to each worker's process."""
+    """Allocates counters, all zero. The parent passes the memory to each worker's process."""
     return multiprocessing.get_context("spawn").RawArray(c_double, num_workers * MAX_COUNTERS)
 
 
 class CounterGroup:
-    """Consecutive counters that one object has claimed. For one thread only.
-
-    own_row: counters of this worker.
-    rows: the same counters of each worker, own row included.
-    """
+    """Consecutive counters that one object has claimed. For one thread only. rows: the rows of all workers."""
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row
@@ -41,19 +33,16 @@ class CounterGroup:
             self._own_row[index] = 0.0
 
     def own_value(self, index: int) -> float:
-        """The value of this worker's counter `index`."""
+        """Value of this worker's counter `index`."""
         return self._own_row[index]
 
     def total(self, index: int) -> float:
-        """The sum of counter `index` over all workers."""
+        """Sum of counter `index` over all workers."""
         return sum(row[index] for row in self._rows)
 
 
 class SharedCounters:
-    """All counters, as one worker sees them. All workers must claim the same groups in the same order.
-
-    worker: index of this worker, which is its row.
-    """
+    """One worker's access to all counters. All workers must claim the same groups in the same order."""
 
     def __init__(self, memory: "Array[c_double]", worker: int = 0):
         cells = memoryview(memory).cast("B").cast("d")
@@ -72,7 +61,7 @@ class SharedCounters:
 
 
 class KeyedCounters(Generic[Key]):
-    """One counter for each of a fixed set of keys, summed over all workers."""
+    """One counter per key of a fixed set."""
 
     def __init__(self, counters: SharedCounters, keys: Sequence[Key]):
         self._index_by_key = {key: index for index, key in enumerate(keys)}

@@ -1,1 +1,1 @@
-"""The processes of a server: the parent, the HTTP workers, and the rings in which workers share encodings."""
+"""The processes of a server: the parent, the HTTP workers, and the memory that workers share."""

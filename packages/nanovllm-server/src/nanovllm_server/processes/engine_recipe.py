@@ -1,4 +1,4 @@
-"""A callable that makes the model's spec and configuration in the engine's process. Only the call imports torch."""
+"""The recipe with which the engine's process makes its model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`."""
+    """The argument of `EngineProcess`. Calling the recipe imports torch; making the recipe does not."""
 
     model: Path
     load_format: "LoadFormat"
     engine: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Returns the model's spec and the engine's configuration. Raises ModelError."""
+        """Loads the model. Raises ModelError."""
         import nanovllm_models
 
         return nanovllm_models.load(self.model, load_format=self.load_format, seed=self.engine.seed), self.engine

@@ -1,8 +1,4 @@
-"""The parent process: binds the port, starts engine and workers, opens the port, drains and stops them.
-
-The parent handles signals, which all other processes ignore. It binds the port before the model loads, so that a port
-in use is reported early.
-"""
+"""The parent process: starts the engine and the workers, opens the port, handles signals, drains, stops."""
 
 import asyncio
 import gc
@@ -25,14 +21,14 @@ from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_sampling_defaults, read_template
 
-# Maximum number of connections that wait for a worker to accept them.
+# Maximum number of connections that no worker has accepted yet.
 BACKLOG = 2048
-# Maximum size of a connection's unsent data in the kernel. Further text waits in the worker and becomes one event.
+# Maximum size of a connection's unsent data in the kernel. The worker joins further text into one event.
 MAX_UNSENT_BYTES = 16 << 10
-# The kernel drops a client that acknowledges no data for this time.
+# The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75
 WORKER_CLOSE_TIMEOUT_S = 5.0
-# Time that workers have to report the death of the engine to clients.
+# Time for workers to report the engine's death to clients.
 ENGINE_DEATH_GRACE_S = 3.0
 ENGINE_POLL_INTERVAL_S = 0.25
 
@@ -48,6 +44,7 @@ async def run(settings: Settings) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     with ExitStack() as stack:
+        # Bound before the model loads, to report a port in use at once.
         listeners = bind(settings.host, settings.port, settings.http_workers)
         for listener in listeners:
             stack.enter_context(listener)
@@ -63,17 +60,14 @@ async def run(settings: Settings) -> int:
 
 
 def raise_file_limit() -> None:
-    """Raises the limit of open files, which includes connections, to the hard limit. Child processes inherit it."""
+    """Raises the limit of open files to the hard limit: every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
-    """Returns `num_sockets` sockets bound to `host` and `port` (0: any free port) that share connections.
-
-    Raises SettingsError.
-    """
+    """Binds `num_sockets` sockets to one port (0: any free port). Raises SettingsError."""
     listeners: list[socket.socket] = []
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -86,8 +80,8 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
             listener = socket.socket(family)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Each worker has its own queue, and the kernel assigns connections to queues by hash. With a common queue,
-            # the worker that wakes first would accept most connections.
+            # The kernel spreads connections over sockets with SO_REUSEPORT. With one shared socket, the worker that
+            # wakes first would accept most connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
             if sys.platform == "linux":
@@ -103,14 +97,14 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
 
 
 def _check_port_is_free(family: int, address: Any) -> None:
-    # With SO_REUSEPORT, a second server of the same user could share the port. A socket without it detects this.
+    # A second server with SO_REUSEPORT would share the port silently. A socket without SO_REUSEPORT fails instead.
     with socket.socket(family) as test_socket:
         test_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         test_socket.bind(address)
 
 
 async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
-    """Waits for the start. Returns False if `stop` is set first; the start is then cancelled."""
+    """Waits for `start_task`. Cancels the task and returns False if `stop` is set first."""
     stop_task = asyncio.create_task(stop.wait())
     await asyncio.wait((start_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
     if stop_task.done() and not start_task.done():
@@ -126,8 +120,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     defaults = read_sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
     process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine))
-    counters = allocate_counters(len(listeners))
-    rings = allocate_rings(len(listeners))
+    counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
         [
@@ -139,7 +132,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     workers_task = asyncio.create_task(workers.wait_until_ready())
     try:
         await asyncio.wait((engine_task, workers_task), return_when=asyncio.FIRST_EXCEPTION)
-        # The engine's error comes first: if the engine can't start, the workers fail as a consequence.
+        # The engine's error comes first, because a failed engine also makes the workers fail.
         for task in (engine_task, workers_task):
             if task.done():
                 task.result()
@@ -160,7 +153,7 @@ async def _serve(
     logger = get_logger("nanovllm")
     host, port = listeners[0].getsockname()[:2]
     try:
-        # Checked again, because another process may have opened the port since `bind`.
+        # Another process may have opened the port since `bind`.
         _check_port_is_free(listeners[0].family, listeners[0].getsockname())
         for listener in listeners:
             listener.listen(BACKLOG)
@@ -186,7 +179,6 @@ async def _serve(
         drain_task.cancel()
     if death_task.done():
         logger.error("engine died", reason=engine.death_reason)
-        # Gives running requests and /health time to report the failure.
         await asyncio.wait((stop_task,), timeout=ENGINE_DEATH_GRACE_S)
     status = 1 if has_failed or engine.death_reason is not None else 0
     for task in (stop_task, death_task):
@@ -196,13 +188,13 @@ async def _serve(
 
 
 async def _wait_for_death(engine: EngineClient) -> None:
-    # `EngineClient` has no event for the engine's death, and the delay of this poll does no harm.
+    # `EngineClient` has no event for the engine's death.
     while engine.death_reason is None:  # noqa: ASYNC110
         await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
 
 
 def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
-    """The text that the server prints when it begins to serve, with a curl command to try it."""
+    """Returns the text that the server prints when it is ready."""
     names = settings.names or (info.model,)
     url_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{url_host}:{port}"

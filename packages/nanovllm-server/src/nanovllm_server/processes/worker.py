@@ -1,11 +1,11 @@
-"""Runs a worker: starts, serves HTTP, drains and ends on the orders of its parent."""
+"""A worker: serves HTTP, and follows the orders of its parent."""
 
 import asyncio
 import gc
 import logging
 import threading
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import cast, get_args
 
 from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
@@ -29,22 +29,18 @@ from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArgume
 from nanovllm_server.protocol.error import unavailable
 
 CLOSE_TIMEOUT_S = 3.0
-# Longer than clients and proxies keep idle connections, so that they close first and never use a closed connection.
-# This is also the time limit for the head of a request.
+# Longer than the usual timeouts of clients and proxies, which must close idle connections first: a client could
+# otherwise send a request on a closed connection. Also the time limit for the head of a request.
 KEEP_ALIVE_S = 75
 SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """The pipe to the parent. Receives the parent's orders, and cancels the worker's task when the parent has ended."""
+    """The pipe to the parent. If the parent ends, the task that made this object is cancelled."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
-        self._events: dict[WorkerOrder, asyncio.Event] = {
-            "open": asyncio.Event(),
-            "drain": asyncio.Event(),
-            "close": asyncio.Event(),
-        }
+        self._events: dict[WorkerOrder, asyncio.Event] = {order: asyncio.Event() for order in get_args(WorkerOrder)}
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._loop.add_reader(pipe.fileno(), self._on_order)
@@ -69,22 +65,19 @@ class ParentPipe:
 
 
 async def run(arguments: WorkerArguments, pipe: Connection, is_ready: threading.Event) -> None:
-    """Runs the worker until the order "close" or the end of the parent.
-
-    is_ready: set when the worker is ready. From then on, the worker ends itself if the parent has ended.
-    """
+    """Runs the worker until the order "close". Sets `is_ready` before serving."""
     parent = ParentPipe(pipe)
     try:
         service = await _start(arguments)
     except (ConfigError, EngineDeadError):
-        # The parent receives this error from the engine itself.
+        # The engine reports this error to the parent.
         await parent.wait("close")
         return
     except (nanovllm_models.ModelError, VocabularyError) as error:
         parent.report(StartFailure(str(error), is_user_error=True))
         await parent.wait("close")
         return
-    # Loaded objects live until the end: exclude them from garbage collection.
+    # Loaded objects live until the end. Garbage collection need not examine these objects.
     gc.collect()
     gc.freeze()
     is_ready.set()
@@ -139,12 +132,9 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
 
 
 def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
-    """The model's chat format: the formats that the settings name, or else those that the template shows.
-
-    Raises ModelError.
-    """
+    """Returns the formats that the settings name, or else the formats that the template shows. Raises ModelError."""
     detected = nanovllm_models.read_format(arguments.model, template)
-    # "none" is the name of no format, so `get` returns None.
+    # `get` returns None for "none".
     reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
     return nanovllm_models.ChatFormat(
         detected.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
@@ -176,7 +166,7 @@ async def _drain(service: Service, parent: ParentPipe) -> None:
 
 
 def hypercorn_config() -> Config:
-    """The settings of Hypercorn."""
+    """Returns the settings of Hypercorn."""
     error_logger = logging.getLogger("hypercorn.error")
     error_logger.setLevel(logging.WARNING)
     config = Config()

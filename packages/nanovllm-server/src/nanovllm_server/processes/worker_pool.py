@@ -1,4 +1,4 @@
-"""The parent's side of the processes that serve HTTP: starts workers, sends orders, replaces dead workers."""
+"""Starts the workers' processes, sends orders, and replaces dead workers."""
 
 import asyncio
 import multiprocessing
@@ -13,9 +13,9 @@ from nanovllm_server.settings import SettingsError
 class WorkerProcess:
     """One worker's process.
 
-    ready: future, done when the worker is ready; fails when the worker can't start.
-    drained: future, done when the worker's last request has ended after the order "drain".
-    exited: future, done with the exit code when the process has ended.
+    ready: fails if the worker can't start.
+    drained: done when the worker's last request has ended after the order "drain".
+    exited: result is the exit code.
     """
 
     def __init__(self, arguments: WorkerArguments):
@@ -26,18 +26,13 @@ class WorkerProcess:
         )
         with child_pipe:
             self._process.start()
-        # Kills the worker when this process exits, which would otherwise wait for the worker.
+        # Kills the worker at exit. Otherwise the exit would wait for the worker.
         self._exit_finalizer = Finalize(None, self._process.kill, exitpriority=0)
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.drained: asyncio.Future[None] = self._loop.create_future()
         self.exited: asyncio.Future[int | None] = self._loop.create_future()
         self._loop.add_reader(self._pipe.fileno(), self._on_report)
-
-    @property
-    def pid(self) -> int | None:
-        """The process's id."""
-        return self._process.pid
 
     def send_order(self, order: WorkerOrder) -> None:
         """Sends `order` to the worker, unless the worker has ended."""
@@ -68,7 +63,7 @@ class WorkerProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        # A worker that closed its end of the pipe has ended or is about to end.
+        # The worker closed the pipe, which means that the worker has ended or is about to end.
         self._process.kill()
         self._process.join()
         self._exit_finalizer.cancel()
@@ -79,10 +74,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers of a server. A serving worker that dies is replaced; only its own requests fail.
-
-    failed: future, which fails when a replacement can't start; the pool is then unusable.
-    """
+    """All workers of a server. failed: fails if a dead worker's replacement can't start."""
 
     def __init__(self, arguments: list[WorkerArguments]):
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,7 +88,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.ready for worker in self._workers))
 
     def open(self) -> None:
-        """Lets all workers serve, and from now on replaces workers that die."""
+        """Lets all workers serve. Replaces workers that die from now on."""
         for index, worker in enumerate(self._workers):
             worker.send_order("open")
             self._replace_tasks.append(asyncio.create_task(self._replace_when_dead(index)))
@@ -110,7 +102,7 @@ class WorkerPool:
             await asyncio.wait((worker.drained, worker.exited), return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self, timeout_s: float) -> None:
-        """Ends all workers; kills workers that take longer than `timeout_s`."""
+        """Ends all workers. Kills workers that take longer than `timeout_s`."""
         self._stop_replacing()
         for worker in self._workers:
             worker.send_order("close")
@@ -126,7 +118,7 @@ class WorkerPool:
     async def _replace_when_dead(self, index: int) -> None:
         try:
             while True:
-                # `wait` instead of `await`, which would cancel the future if this task is cancelled.
+                # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
                 await asyncio.wait((self._workers[index].exited,))
                 exit_code = self._workers[index].exited.result()
                 self._logger.error("HTTP worker died", worker=index, exit_code=exit_code)

@@ -11,18 +11,14 @@ from nanovllm_server.processes.rings import RingMemory
 from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings
 
-# open: start to serve. drain: refuse new requests, report when the running requests have ended, and continue until
-# "close". close: end.
+# open: serve. drain: refuse new requests, and report the end of the last running request. close: end.
 WorkerOrder = Literal["open", "drain", "close"]
 WorkerReport = Literal["ready", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A worker's report that it can't start.
-
-    is_user_error: the cause is a setting or the model, and the message alone says what to do.
-    """
+    """A worker's report that the worker can't start. is_user_error: a setting or the model is the cause."""
 
     message: str
     is_user_error: bool
@@ -30,16 +26,13 @@ class StartFailure:
 
 @dataclass(frozen=True, slots=True)
 class WorkerArguments:
-    """The arguments of a worker's process. The process inherits the socket and the shared memory.
+    """The arguments of a worker's process.
 
     index: index of the worker, of its row in `counters` and of its ring in `rings`.
     model: directory of the tokenizer.
-    template: chat template to use instead of the model's template; None for the model's template.
-    defaults: sampling parameters that the model recommends.
-    engine: address of the engine's process.
-    listener: bound socket on which the worker serves.
+    template: chat template; None for the model's template.
     counters: memory of `SharedCounters`.
-    rings: memory in which workers share encodings; None if there is one worker.
+    rings: None for a single worker.
     """
 
     index: int

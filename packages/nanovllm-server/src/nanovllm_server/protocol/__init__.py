@@ -1,1 +1,1 @@
-"""The API's contract as types: requests, responses and errors. JSON comes in and goes out; nothing is awaited."""
+"""The types of the API: requests, responses and errors, and their conversion from and to JSON."""

@@ -19,7 +19,7 @@ MAX_REGEX_LENGTH = 16 << 10
 MAX_GRAMMAR_LENGTH = 128 << 10
 MAX_CHOICES = 1024
 MAX_CHOICE_LENGTH = 4096
-# Maximum nesting of objects and arrays in a structural tag, without its schemas.
+# Maximum nesting of objects and arrays in a structural tag, outside of JSON schemas.
 MAX_TAG_DEPTH = 64
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
@@ -27,7 +27,7 @@ NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxy
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """JSON that is valid against `schema`. path: path of the field in the request, as in the other classes."""
+    """JSON that is valid against `schema`. path: path of the request's field."""
 
     path: str
     schema: JSON
@@ -35,7 +35,7 @@ class JsonAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RegexAnswer:
-    """Text that a regular expression matches as a whole."""
+    """Text that fully matches a regular expression."""
 
     path: str
     pattern: str
@@ -43,7 +43,7 @@ class RegexAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceAnswer:
-    """One of these texts."""
+    """One of the strings `choices`."""
 
     path: str
     choices: tuple[str, ...]
@@ -51,7 +51,7 @@ class ChoiceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GrammarAnswer:
-    """Text that matches the rule `root` of a grammar in EBNF, in the syntax of GBNF."""
+    """Text that matches the rule `root` of a grammar in GBNF."""
 
     path: str
     grammar: str
@@ -59,7 +59,7 @@ class GrammarAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TagAnswer:
-    """Text that matches `tag_format`, the format of a structural tag of xgrammar."""
+    """Text that matches `tag_format`, the field `format` of a structural tag of xgrammar."""
 
     path: str
     tag_format: dict[str, JSON]
@@ -69,7 +69,7 @@ Answer = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
 
 
 def parse_answer(body: FieldReader) -> Answer | None:
-    """The constraint that a request puts on its answer; None for free text. Raises ApiError."""
+    """Reads the constraint on the answer; None for free text. Raises ApiError."""
     response_format = _read_response_format(body)
     structured = _read_structured_outputs(body)
     if response_format is not None and structured is not None:
@@ -104,7 +104,7 @@ def _read_json_schema(fields: FieldReader) -> JsonAnswer:
     if not name or not NAME_CHARACTERS.issuperset(name):
         raise json_schema_fields.wrong("name", f"a string of 1 to {MAX_SCHEMA_NAME_LENGTH} letters, digits, _ and -")
     json_schema_fields.text("description")
-    # The answer follows the schema whether `strict` is true or not.
+    # The schema is enforced even if `strict` is false.
     json_schema_fields.boolean("strict")
     schema = json_schema_fields.raw("schema", {"type": ["object", "boolean"]})
     if not isinstance(schema, dict | bool):
@@ -199,7 +199,7 @@ def _read_json_object(fields: FieldReader) -> JsonAnswer | None:
 
 
 def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
-    """Reads a field whose value may also be encoded, as a string of JSON. types: JSON types of the decoded value."""
+    """Reads a field whose value may also be a string of JSON. types: JSON types of the decoded value."""
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value

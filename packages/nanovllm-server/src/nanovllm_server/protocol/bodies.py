@@ -1,7 +1,4 @@
-"""Types of the responses' bodies, which the API's description shows too.
-
-Names and shapes are those of OpenAI's API. Docstrings mark the fields that OpenAI's API does not have.
-"""
+"""Types of response bodies, named as in OpenAI's API. Their docstrings become descriptions in `/openapi.json`."""
 
 from typing import Literal, NotRequired, TypedDict
 
@@ -9,7 +6,7 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 
 class FunctionCall(TypedDict):
-    """The function that is called. `arguments` is JSON as the model wrote it: check it."""
+    """The called function. The model wrote `arguments`: check that they are valid JSON."""
 
     name: str
     arguments: str
@@ -53,7 +50,7 @@ class PromptLogprob(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """The model's message. reasoning and reasoning_content hold the same text; neither is in OpenAI's API."""
+    """The model's message. reasoning and reasoning_content have the same text; OpenAI's API has neither."""
 
     role: Literal["assistant"]
     content: str | None
@@ -64,8 +61,8 @@ class AnswerMessage(TypedDict):
 
 
 class Choice(TypedDict):
-    """One of the request's n answers. Not in OpenAI's API:
-    stop_reason: stop string or stop token id that ended it; null otherwise.
+    """One of the request's n answers. OpenAI's API has neither stop_reason nor token_ids.
+    stop_reason: stop string or stop token id that ended the answer; null otherwise.
     token_ids: all generated tokens, on request.
     """
 
@@ -78,13 +75,13 @@ class Choice(TypedDict):
 
 
 class PromptTokensDetails(TypedDict):
-    """cached_tokens: tokens of the prompt found in the prefix cache."""
+    """cached_tokens: number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """reasoning_tokens: tokens of the output that are reasoning."""
+    """reasoning_tokens: number of output tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -100,9 +97,9 @@ class CompletionUsage(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """A complete answer. prompt_token_ids and prompt_logprobs, on request, are not in OpenAI's API.
-    prompt_logprobs: one object per prompt token, which maps the ids of the token itself and of the likeliest tokens at
-    its position to their log-probabilities. The first entry is null.
+    """A complete answer. OpenAI's API has neither prompt_token_ids nor prompt_logprobs; both are sent on request.
+    prompt_logprobs: one object per prompt token, null for the first. Each object has entries by token id, for the
+    prompt's token and for the likeliest tokens at the same position.
     """
 
     id: str
@@ -133,7 +130,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChoiceDelta(TypedDict, total=False):
-    """The part that a chunk adds to a choice. Only the choice's first chunk has the role."""
+    """The next part of a choice. Only the choice's first chunk has the role."""
 
     role: Literal["assistant"]
     content: str | None
@@ -143,7 +140,7 @@ class ChoiceDelta(TypedDict, total=False):
 
 
 class ChunkChoice(TypedDict):
-    """One choice's part of a chunk. stop_reason comes with finish_reason; token_ids comes on request."""
+    """A choice in a chunk. stop_reason: present if finish_reason is not null. token_ids: on request."""
 
     index: int
     delta: ChoiceDelta
@@ -185,7 +182,7 @@ class Error(TypedDict):
 
 
 class Model(TypedDict):
-    """A model under one of its names. root, its first name, and max_model_len are not in OpenAI's API."""
+    """A model under one of its names. root: the model's first name. OpenAI's API has neither root nor max_model_len."""
 
     id: str
     object: Literal["model"]
@@ -203,7 +200,7 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether the server accepts requests. reason: why the server does not accept requests."""
+    """Whether the server accepts requests. reason: why the server is unavailable."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]

@@ -1,4 +1,4 @@
-"""Errors of the API: one exception for every response that is not a success, and its JSON body."""
+"""`ApiError`, the exception for error responses, and functions that make an `ApiError`."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,8 @@ from nanovllm_server.protocol.json import JSON, show
 class ApiError(Exception):
     """An error response.
 
-    error_type: field `type` of the body.
-    param: path of the field that caused the error; None if no field did.
-    code: fixed identifier that programs compare; None if the status is specific enough.
+    param: path of the request's field that caused the error; None if no field did.
+    code: fixed identifier for programs; None if the status is specific enough.
     """
 
     def __init__(
@@ -33,38 +32,37 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> Error:
-        """The body of the response, as OpenAI's schema defines it."""
+        """Returns the body of the response."""
         return {"error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}}
 
 
 def bad_field(path: str, expected: str, value: JSON) -> ApiError:
-    """A 400 for the field at `path`. expected: the allowed values, as they follow "must be"."""
+    """A 400 for the field at `path`. expected: the allowed values, worded to follow "must be"."""
     return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
 
 
 def unsupported(path: str, message: str) -> ApiError:
-    """A 400 for the field at `path`, which requests a feature that the server lacks."""
+    """A 400 for a field that requests an unsupported feature."""
     return ApiError(400, message, param=path, code="unsupported_parameter")
 
 
 def invalid_grammar(path: str, reason: str) -> ApiError:
-    """A 400 for the field at `path`, whose constraint on the answer can't be enforced."""
+    """A 400 for a field whose constraint on the answer can't be enforced."""
     return ApiError(400, f"{path} can't be enforced: {reason}", param=path, code="invalid_grammar")
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """A 503: the server accepts no request now."""
+    """A 503: the server accepts no requests now."""
     return ApiError(503, message, error_type="service_unavailable_error", code=code, headers={"Retry-After": "5"})
 
 
 def timed_out(seconds: float) -> ApiError:
-    """A 504: the answer took longer than the limit of the request or of the server."""
+    """A 504: the answer took longer than `seconds`."""
     message = f"the answer took longer than its limit of {seconds:g} s: raise the limit, or ask for fewer tokens"
     return ApiError(504, message, error_type="timeout_error", code="deadline_exceeded")
 
 
 def internal_error(request_id: str) -> ApiError:
-    """A 500. Its message has only the id of the request, under which the log has the details."""
-    return ApiError(
-        500, f"internal server error; the log has it as {request_id}", error_type="server_error", code="internal"
-    )
+    """A 500 without details. The log has the details under `request_id`."""
+    message = f"internal server error; the log has it as {request_id}"
+    return ApiError(500, message, error_type="server_error", code="internal")

@@ -1,25 +1,24 @@
 """Reads a JSON object field by field. Every error names the field, its value and the allowed values.
 
-An absent field and null are equivalent (official clients send either): the methods return None for both.
 `schema_recording.py` derives the API's description from the calls of these methods.
 """
 
 import math
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.json import JSON
 
-# A JSON schema (2020-12) that allows any value.
-ANYTHING: dict[str, JSON] = {}
+# A JSON schema (2020-12).
+Schema: TypeAlias = dict[str, JSON]
+ANYTHING: Schema = {}
 
 
 class FieldReader:
-    """Reads the fields of one object, and records which fields have been read.
+    """Reads the fields of one object. Methods return None if a field is absent or null.
 
     path: path of the object; "" for the request's body.
-    Some methods take a JSON schema of the values that the caller accepts; only `schema_recording.py` uses the schemas.
     """
 
     def __init__(self, values: dict[str, JSON], path: str = ""):
@@ -28,20 +27,20 @@ class FieldReader:
         self._names_read: set[str] = set()
 
     def path(self, name: str) -> str:
-        """The path of the field `name`, as errors show it in `param`."""
+        """Path of the field `name`, for `param` in errors."""
         return f"{self._path}.{name}" if self._path else name
 
-    def raw(self, name: str, accepts: dict[str, JSON] = ANYTHING) -> JSON:  # noqa: ARG002
-        """The value, unchecked. accepts: JSON schema of the values that the caller accepts."""
+    def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
+        """The unchecked value. accepts: JSON schema of allowed values; only `schema_recording.py` uses this schema."""
         self._names_read.add(name)
         return self._values.get(name)
 
     def unknown_paths(self) -> list[str]:
-        """Paths of the fields that have not been read."""
+        """Paths of the fields that were not read."""
         return [self.path(name) for name in self._values if name not in self._names_read]
 
     def wrong(self, name: str, expected: str) -> ApiError:
-        """The error for the field `name`, for the caller to raise. expected: see `bad_field`."""
+        """Returns the error for the field `name`. expected: see `bad_field`."""
         return bad_field(self.path(name), expected, self._values.get(name))
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
@@ -50,7 +49,8 @@ class FieldReader:
         if value is None:
             return None
         if type(value) is not int or value < low or (high is not None and value > high):
-            raise self.wrong(name, f"an integer {_describe_bounds(low, high)}")
+            bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise self.wrong(name, f"an integer {bounds}")
         return value
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
@@ -64,18 +64,13 @@ class FieldReader:
         return float(value)
 
     def boolean(self, name: str) -> bool | None:
-        """True or false; 0 and "false" are errors."""
+        """True or false. 0 and "false" are errors."""
         value = self.raw(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
-    def text(
-        self,
-        name: str,
-        max_length: int | None = None,
-        accepts: dict[str, JSON] = ANYTHING,  # noqa: ARG002
-    ) -> str | None:
+    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:  # noqa: ARG002
         """A string of at most `max_length` characters (None for no limit). accepts: see `raw`."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
@@ -94,7 +89,7 @@ class FieldReader:
         name: str,
         expected: str,
         max_items: int | None = None,
-        items: dict[str, JSON] = ANYTHING,  # noqa: ARG002
+        items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
         """An array of at most `max_items` (None for no limit). expected: see `bad_field`. items: schema of an item."""
         value = self.raw(name)
@@ -103,7 +98,7 @@ class FieldReader:
         return value
 
     def child(self, name: str) -> "FieldReader | None":
-        """A reader of the object in the field `name`."""
+        """Reader of the object in the field `name`."""
         value = self.raw(name)
         if value is None:
             return None
@@ -112,7 +107,7 @@ class FieldReader:
         return FieldReader(value, self.path(name))
 
     def element(self, name: str, index: int, value: JSON, expected: str) -> "FieldReader":
-        """A reader of `value`, the object at `index` of the array `name`. expected: see `bad_field`."""
+        """Reader of `value`, the object at `index` of the array `name`. expected: see `bad_field`."""
         path = f"{self.path(name)}[{index}]"
         if not isinstance(value, dict):
             raise bad_field(path, expected, value)
@@ -120,7 +115,8 @@ class FieldReader:
 
 
 def is_deeper(value: JSON, max_depth: int) -> bool:
-    """Whether arrays and objects are nested more than `max_depth` levels deep. Recursion could overflow the stack."""
+    """Whether arrays and objects are nested more than `max_depth` levels deep."""
+    # No recursion, which could overflow the stack.
     level = [value]
     for _ in range(max_depth + 1):
         level = [
@@ -133,11 +129,7 @@ def is_deeper(value: JSON, max_depth: int) -> bool:
 
 
 def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:
-    """Whether `value` is a finite number from `low` to `high`; true and false are not numbers."""
+    """Whether `value` is a finite number from `low` to `high`. True and false are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return low <= value <= high and math.isfinite(value)
-
-
-def _describe_bounds(low: int, high: int | None) -> str:
-    return f"of at least {low}" if high is None else f"from {low} to {high}"

@@ -1,4 +1,4 @@
-"""Exports the type of JSON values, and the function that shortens them for error messages."""
+"""Exports the type of JSON values, and `show`, which shortens a value for error messages."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON, show
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from nanovllm_server.protocol.error import ApiError, unsupported
+from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
-from nanovllm_server.protocol.json import JSON, show
+from nanovllm_server.protocol.json import show
 
 MAX_MESSAGES = 10_000
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class PastToolCall:
-    """A call that the assistant made earlier in the conversation. arguments: JSON as a string."""
+    """An earlier call in the conversation. arguments: JSON as a string."""
 
     id: str | None
     name: str
@@ -21,7 +21,7 @@ class PastToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. content: None only if an assistant's message has tool calls or reasoning and no content."""
+    """One message. content: None only for an assistant's message with tool calls or reasoning."""
 
     role: str
     content: str | None
@@ -32,7 +32,7 @@ class Message:
 
 
 def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
-    """The messages of a request, and the paths of unknown fields in them. Raises ApiError."""
+    """Reads the messages, and the paths of unknown fields in messages. Raises ApiError."""
     expected = f"an array of 1 to {MAX_MESSAGES} messages"
     items = body.array("messages", expected, MAX_MESSAGES)
     if not items:
@@ -50,20 +50,18 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # Every field is checked for every role; fields of assistants are dropped from other messages.
+    # Fields of assistants are checked in every message, but dropped from messages of other roles.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
-    # Both fields have the same text; DeepSeek's clients send the second field.
-    reasoning_fields = ("reasoning", "reasoning_content")
-    reasoning = next((text for text in map(fields.text, reasoning_fields) if text), None)
+    # DeepSeek's clients send `reasoning_content`.
+    reasoning = next((text for text in map(fields.text, ("reasoning", "reasoning_content")) if text), None)
     fields.text("refusal")
     if fields.raw("function_call", {"type": "null"}) is not None:
         path = fields.path("function_call")
         raise unsupported(path, f"{path} is not supported: use tool_calls")
     if role != "assistant":
-        return Message(
-            role=role, content=_read_content(fields, is_optional=False), name=name, tool_call_id=tool_call_id
-        )
+        content = _read_content(fields, is_optional=False)
+        return Message(role=role, content=content, name=name, tool_call_id=tool_call_id)
     content = _read_content(fields, is_optional=bool(calls or reasoning))
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
@@ -74,7 +72,7 @@ def _read_content(fields: FieldReader, *, is_optional: bool) -> str | None:
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
-    # One line per part, as in most servers of open models.
+    # Other servers also join text parts with line breaks.
     expected = 'an object like {"type": "text", "text": "..."}'
     return "\n".join(
         _read_text_part(fields.element("content", index, part, expected)) for index, part in enumerate(content)
@@ -84,24 +82,19 @@ def _read_content(fields: FieldReader, *, is_optional: bool) -> str | None:
 def _read_text_part(fields: FieldReader) -> str:
     part_type = fields.raw("type", {"const": "text"})
     if part_type != "text":
-        raise _part_type_error(fields, part_type)
+        if not isinstance(part_type, str):
+            raise fields.wrong("type", '"text"')
+        path = fields.path("type")
+        raise unsupported(path, f'{path} must be "text", not {show(part_type)}: this server takes text only')
     text = fields.text("text")
     if text is None:
         raise fields.wrong("text", "a string")
     return text
 
 
-def _part_type_error(fields: FieldReader, part_type: JSON) -> ApiError:
-    if not isinstance(part_type, str):
-        return fields.wrong("type", '"text"')
-    path = fields.path("type")
-    return unsupported(path, f'{path} must be "text", not {show(part_type)}: this server takes text only')
-
-
 def _read_tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
-    items = fields.array("tool_calls", "an array of tool calls") or []
     calls: list[PastToolCall] = []
-    for index, item in enumerate(items):
+    for index, item in enumerate(fields.array("tool_calls", "an array of tool calls") or []):
         call = fields.element("tool_calls", index, item, "an object with id, type and function")
         call.one_of("type", ("function",))
         function = call.child("function")

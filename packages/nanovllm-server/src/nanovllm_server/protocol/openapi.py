@@ -1,7 +1,4 @@
-"""Builds the OpenAPI 3.1 document from the code that reads requests and from the types of responses.
-
-A test compares the paths listed here with the routes.
-"""
+"""Builds the OpenAPI 3.1 document from the code that reads requests and from the types of responses."""
 
 from typing import cast
 
@@ -9,21 +6,19 @@ import msgspec
 
 from nanovllm_server import __version__
 from nanovllm_server.protocol.bodies import ChatCompletion, ChatCompletionChunk, Error, Health, ModelList
+from nanovllm_server.protocol.field_reader import Schema
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
-from nanovllm_server.protocol.schema_recording import Schema, record_schema
+from nanovllm_server.protocol.schema_recording import record_schema
 
+CITY_SCHEMA: JSON = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER_TOOL: JSON = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather in a city now.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
+    "function": {"name": "weather", "description": "The weather in a city now.", "parameters": CITY_SCHEMA},
 }
 WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
 WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Requests without `model`, by description. They have every kind of object of a request, as `record_schema` requires.
+# Example requests by description, without `model`. For `record_schema`, the examples contain every kind of object.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
         "messages": [
@@ -62,13 +57,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
     },
     "JSON of a schema": {
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "capital",
-                "schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-            },
-        },
+        "response_format": {"type": "json_schema", "json_schema": {"name": "capital", "schema": CITY_SCHEMA}},
     },
     "one of these texts": {
         "messages": [{"role": "user", "content": "Is Paris in France?"}],
@@ -115,7 +104,7 @@ ERROR_DESCRIPTIONS = {
 def openapi_document(
     names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool
 ) -> dict[str, JSON]:
-    """Builds the document of a server. names: names of the model. needs_key: the API requires a key."""
+    """Builds the document of one server. names: names of the model."""
     examples: list[dict[str, JSON]] = [{"model": names[0], **example} for example in EXAMPLES.values()]
     request = record_schema(lambda body: read_chat_request(body, limits, defaults), examples)
     properties = cast(dict[str, Schema], request["properties"])
@@ -124,6 +113,7 @@ def openapi_document(
     _, schemas = msgspec.json.schema_components(
         (ChatCompletion, ChatCompletionChunk, Error, Health, ModelList), ref_template="#/components/schemas/{name}"
     )
+    security: dict[str, JSON] = {"security": [{"key": []}]} if needs_key else {}
     security_scheme: dict[str, JSON] = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
@@ -134,8 +124,8 @@ def openapi_document(
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {
-            "/v1/chat/completions": {"post": _chat_operation(names, needs_key=needs_key)},
-            "/v1/models": {"get": _models_operation(needs_key=needs_key)},
+            "/v1/chat/completions": {"post": {**_chat_operation(names), **security}},
+            "/v1/models": {"get": {**_models_operation(), **security}},
             "/health": {"get": _health_operation()},
             "/metrics": {"get": _get_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
             "/openapi.json": {
@@ -150,44 +140,36 @@ def openapi_document(
     }
 
 
-def _chat_operation(names: tuple[str, ...], *, needs_key: bool) -> dict[str, JSON]:
+def _chat_operation(names: tuple[str, ...]) -> dict[str, JSON]:
     examples: dict[str, JSON] = {key: {"value": {"model": names[0], **value}} for key, value in EXAMPLES.items()}
     request_content: Schema = {"schema": _ref("ChatCompletionRequest"), "examples": examples}
     event_body: Schema = {"anyOf": [_ref("ChatCompletionChunk"), _ref("Error")]}
-    event_data: Schema = {
-        "anyOf": [
-            {"type": "string", "contentMediaType": "application/json", "contentSchema": event_body},
-            {"const": "[DONE]"},
-        ]
-    }
-    event_content: Schema = {
-        "schema": {
-            "type": "object",
-            "description": EVENT_STREAM_DESCRIPTION,
-            "properties": {"event": {"enum": ["message", "error"]}, "data": event_data},
-            "required": ["data"],
-        }
+    json_data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": event_body}
+    event_data: Schema = {"anyOf": [json_data, {"const": "[DONE]"}]}
+    event: Schema = {
+        "type": "object",
+        "description": EVENT_STREAM_DESCRIPTION,
+        "properties": {"event": {"enum": ["message", "error"]}, "data": event_data},
+        "required": ["data"],
     }
     return {
         "operationId": "createChatCompletion",
         "summary": "Answer a conversation; with `stream`, send the answer while it is generated",
-        **_security(needs_key=needs_key),
         "requestBody": {"required": True, "content": {"application/json": request_content}},
         "responses": {
             "200": _response(
                 "The answer; with `stream` as events.",
-                {"application/json": {"schema": _ref("ChatCompletion")}, "text/event-stream": event_content},
+                {"application/json": {"schema": _ref("ChatCompletion")}, "text/event-stream": {"schema": event}},
             ),
             **_error_responses(400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504),
         },
     }
 
 
-def _models_operation(*, needs_key: bool) -> dict[str, JSON]:
+def _models_operation() -> dict[str, JSON]:
     return {
         "operationId": "listModels",
         "summary": "The model, under each of its names",
-        **_security(needs_key=needs_key),
         "responses": {"200": _json_response("The list.", "ModelList"), **_error_responses(401, 405, 500)},
     }
 
@@ -225,19 +207,13 @@ def _error_responses(*statuses: int) -> dict[str, JSON]:
 
 
 def _response(description: str, content: dict[str, JSON]) -> dict[str, JSON]:
-    header: JSON = {
-        "description": "The id of the request: the client's own, or a generated one.",
-        "schema": {"type": "string"},
-    }
+    text = "The id of the request: the client's own, or a generated one."
+    header: JSON = {"description": text, "schema": {"type": "string"}}
     return {"description": description, "headers": {"X-Request-Id": header}, "content": content}
 
 
 def _json_response(description: str, schema: str) -> dict[str, JSON]:
     return _response(description, {"application/json": {"schema": _ref(schema)}})
-
-
-def _security(*, needs_key: bool) -> dict[str, JSON]:
-    return {"security": [{"key": []}]} if needs_key else {}
 
 
 def _ref(name: str) -> dict[str, JSON]:

@@ -1,7 +1,4 @@
-"""Validates the body of a chat completion request: returns a `ChatRequest` or raises an `ApiError`.
-
-Only this package validates requests; other packages trust the types.
-"""
+"""Validates the body of a chat completion request."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -30,7 +27,7 @@ MAX_TIMEOUT_S = 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. A model may recommend other values than these."""
+    """Values of fields that a request leaves out. A model may recommend other values."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -44,7 +41,6 @@ class Limits:
     """Limits of the model and the engine.
 
     max_model_len: maximum number of tokens of prompt and output together.
-    vocab_size: number of token ids, which are smaller than this number.
     max_sequences: maximum number of sequences in the server at once.
     """
 
@@ -57,16 +53,13 @@ class Limits:
 class ChatRequest:
     """A valid chat completion request.
 
-    tools: tools that the model may call; None for none.
+    tools: None if the model may not call tools.
     answer: constraint on the answer; None for free text.
-    max_reasoning_tokens: number of tokens after which reasoning is ended; None for no limit.
     n: number of choices.
-    include_stop: the text includes the stop string or stop token that ended it.
-    bad_words: texts that the model must not write.
+    include_stop: the text includes the stop string or stop token.
     truncate_prompt_tokens: number of last prompt tokens to keep; -1: as many as fit into the context; None: all.
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     max_tokens_field: name of the field that gave `sampling.max_tokens`, for errors.
-    request_id: the client's id of the request; None if it sent none.
     unknown_fields: paths of unknown fields.
     """
 
@@ -96,8 +89,14 @@ class ChatRequest:
 
 
 def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
-    """Parses and validates the body of a request. Raises ApiError (400), which names the field."""
-    return read_chat_request(_parse_json_object(data), limits, defaults)
+    """Parses and validates the body of a request. Raises ApiError (400)."""
+    try:
+        body = cast(JSON, orjson.loads(data))
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return read_chat_request(FieldReader(body), limits, defaults)
 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
@@ -134,29 +133,19 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         priority=body.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=body.text("cache_salt", MAX_ID_LENGTH) or "",
         request_id=_read_request_id(body),
-        # Must come last: a field that has not been read by now is unknown.
+        # Must come last: fields that were not read before are unknown.
         unknown_fields=(*body.unknown_paths(), *unknown_in_messages),
     )
 
 
-def _parse_json_object(data: bytes) -> FieldReader:
-    try:
-        body = cast(JSON, orjson.loads(data))
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return FieldReader(body)
-
-
 def _check_ignored_fields(body: FieldReader) -> None:
-    """Checks the types of fields of OpenAI's API that have no effect here."""
+    """Checks the types of fields without effect."""
     body.text("user")
     body.child("metadata")
     body.boolean("store")
     body.text("service_tier")
     body.text("prompt_cache_key")
-    # No effect: text consists of the tokens' own bytes, so no spaces are added between tokens.
+    # Has no effect, because the server adds no spaces between tokens.
     body.boolean("spaces_between_special_tokens")
 
 
@@ -174,7 +163,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
         max_tokens=max_tokens,
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
-        # Some clients send -1 for all tokens, others 0.
+        # Both -1 and 0 mean all tokens.
         top_k=defaults.top_k if top_k is None else min(max(top_k, 0), limits.vocab_size),
         min_p=defaults.min_p if min_p is None else min_p,
         seed=body.integer("seed", -INT64_MAX - 1, INT64_MAX),
@@ -192,7 +181,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
 
 
 def _read_max_tokens(body: FieldReader) -> tuple[int | None, str]:
-    """The maximum number of output tokens, and the name of the field that gave it."""
+    """Returns the maximum number of output tokens, and the name of its field."""
     max_tokens, max_completion_tokens = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
     if max_completion_tokens is None:
         return max_tokens, "max_tokens"
@@ -211,14 +200,13 @@ def _read_logprobs(body: FieldReader) -> int | None:
 
 def _read_prompt_logprobs(body: FieldReader) -> int | None:
     num_top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    # Chunks of a stream have no field for log-probabilities of the prompt.
+    # Streams have no place for log-probabilities of the prompt.
     if num_top is not None and body.boolean("stream"):
         raise body.wrong("prompt_logprobs", "left out when stream is true")
     return num_top
 
 
 def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
-    expected = f"an object of at most {MAX_LOGIT_BIAS} token ids"
     accepts: dict[str, JSON] = {
         "type": "object",
         "maxProperties": MAX_LOGIT_BIAS,
@@ -229,18 +217,14 @@ def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
     if values is None:
         return {}
     if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
-        raise body.wrong("logit_bias", expected)
+        raise body.wrong("logit_bias", f"an object of at most {MAX_LOGIT_BIAS} token ids")
     biases: dict[int, float] = {}
     for key, bias in values.items():
         path = body.path("logit_bias")
         # int() alone would accept "+1", "1_0" and non-ASCII digits.
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-            raise ApiError(
-                400,
-                f'{path} must have token ids from 0 to {vocab_size - 1} as keys, not "{key[:40]}"',
-                param=path,
-                code="invalid_value",
-            )
+            message = f'{path} must have token ids from 0 to {vocab_size - 1} as keys, not "{key[:40]}"'
+            raise ApiError(400, message, param=path, code="invalid_value")
         if not is_number(bias, -100, 100):
             raise bad_field(f"{path}.{key}", "a number from -100 to 100", bias)
         biases[int(key)] = float(bias)
@@ -261,10 +245,9 @@ def _read_stop_strings(body: FieldReader) -> tuple[str, ...]:
     checked_strings: list[str] = []
     for index, stop in enumerate(stop_strings):
         if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
-            path = f"stop[{index}]" if isinstance(value, list) else "stop"
-            raise bad_field(
-                path, expected if path == "stop" else f"a string of 1 to {MAX_STOP_LENGTH} characters", stop
-            )
+            if not isinstance(value, list):
+                raise body.wrong("stop", expected)
+            raise bad_field(f"stop[{index}]", f"a string of 1 to {MAX_STOP_LENGTH} characters", stop)
         checked_strings.append(stop)
     return tuple(checked_strings)
 
@@ -291,9 +274,8 @@ def _read_truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | Non
 def _read_stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
     expected = f"an array of at most {MAX_STOP_TOKENS} token ids"
     id_schema: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
-    values = body.array("stop_token_ids", expected, MAX_STOP_TOKENS, id_schema) or []
     token_ids: list[int] = []
-    for index, token_id in enumerate(values):
+    for index, token_id in enumerate(body.array("stop_token_ids", expected, MAX_STOP_TOKENS, id_schema) or []):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise bad_field(f"stop_token_ids[{index}]", f"a token id from 0 to {vocab_size - 1}", token_id)
         token_ids.append(token_id)
@@ -302,7 +284,7 @@ def _read_stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
 
 def _read_request_id(body: FieldReader) -> str | None:
     value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
-    # The response returns it in a header.
+    # The response has the id in a header.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")
     return value

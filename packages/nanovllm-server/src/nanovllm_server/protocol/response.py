@@ -1,4 +1,4 @@
-"""Builds the bodies of responses: `chat.completion`, `chat.completion.chunk` and the list of models."""
+"""Builds response bodies: complete answers, chunks of streamed answers, and the list of models."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,8 @@ from nanovllm_server.protocol.bodies import (
     ChunkChoice,
     CompletionUsage,
     Finish,
+    FunctionCall,
+    FunctionCallDelta,
     ModelList,
     TokenLogprob,
     ToolCall,
@@ -28,10 +30,7 @@ SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """The next part of the `index`-th tool call of a choice. The first part has the id and name; later parts have None.
-
-    arguments: the next piece of the arguments' JSON.
-    """
+    """The next part of a choice's tool call number `index`. Only the call's first part has an id and a name."""
 
     index: int
     arguments: str
@@ -42,9 +41,7 @@ class CallDelta(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """The next part of one choice.
 
-    text: content.
-    logprobs: OpenAI's objects, one per token; None if not requested.
-    calls: next parts of tool calls.
+    logprobs: one object per token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
     in_reasoning: the choice ended within reasoning, before any content.
@@ -64,7 +61,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens of one request. Output tokens are summed over choices and include reasoning."""
+    """Token counts of one request. completion_tokens: sum over all choices, with reasoning."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -72,7 +69,7 @@ class Usage:
     reasoning_tokens: int
 
     def body(self) -> CompletionUsage:
-        """The usage object."""
+        """Returns the JSON object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -84,7 +81,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all chunks of an answer share. prompt_token_ids: None if not requested."""
+    """Common fields of all chunks of an answer. prompt_token_ids: None if not requested."""
 
     id: str
     created: int
@@ -92,7 +89,7 @@ class Envelope:
     prompt_token_ids: list[int] | None = None
 
     def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> ChatCompletion:
-        """The complete answer. choices: the deltas of each choice, in order."""
+        """Builds the complete answer. choices: the deltas of each choice."""
         body: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
@@ -109,7 +106,7 @@ class Envelope:
     def chunk(
         self, choices: list[ChunkChoice], usage: CompletionUsage | None, *, with_usage: bool, with_prompt: bool = False
     ) -> ChatCompletionChunk:
-        """One chunk of a streamed answer. with_usage, with_prompt: add the field `usage`, `prompt_token_ids`."""
+        """Builds a chunk. with_usage: with the field `usage`. with_prompt: with `prompt_token_ids`, if requested."""
         chunk: ChatCompletionChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -126,7 +123,7 @@ class Envelope:
 
 
 class Clock:
-    """The time in seconds since 1970. The time never goes back."""
+    """The time in seconds since 1970. Never goes back."""
 
     def __init__(self) -> None:
         self._last_s = 0
@@ -138,18 +135,18 @@ class Clock:
 
 
 def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """The chunk choices for a delta, one per kind of change. is_first: the delta is the first one of its choice."""
+    """Builds one chunk choice per kind of change in `delta`. is_first: this is the choice's first delta."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
-        # DeepSeek's clients read the second name.
+        # DeepSeek's clients read `reasoning_content`.
         choice_deltas.append({"reasoning": delta.reasoning, "reasoning_content": delta.reasoning})
     if delta.text:
         choice_deltas.append({"content": delta.text})
     choice_deltas.extend({"tool_calls": [_tool_call_delta(call)]} for call in delta.calls)
-    logprobs = _choice_logprobs(delta.logprobs)
+    logprobs: ChoiceLogprobs | None = {"content": [*delta.logprobs], "refusal": None} if delta.logprobs else None
     choices: list[ChunkChoice] = []
     if is_first:
-        # Like a complete answer: null if there is reasoning or a call instead of content.
+        # As in a complete answer, null means reasoning or a call instead of content.
         content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
         choices.append(_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
     for choice_delta in choice_deltas:
@@ -162,13 +159,13 @@ def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     if delta.token_ids is not None:
         for choice in choices:
             choice["token_ids"] = []
-        # The token ids go into the first chunk after the one with the role, or into the only chunk.
+        # The chunk with the role gets token ids only if there is no other chunk.
         choices[min(int(is_first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 
 
 def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> ModelList:
-    """The body of the list of models: the one model under each of its names."""
+    """Builds the list of models, which has the served model under each of its names."""
     return {
         "object": "list",
         "data": [
@@ -192,7 +189,6 @@ def _complete_choice(deltas: Sequence[Delta]) -> Choice:
         "index": last_delta.index,
         "message": _message(deltas),
         "logprobs": None if last_delta.logprobs is None else {"content": entries, "refusal": None},
-        # The last delta of a choice has a finish reason.
         "finish_reason": cast(Finish, last_delta.finish_reason),
         "stop_reason": last_delta.stop_reason,
     }
@@ -221,31 +217,19 @@ def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
     for delta in deltas:
         first_deltas.setdefault(delta.index, delta)
         argument_pieces.setdefault(delta.index, []).append(delta.arguments)
-    # A call's first delta has its id and name.
-    return [
-        {
-            "id": cast(str, call.id),
-            "type": "function",
-            "function": {"name": cast(str, call.name), "arguments": "".join(argument_pieces[index])},
-        }
-        for index, call in first_deltas.items()
-    ]
+    calls: list[ToolCall] = []
+    for index, call in first_deltas.items():
+        function: FunctionCall = {"name": cast(str, call.name), "arguments": "".join(argument_pieces[index])}
+        calls.append({"id": cast(str, call.id), "type": "function", "function": function})
+    return calls
 
 
 def _tool_call_delta(call: CallDelta) -> ToolCallDelta:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": cast(str, call.id),
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    function: FunctionCallDelta = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": cast(str, call.id), "type": "function", "function": function}
 
 
 def _chunk_choice(index: int, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _choice_logprobs(entries: tuple[TokenLogprob, ...] | None) -> ChoiceLogprobs | None:
-    return {"content": list(entries), "refusal": None} if entries else None

@@ -1,6 +1,6 @@
-"""Derives the JSON schema (2020-12) of requests from the code that reads them, so that schema and code can't differ.
+"""Derives the JSON schema of requests from the code that reads requests.
 
-The code reads example requests through a field reader that records which values each field accepts.
+The code reads example requests through a field reader, which records the allowed values of each field.
 """
 
 import copy
@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader
+from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader, Schema
 from nanovllm_server.protocol.json import JSON
 
-Schema: TypeAlias = dict[str, JSON]
 ReadObject: TypeAlias = Callable[[FieldReader], object]
-# Names and indices that lead from a request to a nested value.
+# The path from a request to a nested value: names and indices.
 Keys: TypeAlias = tuple[str | int, ...]
 
 
 def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Schema:
-    """The schema of the objects that `read` accepts. Raises ApiError if `read` refuses an example.
+    """Returns the JSON schema (2020-12) of the objects that `read` accepts. Raises ApiError for an invalid example.
 
-    The schema describes a nested object or array only if an example contains one.
-    A field is required if `read` refuses the examples without it.
+    The examples must contain every nested object and array. A field is required if `read` refuses examples without
+    the field.
     """
     root = _ObjectNode()
     for example in examples:
@@ -36,10 +35,10 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """What is recorded about one object.
+    """The recorded fields of one object.
 
-    alternatives: the alternative schemas of each field.
-    children: the nested object, or the array's objects, of each field.
+    alternatives: alternative schemas by field.
+    children: nested objects by field; an array has one child for all its objects.
     required: fields that all examples need; None before the first example.
     """
 
@@ -75,18 +74,17 @@ class _ObjectNode:
         return schema
 
     def _with_child(self, name: str, accepts: Schema) -> Schema:
-        """Completes `accepts` with the recorded schema of the objects in the field."""
-        types = accepts.get("type")
+        """Returns `accepts` with the recorded schema of nested objects."""
         if name not in self.children:
             return accepts
-        child = self.children[name].schema()
+        types, child = accepts.get("type"), self.children[name].schema()
         if types == "array" or (isinstance(types, list) and "array" in types):
             return {**accepts, "items": child}
         return {**child, **accepts} if types == "object" else accepts
 
 
 class _RecordingReader(FieldReader):
-    """A field reader that records the schemas that its methods enforce."""
+    """A field reader that records what its methods accept."""
 
     def __init__(self, values: dict[str, JSON], node: _ObjectNode, path: str = ""):
         super().__init__(values, path)
@@ -157,7 +155,7 @@ def _with_null(accepts: Schema) -> Schema:
 
 
 def _iterate_objects(node: _ObjectNode, value: JSON, keys: Keys) -> Iterator[tuple[_ObjectNode, Keys]]:
-    """Yields the node and the keys of every object in `value` that was read."""
+    """Yields the node and the path of every object in `value` that was read."""
     match value:
         case dict():
             yield node, keys

@@ -1,4 +1,4 @@
-"""Reads the fields of a request that are options of the chat template."""
+"""Reads the request's options of the chat template."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high")
 class TemplateOptions:
     """Options of the chat template.
 
-    variables: additional variables of the template.
-    documents: documents for retrieval; None if the request has none.
+    documents: None if the request has no documents.
     add_generation_prompt: the prompt ends with the beginning of the model's turn.
     continue_final_message: the prompt ends within the last message, which the model continues.
     """
@@ -30,13 +29,11 @@ def parse_template_options(body: FieldReader) -> TemplateOptions:
     continue_final_message = body.boolean("continue_final_message") or False
     add_generation_prompt = body.boolean("add_generation_prompt")
     if continue_final_message and add_generation_prompt:
-        raise ApiError(
-            400,
+        message = (
             "add_generation_prompt and continue_final_message can't both be true: a prompt ends in a new turn or in "
-            "the last message",
-            param="add_generation_prompt",
-            code="invalid_value",
+            "the last message"
         )
+        raise ApiError(400, message, param="add_generation_prompt", code="invalid_value")
     return TemplateOptions(
         variables=_read_variables(body),
         documents=_read_documents(body),
@@ -49,7 +46,7 @@ def _read_variables(body: FieldReader) -> dict[str, JSON]:
     effort = body.one_of("reasoning_effort", REASONING_EFFORTS)
     variables: dict[str, JSON] = {}
     if effort is not None:
-        # A template uses one variable or the other.
+        # Templates read either variable.
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     template_kwargs = body.raw("chat_template_kwargs", {"type": "object"})
     if template_kwargs is not None and not isinstance(template_kwargs, dict):

@@ -4,25 +4,23 @@ from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
-NO_VALUES: tuple[JSON, ...] = ()
-
-# Harmless values by unsupported field: values that have no effect. null is harmless in every field.
+# Values without effect, by unsupported field. null never has an effect.
 HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
-    "allowed_token_ids": NO_VALUES,
-    "audio": NO_VALUES,
+    "allowed_token_ids": (),
+    "audio": (),
     "best_of": (1,),
-    "chat_template": NO_VALUES,
+    "chat_template": (),
     "echo": (False,),
-    "functions": NO_VALUES,
+    "functions": (),
     "function_call": ("none",),
-    "logits_processors": NO_VALUES,
+    "logits_processors": (),
     "modalities": (["text"],),
     "return_tokens_as_token_ids": (False,),
     "use_beam_search": (False,),
-    "web_search_options": NO_VALUES,
+    "web_search_options": (),
 }
 
-# Supported field by unsupported field: the field to use instead.
+# The field to use instead, by unsupported field.
 REPLACEMENTS: dict[str, str] = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
@@ -49,7 +47,7 @@ def refuse_unsupported(body: FieldReader) -> None:
 
 
 def _is_same(value: JSON, other: JSON) -> bool:
-    # In Python, 1 == True; but a client that sends 1 for true should get an error.
+    # In Python, 1 == True. A client that sends 1 instead of true must get an error.
     return type(value) is type(other) and value == other
 
 
