@@ -14,7 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles, report
 
 
 def run(name_part: str, repeat: int, files: OutputFiles) -> None:
-    """Measures the kernels whose names contain `name_part`. Raises BenchError."""
+    """Measures the kernels whose names contain `name_part`. Raises BenchError if there are none, or no GPU."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
     works = ladder.selected(name_part)
@@ -25,9 +25,7 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
         runs = [ladder.measure(work) for _ in range(repeat)]
         figures.append(
             replace(
-                runs[0],
-                microseconds=median(run.microseconds for run in runs),
-                rate=median(run.rate for run in runs),
+                runs[0], microseconds=median(run.microseconds for run in runs), rate=median(run.rate for run in runs)
             )
         )
     rows = [[figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f}", figure.unit] for figure in figures]
