@@ -55,9 +55,7 @@ def parse_options(*arguments: str) -> InterferenceOptions:
 
 
 def with_sizes(options: InterferenceOptions, **sizes) -> InterferenceOptions:
-    return replace(
-        options, settings=replace(options.settings, workload_sizes=replace(options.settings.workload_sizes, **sizes))
-    )
+    return replace(options, settings=replace(options.settings, workload=replace(options.settings.workload, **sizes)))
 
 
 @pytest.fixture

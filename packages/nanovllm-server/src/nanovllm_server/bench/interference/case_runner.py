@@ -24,7 +24,7 @@ MIN_HIT_SHARE = 0.8
 class CaseSettings:
     """How to measure the cases. seed: decides all texts and arrival times. timeout_s: limit of one request."""
 
-    workload_sizes: WorkloadSizes
+    workload: WorkloadSizes
     seed: str
     temperature: float
     timeout_s: float
@@ -67,7 +67,7 @@ class CaseRunner:
     def __init__(self, server: MeasuredServer, settings: CaseSettings):
         self._server = server
         self._settings = settings
-        self._workload_sizes = settings.workload_sizes
+        self._workload = settings.workload
         # The case short-beside-long spreads its short requests over this time.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
@@ -94,28 +94,27 @@ class CaseRunner:
         result.summarize_ttfts("long")
 
     async def _send_long_alone(self, client: CaseClient, repeat: int) -> list[TimedAnswer]:
-        await client.send(self._single_prompt(self._workload_sizes.long_len, "long warm-up"), 1)
-        prompts = [self._single_prompt(self._workload_sizes.long_len, f"long alone {index}") for index in range(repeat)]
+        await client.send(self._single_prompt(self._workload.long_len, "long warm-up"), 1)
+        prompts = self._single_prompts(self._workload.long_len, repeat, "long alone")
         answers = [answer for prompt in prompts if (answer := await client.send(prompt, 1)) is not None]
         self._long_alone_ttfts_s = [answer.ttft_s for answer in answers]
         return answers
 
     async def _measure_short_beside_long(self, client: CaseClient, result: CaseResult) -> None:
-        workload_sizes = self._workload_sizes
+        workload = self._workload
         if not self._long_alone_ttfts_s:
             await self._send_long_alone(client, 1)
         alone_ttft_s = _median(self._long_alone_ttfts_s)
-        await client.send(self._single_prompt(workload_sizes.short_len, "short warm-up"), workload_sizes.output_len)
+        await client.send(self._single_prompt(workload.short_len, "short warm-up"), workload.output_len)
         for repetition in range(self._settings.repeat if self._long_alone_ttfts_s else 0):
             random = Random(f"{self._settings.seed} arrivals {repetition}")
-            long_prompt = self._single_prompt(workload_sizes.long_len, f"long beside {repetition}")
+            long_prompt = self._single_prompt(workload.long_len, f"long beside {repetition}")
+            short_prompts = self._single_prompts(workload.short_len, workload.num_short, f"short {repetition}")
             short_requests = [
                 client.send(
-                    self._single_prompt(workload_sizes.short_len, f"short {repetition} {index}"),
-                    workload_sizes.output_len,
-                    delay_s=(index + random.random()) / workload_sizes.num_short * alone_ttft_s,
+                    prompt, workload.output_len, delay_s=(index + random.random()) / workload.num_short * alone_ttft_s
                 )
-                for index in range(workload_sizes.num_short)
+                for index, prompt in enumerate(short_prompts)
             ]
             long_answer, *short_answers = await asyncio.gather(client.send(long_prompt, 1), *short_requests)
             result.add_ttfts("short", short_answers)
@@ -126,22 +125,19 @@ class CaseRunner:
         result.figures["long_ttft_over_alone"] = result.figures["long_ttft_p50_ms"] / (1000 * alone_ttft_s)
 
     async def _measure_decodes_beside_long(self, client: CaseClient, result: CaseResult) -> None:
-        workload_sizes = self._workload_sizes
-        await self._warm_up_streams(client, workload_sizes.streams)
-        await client.send(self._single_prompt(workload_sizes.prompt_len, "burst warm-up"), 1)
+        workload = self._workload
+        await self._warm_up_streams(client, workload.streams)
+        await client.send(self._single_prompt(workload.prompt_len, "burst warm-up"), 1)
         baseline_gaps_s: list[float] = []
         beside_gaps_s: list[float] = []
         bursts: list[list[TimedAnswer | None]] = []
         client_busy: list[float] = []
         for repetition in range(self._settings.repeat):
-            prompts = [
-                self._single_prompt(workload_sizes.prompt_len, f"burst {repetition} {index}")
-                for index in range(workload_sizes.num_prompts)
-            ]
-            stream_prompts = self._stream_prompts(workload_sizes.streams, f"burst stream {repetition}")
-            async with DecodeStreams(client, stream_prompts, workload_sizes.stream_len) as streams:
+            prompts = self._single_prompts(workload.prompt_len, workload.num_prompts, f"burst {repetition}")
+            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.streams, f"burst stream {repetition}")
+            async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
                 begin = await streams.wait_until_decoding()
-                await asyncio.sleep(workload_sizes.baseline_s)
+                await asyncio.sleep(workload.baseline_s)
                 start, start_cpu = time.perf_counter(), time.process_time()
                 bursts.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
                 end = _last_first_token_time(bursts[-1])
@@ -152,9 +148,9 @@ class CaseRunner:
         result.summarize_gaps("baseline", baseline_gaps_s)
         result.summarize_gaps("beside", beside_gaps_s)
         ttfts_by_burst = [sorted(answer.ttft_s for answer in burst if answer is not None) for burst in bursts]
-        for rank in range(workload_sizes.num_prompts):
-            name = "last" if rank == workload_sizes.num_prompts - 1 else str(rank + 1)
-            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload_sizes.num_prompts]
+        for rank in range(workload.num_prompts):
+            name = "last" if rank == workload.num_prompts - 1 else str(rank + 1)
+            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload.num_prompts]
             result.figures[f"prompt_{name}_ttft_p50_ms"] = _median(ttfts_ms)
         for burst in bursts:
             result.add_ttfts("prompt", burst)
@@ -164,11 +160,11 @@ class CaseRunner:
         result.figures["client_busy_percent"] = 100 * max(client_busy)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
-        workload_sizes = self._workload_sizes
+        workload = self._workload
         history_answers: list[TimedAnswer] = []
         turn_answers: list[TimedAnswer | None] = []
         # The first conversation warms the server up.
-        for index in range(workload_sizes.num_turns + 1):
+        for index in range(workload.num_turns + 1):
             history = self._history_prompt(f"turn {index}")
             history_answer = await client.send(history, 1)
             if history_answer is None:
@@ -177,7 +173,7 @@ class CaseRunner:
                 self._next_turn_prompt(history, f"turn {index} {repetition}")
                 for repetition in range(self._settings.repeat)
             ]
-            answers = [await client.send(prompt, workload_sizes.output_len) for prompt in prompts]
+            answers = [await client.send(prompt, workload.output_len) for prompt in prompts]
             if index > 0:
                 history_answers.append(history_answer)
                 turn_answers += answers
@@ -189,28 +185,25 @@ class CaseRunner:
         _add_cache_figures(result, turn_answers)
 
     async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
-        workload_sizes = self._workload_sizes
-        await self._warm_up_streams(client, workload_sizes.turn_streams)
+        workload = self._workload
+        await self._warm_up_streams(client, workload.turn_streams)
         histories: list[tuple[list[Message], int]] = []
-        for index in range(workload_sizes.conversations):
+        for index in range(workload.conversations):
             history = self._history_prompt(f"conversation {index}")
             history_answer = await client.send(history, 1)
             if history_answer is not None:
                 histories.append((history, history_answer.prompt_tokens))
         turn_answers: list[TimedAnswer | None] = []
-        for kind, interval_s in (("at_once", 0.0), ("spaced", workload_sizes.turn_interval_ms / 1000)):
+        for kind, interval_s in (("at_once", 0.0), ("spaced", workload.turn_interval_ms / 1000)):
             gaps_s: list[float] = []
             for repetition in range(self._settings.repeat):
                 seed = f"{kind} {repetition}"
-                async with DecodeStreams(
-                    client,
-                    self._stream_prompts(workload_sizes.turn_streams, f"turn stream {seed}"),
-                    workload_sizes.stream_len,
-                ) as streams:
+                stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.turn_streams, f"turn stream {seed}")
+                async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
                     await streams.wait_until_decoding()
                     if repetition == 0 and histories:
                         await client.send(
-                            self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), workload_sizes.output_len
+                            self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), workload.output_len
                         )
                     prompts = [
                         self._next_turn_prompt(history, f"{seed} {index}")
@@ -233,7 +226,7 @@ class CaseRunner:
         start = time.perf_counter()
         answers = await asyncio.gather(
             *(
-                client.send(prompt, self._workload_sizes.output_len, delay_s=index * interval_s)
+                client.send(prompt, self._workload.output_len, delay_s=index * interval_s)
                 for index, prompt in enumerate(prompts)
             )
         )
@@ -242,26 +235,23 @@ class CaseRunner:
         return answers, streams.gaps_touching(start, end)
 
     async def _warm_up_streams(self, client: CaseClient, num_streams: int) -> None:
-        prompts = self._stream_prompts(num_streams, "stream warm-up")
-        await asyncio.gather(*(client.send(prompt, self._workload_sizes.output_len) for prompt in prompts))
+        prompts = self._single_prompts(STREAM_PROMPT_LEN, num_streams, "stream warm-up")
+        await asyncio.gather(*(client.send(prompt, self._workload.output_len) for prompt in prompts))
 
     def _single_prompt(self, num_tokens: int, name: str) -> list[Message]:
         return single_message(self._server.prompt_token_costs, num_tokens, f"{self._settings.seed} {name}")
 
-    def _stream_prompts(self, num_streams: int, name: str) -> list[list[Message]]:
-        return [self._single_prompt(STREAM_PROMPT_LEN, f"{name} {index}") for index in range(num_streams)]
+    def _single_prompts(self, num_tokens: int, num_prompts: int, name: str) -> list[list[Message]]:
+        return [self._single_prompt(num_tokens, f"{name} {index}") for index in range(num_prompts)]
 
     def _history_prompt(self, name: str) -> list[Message]:
-        workload_sizes = self._workload_sizes
+        costs, workload = self._server.prompt_token_costs, self._workload
         seed = f"{self._settings.seed} {name}"
-        return conversation(
-            self._server.prompt_token_costs, workload_sizes.conversation_len, workload_sizes.message_len, seed
-        )
+        return conversation(costs, workload.conversation_len, workload.message_len, seed)
 
     def _next_turn_prompt(self, history: Sequence[Message], name: str) -> list[Message]:
-        return with_next_turn(
-            self._server.prompt_token_costs, history, self._workload_sizes.turn_len, f"{self._settings.seed} {name}"
-        )
+        costs, seed = self._server.prompt_token_costs, f"{self._settings.seed} {name}"
+        return with_next_turn(costs, history, self._workload.turn_len, seed)
 
 
 def _count_misses(turns: Iterable[TimedAnswer | None], history_tokens: int) -> int:

@@ -37,7 +37,7 @@ def run(options: InterferenceOptions) -> None:
     settings = options.settings
     models = ", ".join(f"{result.server.label} {result.server.model}" for result in results)
     title = f"interference: {models}; seed {settings.seed}, percentiles over {settings.repeat} repetitions"
-    case_lines = [f"  {case}: {settings.workload_sizes.describe(case)}" for case in options.cases]
+    case_lines = [f"  {case}: {settings.workload.describe(case)}" for case in options.cases]
     report(
         "interference",
         "\n".join([title, *case_lines]),
@@ -47,7 +47,7 @@ def run(options: InterferenceOptions) -> None:
             "temperature": settings.temperature,
             "timeout_s": settings.timeout_s,
             "repeat": settings.repeat,
-            "sizes": asdict(settings.workload_sizes),
+            "sizes": asdict(settings.workload),
             "servers": [
                 {
                     "label": result.server.label,
@@ -76,7 +76,7 @@ async def measure(options: InterferenceOptions) -> list[ServerResult]:
         runner = CaseRunner(server, settings)
         case_results: list[CaseResult] = []
         for case in options.cases:
-            print_message(f"{server.label}: {case}: {settings.workload_sizes.describe(case)}")
+            print_message(f"{server.label}: {case}: {settings.workload.describe(case)}")
             case_results.append(await runner.measure(case))
             _warn(server.label, case_results[-1])
         results.append(ServerResult(server, case_results))

@@ -58,7 +58,7 @@ def interference_options(flags: argparse.Namespace, default_url: str, api_key: s
         model=flags.served_model,
         cases=flags.cases,
         settings=CaseSettings(
-            workload_sizes=WorkloadSizes(**{size.name: getattr(flags, size.name) for size in fields(WorkloadSizes)}),
+            workload=WorkloadSizes(**{size.name: getattr(flags, size.name) for size in fields(WorkloadSizes)}),
             seed=str(secrets.randbits(32) if flags.seed is None else flags.seed),
             temperature=flags.temperature,
             timeout_s=flags.timeout,
