@@ -89,34 +89,32 @@ def _offline_benchmark(flags: argparse.Namespace, vocab_size: int) -> "OfflineBe
 def _run_serve(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import serve
 
-    serve.run(
-        serve.ServeOptions(
-            endpoint=_endpoint(flags),
-            model=flags.served_model,
-            shape=_workload_shape(flags),
-            rates=flags.rate,
-            concurrencies=flags.concurrency,
-            temperature=flags.temperature,
-            seed=flags.seed,
-            repeat=flags.repeat,
-            files=_output_files(flags),
-        )
+    options = serve.ServeOptions(
+        endpoint=_endpoint(flags),
+        model=flags.served_model,
+        shape=_workload_shape(flags),
+        rates=flags.rate,
+        concurrencies=flags.concurrency,
+        temperature=flags.temperature,
+        seed=flags.seed,
+        repeat=flags.repeat,
+        files=_output_files(flags),
     )
+    serve.run(options)
 
 
 def _run_grammars(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import grammars
 
-    grammars.run(
-        grammars.GrammarsOptions(
-            endpoint=_endpoint(flags),
-            model=flags.served_model,
-            num_streams=flags.streams,
-            output_len=flags.output_len,
-            repeat=flags.repeat,
-            files=_output_files(flags),
-        )
+    options = grammars.GrammarsOptions(
+        endpoint=_endpoint(flags),
+        model=flags.served_model,
+        num_streams=flags.streams,
+        output_len=flags.output_len,
+        repeat=flags.repeat,
+        files=_output_files(flags),
     )
+    grammars.run(options)
 
 
 def _run_interference(flags: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,7 +107,5 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def _installed_version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None

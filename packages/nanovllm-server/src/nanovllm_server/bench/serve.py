@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from itertools import compress, pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import uvloop
@@ -214,9 +214,7 @@ def _summarize(
 def latency_stats(latencies_s: Iterable[float]) -> LatencyStats:
     """All fields are NaN if there are no latencies."""
     ordered_ms = sorted(1000 * latency for latency in latencies_s) or [math.nan]
-    return LatencyStats(
-        sum(ordered_ms) / len(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES)
-    )
+    return LatencyStats(fmean(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES))
 
 
 def _median_result(runs: Sequence[LoadResult]) -> LoadResult:

@@ -152,11 +152,9 @@ class CaseRunner:
             name = "last" if rank == workload.num_prompts - 1 else str(rank + 1)
             ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload.num_prompts]
             result.figures[f"prompt_{name}_ttft_p50_ms"] = _median(ttfts_ms)
-        for burst in bursts:
-            result.add_ttfts("prompt", burst)
-        result.figures["prompt_tokens"] = _median(
-            answer.prompt_tokens for burst in bursts for answer in burst if answer is not None
-        )
+        answered = [answer for burst in bursts for answer in burst if answer is not None]
+        result.add_ttfts("prompt", answered)
+        result.figures["prompt_tokens"] = _median(answer.prompt_tokens for answer in answered)
         result.figures["client_busy_percent"] = 100 * max(client_busy)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
@@ -169,10 +167,8 @@ class CaseRunner:
             history_answer = await client.send(history, 1)
             if history_answer is None:
                 continue
-            prompts = [
-                self._next_turn_prompt(history, f"turn {index} {repetition}")
-                for repetition in range(self._settings.repeat)
-            ]
+            seeds = [f"turn {index} {repetition}" for repetition in range(self._settings.repeat)]
+            prompts = [self._next_turn_prompt(history, seed) for seed in seeds]
             answers = [await client.send(prompt, workload.output_len) for prompt in prompts]
             if index > 0:
                 history_answers.append(history_answer)
@@ -224,12 +220,11 @@ class CaseRunner:
     ) -> tuple[list[TimedAnswer | None], list[float]]:
         """Returns the answers, and the gaps of the streams until all turns have a first token."""
         start = time.perf_counter()
-        answers = await asyncio.gather(
-            *(
-                client.send(prompt, self._workload.output_len, delay_s=index * interval_s)
-                for index, prompt in enumerate(prompts)
-            )
-        )
+        output_len, delays_s = self._workload.output_len, [index * interval_s for index in range(len(prompts))]
+        turns = [
+            client.send(prompt, output_len, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
+        ]
+        answers = await asyncio.gather(*turns)
         end = _last_first_token_time(answers)
         await streams.wait_for_pieces_after(end)
         return answers, streams.gaps_touching(start, end)

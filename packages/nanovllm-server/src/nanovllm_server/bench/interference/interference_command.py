@@ -53,7 +53,7 @@ def run(options: InterferenceOptions) -> None:
                     "label": result.server.label,
                     "model": result.server.model,
                     "token_costs": asdict(result.server.prompt_token_costs),
-                    "cases": [asdict(case) for case in result.case_results],
+                    "cases": [*map(asdict, result.case_results)],
                 }
                 for result in results
             ],

@@ -146,14 +146,10 @@ def _median_rates(benchmark: OfflineBenchmark, timings_by_case: Sequence[list[Ru
 
 def _case_figures(case: Case, engine_timings: list[RunTiming], peer_timings: list[RunTiming] | None) -> JSON:
     def engine_figures(timings: list[RunTiming]) -> JSON:
-        return {
-            "rate": case.median_rate(timings),
-            "rates": [case.compute_rate(timing) for timing in timings],
-            "runs": [
-                {"num_tokens": timing.num_tokens, "last": timing.last_token_s, "first": timing.first_tokens_s}
-                for timing in timings
-            ],
-        }
+        runs = [
+            {"num_tokens": run.num_tokens, "last": run.last_token_s, "first": run.first_tokens_s} for run in timings
+        ]
+        return {"rate": case.median_rate(timings), "rates": [*map(case.compute_rate, timings)], "runs": runs}
 
     return {
         "case": case.name,
