@@ -146,18 +146,22 @@ def test_transformers_does_the_same_work(run_bench, capsys):
     assert f"transformers {result['peer']['version']} output tok/s  ratio" in capsys.readouterr().out
 
 
-def test_batches_of_transformers_are_timed_as_one(monkeypatch):
+def test_batches_of_a_peer_are_timed_as_one():
     """The prompts of each of two batches take 1 s, so that the first tokens take 2 s."""
-    from nanovllm_server.bench.offline.peers import peer_transformers
+    from nanovllm_server.bench.offline.peers import run
 
-    times = iter([[0.0], [0.0], [1.0, 2.0, 4.0], [5.0, 6.0]])
-    monkeypatch.setattr(peer_transformers, "_load", lambda _: SimpleNamespace())
-    monkeypatch.setattr(peer_transformers, "_generate", lambda *_: next(times))
-    monkeypatch.setattr(peer_transformers, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    times = iter([(0.0, 0.0), (0.0, 0.0), (1.0, 4.0), (1.0, 2.0)])
+    peer = SimpleNamespace(
+        version="1",
+        max_batch_size=2,
+        times_first_tokens=True,
+        start_case=lambda batches: None,
+        generate=lambda *_: next(times),
+    )
     requests = [{"prompt": [1], "max_tokens": max_tokens} for max_tokens in (3, 2, 2)]
-    job = {"temperature": 0.0, "cases": [requests], "max_num_seqs": 2, "warm_up_tokens": 1, "repeat": 1}
-    _, run = peer_transformers.measure(job)
-    assert run == {"num_tokens": 7, "first_tokens_s": 2.0, "last_token_s": 6.0}
+    job = {"cases": [requests], "warm_up_tokens": 1, "repeat": 1, "times_first_tokens": True}
+    _, result = run.measure(peer, job)
+    assert result == {"num_tokens": 7, "first_tokens_s": 2.0, "last_token_s": 6.0}
 
 
 def test_vllm_chooses_limits_that_are_not_given(run_bench, fake_vllm):

@@ -20,7 +20,7 @@ from nanovllm_server.bench.interference.case_sizes import CASE_NAMES
 from nanovllm_server.bench.interference.interference_command import InterferenceOptions, make_table, measure
 from nanovllm_server.bench.interference.interference_flags import interference_options
 from nanovllm_server.bench.interference.prompt_texts import (
-    TokenCosts,
+    PromptTokenCosts,
     conversation,
     measure_token_costs,
     single_message,
@@ -55,7 +55,7 @@ def parse_options(*arguments: str) -> InterferenceOptions:
 
 
 def with_sizes(options: InterferenceOptions, **sizes) -> InterferenceOptions:
-    return replace(options, settings=replace(options.settings, sizes=replace(options.settings.sizes, **sizes)))
+    return replace(options, settings=replace(options.settings, workload=replace(options.settings.workload, **sizes)))
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def client(url) -> CaseClient:
 async def test_each_case_reports_its_figures(options):
     (result,) = await measure(options)
     assert result.server.model == "scripted"
-    assert tuple(case.case for case in result.cases) == CASE_NAMES
-    long_alone, short_beside, decodes, turn, turns = result.cases
-    for case in result.cases:
+    assert tuple(case.case for case in result.case_results) == CASE_NAMES
+    long_alone, short_beside, decodes, turn, turns = result.case_results
+    for case in result.case_results:
         assert case.errors == []
         assert case.misses == 0
         assert not any(math.isnan(figure) for figure in case.figures.values())
@@ -104,7 +104,7 @@ async def test_short_requests_arrive_while_the_long_prompt_is_computed(options, 
 
 async def test_streams_end_when_the_measurement_ends(options, engine):
     (result,) = await measure(replace(options, cases=("decodes-beside-long",)))
-    assert result.cases[0].errors == []
+    assert result.case_results[0].errors == []
     streams = [request for request in engine.requests if request.sampling.max_tokens == 380]
     assert len(streams) == 2 * 3
     async with asyncio.timeout(5):
@@ -115,14 +115,14 @@ async def test_streams_end_when_the_measurement_ends(options, engine):
 async def test_streams_that_end_early_are_errors(options):
     options = with_sizes(options, stream_len=5)
     (result,) = await measure(replace(options, cases=("decodes-beside-long",)))
-    assert result.cases[0].errors == [STREAM_ENDED_EARLY] * 6
+    assert result.case_results[0].errors == [STREAM_ENDED_EARLY] * 6
 
 
 async def test_turns_that_miss_the_cache_are_counted(options, engine, capsys):
     engine.num_cached_tokens = 8
     (result,) = await measure(replace(options, cases=("turn", "turns-beside-decodes")))
-    assert [case.misses for case in result.cases] == [4, 8]
-    assert [case.figures["turn_cached_tokens"] for case in result.cases] == [8, 8]
+    assert [case.misses for case in result.case_results] == [4, 8]
+    assert [case.figures["turn_cached_tokens"] for case in result.case_results] == [8, 8]
     assert "turn: 4 turns missed the prefix cache" in capsys.readouterr().err
 
 
@@ -145,14 +145,14 @@ async def test_failed_requests_are_counted_and_set_the_exit_status(options, url,
     assert len(case["errors"]) > 0
     assert all("status 429" in error for error in case["errors"])
     captured = capsys.readouterr()
-    assert f"{len(case['errors'])} requests failed: they are in no figure" in captured.err
+    assert f"{len(case['errors'])} requests failed: the results leave these requests out" in captured.err
     assert any(line.split()[1:] == ["failed", str(len(case["errors"]))] for line in captured.out.splitlines())
 
 
 async def test_case_with_no_answers_has_empty_figures(options, engine):
     options = with_sizes(options, long_len=2000)
     (result,) = await measure(replace(options, cases=("long-alone", "short-beside-long")))
-    long_alone, short_beside = result.cases
+    long_alone, short_beside = result.case_results
     assert len(long_alone.errors) == 3
     assert len(short_beside.errors) == 2
     assert math.isnan(short_beside.figures["short_ttft_p50_ms"])
@@ -214,11 +214,13 @@ async def test_token_costs_are_those_of_the_server():
     async def count_tokens_of_server(messages):
         return count_tokens(messages)
 
-    assert await measure_token_costs(count_tokens_of_server) == TokenCosts(per_word=2, per_message=5, per_request=3)
+    assert await measure_token_costs(count_tokens_of_server) == PromptTokenCosts(
+        per_word=2, per_message=5, per_request=3
+    )
 
 
 def test_prompts_have_the_requested_length():
-    costs = TokenCosts(per_word=2, per_message=5, per_request=3)
+    costs = PromptTokenCosts(per_word=2, per_message=5, per_request=3)
     assert count_tokens(single_message(costs, 1008, "seed")) == 1008
     history = conversation(costs, 3000, 100, "seed")
     assert count_tokens(history) == pytest.approx(3000, abs=1)
@@ -231,6 +233,6 @@ def test_prompts_have_the_requested_length():
 
 
 def test_prompts_are_never_empty():
-    costs = TokenCosts(per_word=1, per_message=5, per_request=30)
+    costs = PromptTokenCosts(per_word=1, per_message=5, per_request=30)
     for messages in (single_message(costs, 1, ""), conversation(costs, 9, 3, ""), with_next_turn(costs, [], 2, "")):
         assert all(message["content"] for message in messages)

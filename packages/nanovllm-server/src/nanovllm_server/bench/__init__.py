@@ -1,5 +1,4 @@
 """`nanovllm-bench`: benchmark commands. `flags` declares their flags, `cli` runs them.
 
-serve, grammars, interference, trace and kernels are the modules of these names. throughput, latency and prefill are in
-`offline`: they run our engine in this process, and a peer in its own.
+`offline` has the commands throughput, latency and prefill. Each other command has a module of its name.
 """

@@ -1,24 +1,24 @@
-"""Types of flag values, as argparse calls them. argparse shows the function's name when it raises ValueError."""
+"""Parsers of flag values. If a parser raises ValueError, argparse shows the parser's name to the user."""
 
 import argparse
 
 from nanovllm_server.bench.workload import LengthRange
 from nanovllm_server.flag_types import integer_from
 
-integer_from_0, integer_from_1, integer_from_2 = integer_from(0), integer_from(1), integer_from(2)
+integer_at_least_0, integer_at_least_1, integer_at_least_2 = map(integer_from, (0, 1, 2))
 
 
 def length_range(text: str) -> LengthRange:
-    """`N` or `N..M`, numbers of tokens."""
+    """Parses `N` or `N..M`, numbers of tokens."""
     low, dots, high = text.partition("..")
-    lengths = LengthRange(integer_from_1(low), integer_from_1(high if dots else low))
+    lengths = LengthRange(integer_at_least_1(low), integer_at_least_1(high if dots else low))
     if lengths.low > lengths.high:
         raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
     return lengths
 
 
 def request_rate(text: str) -> float | None:
-    """Requests per second, above 0. None for `inf`: all requests at once."""
+    """Parses requests per second, above 0. Returns None for `inf`, which sends all requests at once."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
@@ -26,7 +26,7 @@ def request_rate(text: str) -> float | None:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """`KEY=VALUE` as a pair."""
+    """Parses `KEY=VALUE`."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError("must be KEY=VALUE")

@@ -1,4 +1,4 @@
-"""The entry point of `nanovllm-bench`. Imports commands late, so that --help responds at once."""
+"""The entry point of `nanovllm-bench`. Imports commands late, because --help needs none of them."""
 
 import argparse
 import importlib.util
@@ -14,18 +14,17 @@ from nanovllm_server.bench.workload import WorkloadShape
 from nanovllm_server.engine_flags import engine_config
 
 if TYPE_CHECKING:
-    from nanovllm_core import EngineConfig
     from nanovllm_server.bench.client import Endpoint
     from nanovllm_server.bench.offline.cases import OfflineBenchmark
     from nanovllm_server.bench.offline.peer_process import GGUFWeights, Peer
     from nanovllm_server.bench.report import OutputFiles
 
-# Modules of the extra `bench` that no other dependency of the server installs.
+# Modules that only the extra `bench` installs.
 EXTRA_MODULES = ("matplotlib", "tqdm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a benchmark. Returns the exit status: 0 for success, 1 after a failure, 2 for invalid settings."""
+    """Runs a command. Returns the exit status: 0 for success, 1 after a failure, 2 for invalid settings."""
     flags = build_parser().parse_args(arguments)
     from nanovllm_server.bench.report import BenchError
 
@@ -37,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kernels": _run_kernels,
     }
     try:
-        _check_extra()
+        missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
+        if missing:
+            raise BenchError(f"{', '.join(missing)} not found: pip install 'nanovllm-server[bench]'")
         run_by_command.get(flags.command, _run_offline)(flags)
     except BenchError as error:
         sys.stderr.write(f"nanovllm-bench: {error}\n")
@@ -47,17 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_extra() -> None:
-    from nanovllm_server.bench.report import BenchError
-
-    missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BenchError(f"{', '.join(missing)} not found: pip install 'nanovllm-server[bench]'")
-
-
 def _run_offline(flags: argparse.Namespace) -> None:
     if flags.threads is not None:
-        # Must precede the import of torch: `set_num_threads` would affect the calling thread only.
+        # Torch reads these variables at import. `torch.set_num_threads` would affect only the calling thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(flags.threads)
 
     import nanovllm_models
@@ -71,7 +64,8 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model,
             load_format=flags.load_format,
-            config=_engine_config(flags),
+            # Prompts share only the prefix. Without a prefix, lookups in the cache cost time for nothing.
+            config=engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
             peer=_peer(flags, model),
@@ -95,41 +89,39 @@ def _offline_benchmark(flags: argparse.Namespace, vocab_size: int) -> "OfflineBe
 def _run_serve(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import serve
 
-    serve.run(
-        serve.ServeOptions(
-            endpoint=_endpoint(flags),
-            model=flags.served_model,
-            shape=_workload_shape(flags),
-            rates=flags.rate,
-            concurrencies=flags.concurrency,
-            temperature=flags.temperature,
-            seed=flags.seed,
-            repeat=flags.repeat,
-            files=_output_files(flags),
-        )
+    options = serve.ServeOptions(
+        endpoint=_endpoint(flags),
+        model=flags.served_model,
+        shape=_workload_shape(flags),
+        rates=flags.rate,
+        concurrencies=flags.concurrency,
+        temperature=flags.temperature,
+        seed=flags.seed,
+        repeat=flags.repeat,
+        files=_output_files(flags),
     )
+    serve.run(options)
 
 
 def _run_grammars(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import grammars
 
-    grammars.run(
-        grammars.GrammarsOptions(
-            endpoint=_endpoint(flags),
-            model=flags.served_model,
-            num_streams=flags.streams,
-            output_len=flags.output_len,
-            repeat=flags.repeat,
-            files=_output_files(flags),
-        )
+    options = grammars.GrammarsOptions(
+        endpoint=_endpoint(flags),
+        model=flags.served_model,
+        num_streams=flags.streams,
+        output_len=flags.output_len,
+        repeat=flags.repeat,
+        files=_output_files(flags),
     )
+    grammars.run(options)
 
 
 def _run_interference(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench.interference import interference_command
 
-    api_key = os.environ.get(API_KEY_VARIABLE)
-    interference_command.run(interference_flags.interference_options(flags, DEFAULT_URL, api_key))
+    options = interference_flags.interference_options(flags, DEFAULT_URL, os.environ.get(API_KEY_VARIABLE))
+    interference_command.run(options)
 
 
 def _run_trace(flags: argparse.Namespace) -> None:
@@ -144,11 +136,6 @@ def _run_kernels(flags: argparse.Namespace) -> None:
     kernels.run(flags.only, flags.repeat, _output_files(flags))
 
 
-def _engine_config(flags: argparse.Namespace) -> "EngineConfig":
-    # Random prompts share only this prefix; without one, lookups in the cache would cost time.
-    return engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0)
-
-
 def _peer(flags: argparse.Namespace, model: Path) -> "Peer | None":
     from nanovllm_server.bench.offline.peer_process import Peer
 
@@ -158,7 +145,7 @@ def _peer(flags: argparse.Namespace, model: Path) -> "Peer | None":
 
 
 def _gguf_weights(flags: argparse.Namespace, model: Path) -> "GGUFWeights | None":
-    """The weights for llama.cpp. Raises BenchError if no file is known, and ModelError like `find_source_file`."""
+    """Raises BenchError if there is no GGUF file, and ModelError if the default model has none."""
     from nanovllm_models.default_model import cache_directory, find_source_file, is_default_model
     from nanovllm_server.bench.offline.peer_process import GGUFWeights
     from nanovllm_server.bench.report import BenchError

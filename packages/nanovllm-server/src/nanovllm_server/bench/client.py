@@ -1,6 +1,6 @@
-"""A client of streamed chat completions over HTTP/1.1 that records the arrival time of each piece.
+"""A client of streamed chat completions over HTTP/1.1 that records the arrival time of each piece of an answer.
 
-A general HTTP client would need more time per piece than the server, and so limit the measurement.
+A general HTTP client needs more time per piece than the server, and would limit the measured rate.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ import orjson
 from nanovllm_server.bench.report import BenchError
 from nanovllm_server.protocol.json import JSON
 
-# Time limit of an answer. A timer per piece would cost as much as the piece.
+# One time limit for a whole answer. A timer per piece would cost as much as the rest of reading the piece.
 ANSWER_TIMEOUT_S = 3600.0
 MAX_LINE_BYTES = 1 << 20
 MAX_READ_BYTES = 1 << 16
-# Number of characters of an unexpected body in an error message.
+# Error messages show at most this many characters of a body.
 MAX_SHOWN_CHARACTERS = 300
-# Fields of a delta that hold a piece of the answer. A delta without these fields has only the role.
+# Fields of a delta that hold a piece of the answer. The first delta has none of them, only the role.
 CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class ExchangeError(RuntimeError):
-    """A request got no complete answer. The message gives the reason in one line."""
+    """A request got no complete answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """The times and token counts of one answer. Times are those of `time.perf_counter`.
+    """The times of one answer, by `time.perf_counter`, and its token counts.
 
-    piece_times: arrivals of the deltas that have content; at least one.
+    piece_times: when each delta with content arrived; at least one.
     """
 
     sent_time: float
@@ -68,7 +68,7 @@ class TimedAnswer:
 
 
 def parse_base_url(url: str, api_key: str | None) -> Endpoint:
-    """Splits a base URL into its parts. Raises BenchError."""
+    """Splits a base URL into its parts. Raises BenchError if the URL is invalid."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise BenchError(f"{url} is not a base URL such as http://127.0.0.1:8000/v1")
@@ -81,7 +81,7 @@ def parse_base_url(url: str, api_key: str | None) -> Endpoint:
 
 
 async def list_models(endpoint: Endpoint) -> list[str]:
-    """The names of the server's models. Raises ExchangeError."""
+    """Asks the server for the names of its models. Raises ExchangeError."""
     async with _open_exchange(endpoint, "GET", "/models", b"") as body_parts:
         body = b"".join([part async for part in body_parts])
     try:
@@ -91,7 +91,7 @@ async def list_models(endpoint: Endpoint) -> list[str]:
 
 
 def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperature: float) -> dict[str, JSON]:
-    """The body of a streamed request whose answer has exactly `max_tokens` tokens."""
+    """Builds the body of a streamed request whose answer has exactly `max_tokens` tokens."""
     return {
         "model": model,
         "messages": [*messages],
@@ -99,7 +99,7 @@ def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperat
         "temperature": temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # OpenAI's API lacks this field; nanovllm, vLLM and SGLang have it. Without it the model chooses the length.
+        # An extension of OpenAI's API in nanovllm, vLLM and SGLang. Other servers may send shorter answers.
         "ignore_eos": True,
     }
 
@@ -107,9 +107,9 @@ def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperat
 async def stream_chat(
     endpoint: Endpoint, request: JSON, on_piece: Callable[[float], None] | None = None
 ) -> TimedAnswer:
-    """Sends a request for a stream with usage, and reads the whole answer. Raises ExchangeError.
+    """Sends a request of `chat_request`, and reads the whole answer. Raises ExchangeError.
 
-    on_piece: called with the time of each piece when the piece arrives.
+    on_piece: called with the arrival time of each piece.
     """
     piece_times: list[float] = []
     usage: dict[str, Any] | None = None
@@ -135,7 +135,7 @@ async def stream_chat(
         raise ExchangeError("the stream ended before its answer did")
     if usage is None:
         raise ExchangeError("the server doesn't send usage in a stream")
-    # An answer may have no text, for example one token that is half a character.
+    # An answer may have no text, for example if its only token is half a character.
     return TimedAnswer(
         sent_time=sent_time,
         piece_times=tuple(piece_times or [end_time]),
@@ -157,7 +157,7 @@ def _parse_chunk(event: bytes) -> dict[str, Any]:
 
 
 async def _read_events(body_parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the data of each server-sent event, up to [DONE]. Chat completions have one line of data per event."""
+    """Yields the data of each server-sent event, up to [DONE]. Assumes one line of data per event."""
     incomplete_line = b""
     async for part in body_parts:
         *lines, incomplete_line = (incomplete_line + part).split(b"\n")
@@ -225,7 +225,7 @@ async def _send_request(
 
 
 async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the parts of a body that is chunked, has a Content-Length, or ends with the connection."""
+    """Yields the parts of a body. The body is chunked, has a Content-Length, or ends with the connection."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]

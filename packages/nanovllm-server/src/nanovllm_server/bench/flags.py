@@ -6,9 +6,9 @@ from pathlib import Path
 
 from nanovllm_server.bench.argument_types import (
     assignment,
-    integer_from_0,
-    integer_from_1,
-    integer_from_2,
+    integer_at_least_0,
+    integer_at_least_1,
+    integer_at_least_2,
     length_range,
     request_rate,
 )
@@ -29,14 +29,14 @@ OWN_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode",
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the default of each flag that has one."""
+    """Shows the default of a flag, unless the default is None or empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, [None], [], "") else super()._get_help_string(action)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the commands and their flags."""
+    """Builds the parser of all commands."""
     parser = argparse.ArgumentParser(prog="nanovllm-bench", description="Measure the engine, a server or the kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -48,16 +48,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_offline_flags(throughput, temperature=0.6)
 
     latency = add_command("latency", "tokens per second of a few requests, after each has its first token")
-    latency.add_argument(
-        "--batch", type=integer_from_1, nargs="+", default=[1, 8], help="simultaneous requests; one case per number"
-    )
-    latency.add_argument("--input-len", type=integer_from_1, default=64, help="tokens of a prompt")
-    latency.add_argument("--output-len", type=integer_from_2, default=128, help="tokens to generate, at least 2")
+    add = latency.add_argument
+    add("--batch", type=integer_at_least_1, nargs="+", default=[1, 8], help="simultaneous requests of each case")
+    add("--input-len", type=integer_at_least_1, default=64, help="tokens of a prompt")
+    add("--output-len", type=integer_at_least_2, default=128, help="tokens to generate, at least 2")
     _add_offline_flags(latency, temperature=0.0)
 
     prefill = add_command("prefill", "prompt tokens per second of requests that generate one token each")
-    prefill.add_argument("--num-requests", type=integer_from_1, default=64, help="simultaneous prompts")
-    prefill.add_argument("--input-len", type=integer_from_1, default=2048, help="tokens of a prompt")
+    prefill.add_argument("--num-requests", type=integer_at_least_1, default=64, help="simultaneous prompts")
+    prefill.add_argument("--input-len", type=integer_at_least_1, default=2048, help="tokens of a prompt")
     _add_offline_flags(prefill, temperature=0.0)
 
     serve = add_command(
@@ -65,21 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_server_flags(serve)
     _add_workload_flags(serve, LengthRange(512, 512), "")
-    serve.add_argument(
-        "--rate",
-        type=request_rate,
-        nargs="+",
-        default=[None],
-        help="requests per second, arriving as a Poisson process; inf: all at once; several are measured in turn",
-    )
-    serve.add_argument(
-        "--concurrency",
-        type=integer_from_1,
-        nargs="+",
-        default=[None],
-        help="maximum number of simultaneous requests; several are measured in turn",
-    )
-    serve.add_argument("--seed", type=int, default=0, help="a new seed makes prompts that no prefix cache has")
+    add = serve.add_argument
+    rate_help = "requests per second, arriving as a Poisson process; inf: all at once; several are measured in turn"
+    add("--rate", type=request_rate, nargs="+", default=[None], help=rate_help)
+    concurrency_help = "maximum number of simultaneous requests; several are measured in turn"
+    add("--concurrency", type=integer_at_least_1, nargs="+", default=[None], help=concurrency_help)
+    add("--seed", type=int, default=0, help="a new seed makes prompts that no prefix cache has")
     _add_temperature_flag(serve, 0.6)
     _add_result_flags(serve, repeat=1)
 
@@ -87,12 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
         "grammars", "gaps between tokens of unconstrained streams beside streams that follow schemas"
     )
     _add_server_flags(grammars)
-    grammars.add_argument(
-        "--streams", type=integer_from_2, default=64, help="simultaneous streams; half follow a schema"
-    )
-    grammars.add_argument("--output-len", type=integer_from_2, default=256, help="tokens of each answer")
-    grammars.add_argument("--repeat", type=integer_from_1, default=5, help="rounds of all mixes")
-    grammars.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    add = grammars.add_argument
+    add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams; half follow a schema")
+    add("--output-len", type=integer_at_least_2, default=256, help="tokens of each answer")
+    add("--repeat", type=integer_at_least_1, default=5, help="rounds of all mixes")
+    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     interference = add_command("interference", interference_flags.SUMMARY)
     interference_flags.add_flags(interference, DEFAULT_URL, API_KEY_VARIABLE)
@@ -115,51 +104,32 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload_flags(parser: argparse.ArgumentParser, lengths: LengthRange, prefix_note: str) -> None:
     add = parser.add_argument_group("workload").add_argument
-    add("--num-requests", type=integer_from_1, default=256, help="total number of requests")
+    add("--num-requests", type=integer_at_least_1, default=256, help="total number of requests")
     add("--input-len", type=length_range, default=lengths, metavar="N[..M]", help="tokens of a prompt")
     add("--output-len", type=length_range, default=lengths, metavar="N[..M]", help="tokens to generate per request")
-    add(
-        "--prefix-len",
-        type=integer_from_0,
-        default=0,
-        help=f"additional tokens with which all prompts begin{prefix_note}",
-    )
+    prefix_help = f"additional tokens with which all prompts begin{prefix_note}"
+    add("--prefix-len", type=integer_at_least_0, default=0, help=prefix_help)
 
 
 def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -> None:
-    """Adds the flags of the commands that run an engine, ours or a peer."""
     _add_temperature_flag(parser, temperature)
     _add_result_flags(parser, repeat=3)
-    shared_group = parser.add_argument_group("engine, and peer")
-    add = shared_group.add_argument
+    add = parser.add_argument_group("engine, and peer").add_argument
     add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
-    add(
-        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, needs only config.json"
-    )
-    add("--threads", type=integer_from_1, help="threads of torch")
-    add_engine_flags(shared_group.add_argument, SHARED_ENGINE_SETTINGS)
+    format_help = "dummy: random weights, needs only config.json"
+    add("--load-format", choices=("auto", "dummy"), default="auto", help=format_help)
+    add("--threads", type=integer_at_least_1, help="threads of torch")
+    add_engine_flags(add, SHARED_ENGINE_SETTINGS)
     add_engine_flags(parser.add_argument_group("engine").add_argument, OWN_ENGINE_SETTINGS)
-    add_peer = parser.add_argument_group("peer").add_argument
-    add_peer("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
-    add_peer(
-        "--peer-python", type=Path, default=Path(sys.executable), metavar="PATH", help="interpreter that has the peer"
-    )
-    add_peer(
-        "--peer-env",
-        type=assignment,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="variable of the peer's environment; may be repeated",
-    )
-    add_llamacpp = parser.add_argument_group("peer llamacpp").add_argument
-    add_llamacpp(
-        "--peer-weights",
-        choices=("F16", "BF16", "Q8_0", "F32"),
-        default="F16",
-        help="file type of the weights, converted from the GGUF file",
-    )
-    add_llamacpp("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model has one")
+    add = parser.add_argument_group("peer").add_argument
+    add("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
+    add("--peer-python", type=Path, default=sys.executable, metavar="PATH", help="interpreter that has the peer")
+    env_help = "variable of the peer's environment; may be repeated"
+    add("--peer-env", type=assignment, action="append", default=[], metavar="KEY=VALUE", help=env_help)
+    add = parser.add_argument_group("peer llamacpp").add_argument
+    weights_help = "file type of the weights, converted from the GGUF file"
+    add("--peer-weights", choices=("F16", "BF16", "Q8_0", "F32"), default="F16", help=weights_help)
+    add("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model has one")
 
 
 def _add_temperature_flag(parser: argparse.ArgumentParser, default: float) -> None:
@@ -168,6 +138,6 @@ def _add_temperature_flag(parser: argparse.ArgumentParser, default: float) -> No
 
 def _add_result_flags(parser: argparse.ArgumentParser, *, repeat: int) -> None:
     add = parser.add_argument_group("results").add_argument
-    add("--repeat", type=integer_from_1, default=repeat, help="runs; figures are their medians")
+    add("--repeat", type=integer_at_least_1, default=repeat, help="runs; figures are their medians")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     add("--plot", type=Path, metavar="FILE", help="draw the figures to FILE, a PNG")

@@ -1,7 +1,7 @@
 """The command `grammars`: measures how answers that follow schemas delay unconstrained answers.
 
-Three mixes with equally many streams alternate: no schemas; a schema for half of the streams; the same while further
-requests bring new schemas that take long to compile. The figure is the time between tokens of unconstrained streams.
+Each round measures three mixes of streams. In the first mix, no stream follows a schema. In the second, half of the
+streams do. In the third, half of the streams do, and further requests bring new schemas that take long to compile.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _TEXT: JSON = {"type": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarsOptions:
-    """Options of a run. model: None for the first model that the server lists. num_streams: must be even."""
+    """model: None for the first model that the server lists. num_streams: simultaneous streams in each mix."""
 
     endpoint: Endpoint
     model: str | None
@@ -41,12 +41,13 @@ class GrammarsOptions:
 
 @dataclass(frozen=True, slots=True)
 class MixResult:
-    """The figures of one mix over all rounds.
+    """The results of one mix over all rounds.
 
-    itl: times between tokens of the unconstrained streams.
-    ratio_p50, ratio_p99: medians over rounds of the percentile divided by that of the mix without schemas.
-    tokens_constrained: tokens generated under a schema.
-    compiled, refused: number of requests with new schemas that were answered, and that were not.
+    itl: times between pieces of the unconstrained streams.
+    ratio_p50, ratio_p99: percentile divided by the unconstrained mix's percentile in the same round; median of rounds.
+    tokens_constrained: number of tokens generated under a schema.
+    compiled: number of requests with new schemas that were answered.
+    refused: number of requests with new schemas that failed.
     """
 
     name: str
@@ -59,11 +60,9 @@ class MixResult:
 
 
 def run(options: GrammarsOptions) -> None:
-    """Measures, shows a table, writes the figures. Raises BenchError."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        model, results = runner.run(measure(options))
-    percentiles = ["ITL ms mean", "p50", "p90", "p99", "p50 ratio", "p99 ratio"]
-    header = ["streams", *percentiles, "constrained tok", "schemas", "refused"]
+    """Measures and reports all mixes. Raises BenchError if a stream fails or ends early."""
+    model, results = uvloop.run(measure(options))
+    stats_header = ["ITL ms mean", "p50", "p90", "p99", "p50 ratio", "p99 ratio"]
     rows = [
         [
             result.name,
@@ -77,7 +76,7 @@ def run(options: GrammarsOptions) -> None:
     report(
         "grammars",
         f"grammars: {model}; {options.num_streams} streams of {options.output_len} tokens, {options.repeat} rounds",
-        [[header, *rows]],
+        [[["streams", *stats_header, "constrained tok", "schemas", "refused"], *rows]],
         {
             "model": model,
             "num_streams": options.num_streams,
@@ -91,7 +90,7 @@ def run(options: GrammarsOptions) -> None:
 
 @dataclass(slots=True)
 class _RoundResult:
-    """One mix in one round. gaps_s: times between tokens of unconstrained streams. Other fields: see `MixResult`."""
+    """One mix in one round. gaps_s: times between pieces of unconstrained streams. Other fields: as in `MixResult`."""
 
     gaps_s: list[float]
     tokens_constrained: int
@@ -100,10 +99,10 @@ class _RoundResult:
 
 
 async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
-    """The model's name, and the figures of each mix. Raises BenchError."""
+    """Returns the model's name and the results of all mixes. Raises BenchError if a stream fails or ends early."""
     try:
         model = options.model or (await list_models(options.endpoint))[0]
-        # The first grammar of a server takes seconds.
+        # Warms the server up: its first request with a grammar takes seconds.
         for schema in (typical_schema(), None):
             await stream_chat(options.endpoint, _request_body(model, "Hello", WARM_UP_TOKENS, schema))
     except ExchangeError as error:
@@ -118,7 +117,7 @@ async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
 
 
 def _summarize(mix: str, rounds: Sequence[_RoundResult], base_stats: Sequence[LatencyStats]) -> MixResult:
-    """The figures of a mix. base_stats: latencies of the mix without schemas, by round."""
+    """base_stats: the latencies of the unconstrained mix, one per round."""
     stats_pairs = [*zip((latency_stats(result.gaps_s) for result in rounds), base_stats, strict=True)]
     return MixResult(
         name=mix,
@@ -137,7 +136,7 @@ async def _measure_round(
     half = options.num_streams // 2
     lengths = LengthRange(PROMPT_LEN, PROMPT_LEN), LengthRange(options.output_len, options.output_len)
     requests = random_text_requests(WorkloadShape(options.num_streams, *lengths), seed)
-    # Every mix is measured over the first half of the streams; a schema is for the second half.
+    # Only the second half of the streams follow a schema. The gaps of the first half are measured in every mix.
     schema = None if mix == UNCONSTRAINED else typical_schema()
     bodies = [
         _request_body(model, request.text, request.max_tokens, schema if index >= half else None)
@@ -159,12 +158,12 @@ async def _measure_round(
     result.gaps_s = _gaps_while_all_run(answers, half)
     result.tokens_constrained = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
     if schema is not None and result.tokens_constrained < half * options.output_len:
-        raise BenchError(f"answers with a schema ended early ({mix}): the figures would be of fewer streams")
+        raise BenchError(f"answers with a schema ended early ({mix}): the results would be of fewer streams")
     return result
 
 
 def _gaps_while_all_run(answers: Sequence[TimedAnswer], num_measured: int) -> list[float]:
-    """Seconds between pieces of the first `num_measured` streams, while all streams run."""
+    """The gaps in seconds between pieces of the first `num_measured` streams while all streams run."""
     begin = max(answer.piece_times[0] for answer in answers)
     end = min(answer.piece_times[-1] for answer in answers)
     return [
@@ -178,7 +177,7 @@ def _gaps_while_all_run(answers: Sequence[TimedAnswer], num_measured: int) -> li
 async def _send_new_schemas(
     endpoint: Endpoint, model: str, result: _RoundResult, schema_numbers: Iterator[int], streams_ended: asyncio.Event
 ) -> None:
-    """Sends one request after another, each for one token under a new schema."""
+    """Sends one request after another, each with a new schema, until the streams end."""
     while not streams_ended.is_set():
         try:
             await stream_chat(endpoint, _request_body(model, "Hello", 1, slow_schema(next(schema_numbers))))
@@ -200,7 +199,7 @@ def _object_schema(properties: dict[str, JSON]) -> JSON:
 
 
 def typical_schema() -> JSON:
-    """A typical schema, whose answers have thousands of tokens."""
+    """A typical schema. Its answers have thousands of tokens, so that no stream ends early."""
     address = _object_schema({"street": _TEXT, "city": _TEXT, "country": {"enum": ["France", "Italy", "Spain"]}})
     person = _object_schema(
         {
@@ -216,6 +215,6 @@ def typical_schema() -> JSON:
 
 
 def slow_schema(number: int) -> JSON:
-    """A schema that is different for each `number`, and that takes about a second to compile."""
+    """A schema that takes about a second to compile. Each `number` gives another schema."""
     properties = {f"f{number}_{field}": _TEXT for field in range(20)}
     return _object_schema({f"o{number}_{part}": _object_schema(properties) for part in range(40)})

@@ -14,7 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles, report
 
 
 def run(name_part: str, repeat: int, files: OutputFiles) -> None:
-    """Measures the kernels whose names contain `name_part`. Raises BenchError."""
+    """Measures the kernels whose names contain `name_part`. Raises BenchError if there are none, or no GPU."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
     works = ladder.selected(name_part)
@@ -23,13 +23,8 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
     figures: list[ladder.Figure] = []
     for work in tqdm(works, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
         runs = [ladder.measure(work) for _ in range(repeat)]
-        figures.append(
-            replace(
-                runs[0],
-                microseconds=median(run.microseconds for run in runs),
-                rate=median(run.rate for run in runs),
-            )
-        )
+        microseconds, rate = median(run.microseconds for run in runs), median(run.rate for run in runs)
+        figures.append(replace(runs[0], microseconds=microseconds, rate=rate))
     rows = [[figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f}", figure.unit] for figure in figures]
     report(
         "kernels",

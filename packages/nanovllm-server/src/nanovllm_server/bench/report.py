@@ -3,8 +3,10 @@
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,17 +16,10 @@ import orjson
 
 from nanovllm_server.protocol.json import JSON
 
-PACKAGES = (
-    "nanovllm-server",
-    "nanovllm-models",
-    "nanovllm-core",
-    "nanovllm-kernels",
-    "torch",
-    "triton",
-    "transformers",
-)
+OWN_PACKAGES = ("nanovllm-server", "nanovllm-models", "nanovllm-core", "nanovllm-kernels")
+PACKAGES = (*OWN_PACKAGES, "torch", "triton", "transformers")
 
-# A header and rows, all of the same length.
+# A header, then rows of the same length.
 Table: TypeAlias = Sequence[Sequence[str]]
 
 
@@ -42,7 +37,7 @@ class InvalidSettingsError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class OutputFiles:
-    """Files for results, in addition to the terminal; None for no file."""
+    """Files to which results are written. None for no file."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -51,17 +46,16 @@ class OutputFiles:
 def report(
     benchmark: str, title: str, tables: Sequence[Table], figures: Mapping[str, JSON], files: OutputFiles
 ) -> None:
-    """Prints the tables and writes the figures, both with the machine and the versions."""
+    """Prints the tables and writes the figures as JSON. Adds the machine and the versions to both."""
     environment = describe_environment()
-    print_tables(
-        title, ", ".join(f"{name} {value}" for name, value in environment.items() if value is not None), tables
-    )
+    known_parts = (f"{name} {value}" for name, value in environment.items() if value is not None)
+    print_tables(title, ", ".join(known_parts), tables)
     write_json(files.json, {"benchmark": benchmark, "environment": environment, **figures})
 
 
 def describe_environment() -> dict[str, JSON]:
-    """The machine and the versions of this measurement."""
-    # The import takes seconds and must not precede the run of a peer.
+    """Names this machine and the versions of its software."""
+    # Importing torch takes seconds: import it after the measurement.
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -75,13 +69,12 @@ def describe_environment() -> dict[str, JSON]:
 
 
 def processor_name() -> str:
-    """The name of the processor, or of its architecture if the system does not tell the name."""
+    """The name of the processor. If the system has no name, the name of the processor's architecture."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        name = None
+    return name[1].strip() if name else platform.machine()
 
 
 def print_tables(title: str, subtitle: str, tables: Sequence[Table]) -> None:
@@ -107,14 +100,12 @@ def write_json(path: Path | None, figures: Mapping[str, JSON]) -> None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """A percentile of sorted values, with linear interpolation."""
+    """Interpolates a percentile of sorted values."""
     position = percent / 100 * (len(ordered) - 1)
     below = ordered[math.floor(position)]
     return below + (ordered[math.ceil(position)] - below) * (position % 1)
 
 
 def _installed_version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None

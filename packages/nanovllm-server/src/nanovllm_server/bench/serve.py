@@ -1,6 +1,6 @@
 """The command `serve`: latencies and rates of any OpenAI-compatible server under load.
 
-Each pair of a request rate and a limit of concurrency is one load, and gives one row of the results.
+A load is a pair of a request rate and a maximum number of simultaneous requests. Each load is measured separately.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from itertools import compress, pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import uvloop
@@ -25,7 +25,7 @@ from nanovllm_server.protocol.json import JSON
 
 PERCENTILES = (50, 90, 99)
 WARM_UP_TOKENS = 4
-# Above this share of one core, the client may limit the measurement.
+# If the client uses more than this share of one core, the client may limit the measured rate.
 MAX_CLIENT_BUSY = 0.8
 
 
@@ -36,7 +36,7 @@ class ServeOptions:
     model: None for the first model that the server lists.
     rates: requests per second; None for all at once.
     concurrencies: maximum number of simultaneous requests; None for no limit.
-    seed: selects the words. A server may have prompts of an earlier run with this seed in its prefix cache.
+    seed: selects the words. Prompts of an earlier run with the same seed may be in the server's prefix cache.
     """
 
     endpoint: Endpoint
@@ -62,18 +62,16 @@ class LatencyStats:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The figures of one load. Names of the fields are those of the JSON.
+    """The results of one load. The JSON has the same field names.
 
-    rate: requests per second; None for all at once.
-    concurrency: maximum number of simultaneous requests; None for no limit.
-    failed: number of requests without a complete answer; they are in no other figure.
+    rate, concurrency: the load, as in `ServeOptions`.
+    failed: number of requests without a complete answer. All other fields leave these requests out.
     seconds: time from the first request to the end of the last answer.
-    prompt_tokens, cached_tokens, output_tokens: sums over the requests.
-    busy: the client's share of one core.
-    ttft: time from sending a request to the first piece of its answer.
-    itl: time between pieces.
-    tpot: time per token after the first piece; a piece may have several tokens.
-    e2e: time from sending a request to the end of its answer.
+    busy: processor time of the client divided by the duration of the run.
+    ttft: time from sending a request to the first piece of the answer.
+    itl: time between two pieces, which may have several tokens each.
+    tpot: time per token after the first piece.
+    e2e: time from sending a request to the end of the answer.
     """
 
     rate: float | None
@@ -93,7 +91,7 @@ class LoadResult:
 
     @property
     def load_texts(self) -> list[str]:
-        """The rate and the limit of concurrency, as shown in tables."""
+        """The rate and the concurrency as cells of a table."""
         return [
             "at once" if self.rate is None else f"{self.rate:g}",
             "-" if self.concurrency is None else str(self.concurrency),
@@ -101,9 +99,8 @@ class LoadResult:
 
 
 def run(options: ServeOptions) -> None:
-    """Measures, shows tables, writes the figures. Raises BenchError, at the end, if requests failed."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        model, results = runner.run(measure(options))
+    """Measures and reports all loads. Then raises BenchError if requests failed."""
+    model, results = uvloop.run(measure(options))
     title = f"serve: {model}; {options.shape}, median of {options.repeat}"
     report(
         "serve",
@@ -131,11 +128,11 @@ def run(options: ServeOptions) -> None:
     if options.files.plot is not None:
         _plot(options.files.plot, title, results)
     if num_failed := sum(result.failed for result in results):
-        raise BenchError(f"{num_failed} requests failed: they are in no figure")
+        raise BenchError(f"{num_failed} requests failed: the results leave these requests out")
 
 
 async def measure(options: ServeOptions) -> tuple[str, list[LoadResult]]:
-    """The model's name, and a result for each pair of rate and concurrency. Raises BenchError."""
+    """Returns the model's name and one result per load. Raises BenchError if a load has no answers."""
     try:
         model = options.model or (await list_models(options.endpoint))[0]
         await _send_request(options, model, TextRequest("Hello", WARM_UP_TOKENS))
@@ -145,7 +142,7 @@ async def measure(options: ServeOptions) -> tuple[str, list[LoadResult]]:
     for rate, concurrency in product(options.rates, options.concurrencies):
         runs: list[LoadResult] = []
         for _ in range(options.repeat):
-            # New words each time, so that the prefix cache has only the shared prefix.
+            # Each run has new words: only the shared prefix may be in the prefix cache.
             requests = random_text_requests(options.shape, f"{options.seed}-{len(results)}-{len(runs)}")
             runs.append(await _measure_load(options, model, requests, rate, concurrency))
         results.append(_median_result(runs))
@@ -215,15 +212,13 @@ def _summarize(
 
 
 def latency_stats(latencies_s: Iterable[float]) -> LatencyStats:
-    """Mean and percentiles, with linear interpolation; NaN without values."""
+    """All fields are NaN if there are no latencies."""
     ordered_ms = sorted(1000 * latency for latency in latencies_s) or [math.nan]
-    return LatencyStats(
-        sum(ordered_ms) / len(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES)
-    )
+    return LatencyStats(fmean(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES))
 
 
 def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
-    """The median of each figure, and the sum of failed requests."""
+    """Takes the median of each field over several runs of one load, and the sum of `failed`."""
     figures: dict[str, Any] = {
         field.name: _median_figure([getattr(run, field.name) for run in runs]) for field in fields(LoadResult)
     }
@@ -244,10 +239,7 @@ def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
     rows = [
         [
             *result.load_texts,
-            str(result.failed),
-            str(result.prompt_tokens),
-            str(result.cached_tokens),
-            str(result.output_tokens),
+            *map(str, (result.failed, result.prompt_tokens, result.cached_tokens, result.output_tokens)),
             f"{result.seconds:.2f}",
             f"{result.requests_per_second:.2f}",
             f"{result.output_tokens_per_second:.1f}",
@@ -261,17 +253,14 @@ def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
 def _latency_table(results: Sequence[LoadResult]) -> list[list[str]]:
     table = [["rate", "concurrency", "ms", "mean", "p50", "p90", "p99"]]
     for result in results:
-        stats_by_name = {"TTFT": result.ttft, "ITL": result.itl, "TPOT": result.tpot, "E2E": result.e2e}
-        for name, stats in stats_by_name.items():
-            table.append([*result.load_texts, name, *(f"{value:.2f}" for value in astuple(stats))])
+        for name in ("ttft", "itl", "tpot", "e2e"):
+            values = astuple(getattr(result, name))
+            table.append([*result.load_texts, name.upper(), *(f"{value:.2f}" for value in values)])
     return table
 
 
 def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
-    def percentile_lines(stats_by_load: Sequence[LatencyStats]) -> dict[str, list[float]]:
-        return {"p50": [stats.p50 for stats in stats_by_load], "p99": [stats.p99 for stats in stats_by_load]}
-
-    # A label shows the rate or the concurrency only if the loads differ in it.
+    # Labels leave out the rate or the concurrency if it is the same in all loads.
     differs = [len(set(column)) > 1 for column in zip(*(result.load_texts for result in results), strict=True)]
     charts.draw_curves(
         path,
@@ -280,8 +269,9 @@ def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
         [result.output_tokens_per_second for result in results],
         [", ".join(compress(result.load_texts, differs)) for result in results],
         {
-            "TTFT, ms": percentile_lines([result.ttft for result in results]),
-            "ITL, ms": percentile_lines([result.itl for result in results]),
-            "E2E, ms": percentile_lines([result.e2e for result in results]),
+            f"{name.upper()}, ms": {
+                line: [getattr(getattr(result, name), line) for result in results] for line in ("p50", "p99")
+            }
+            for name in ("ttft", "itl", "e2e")
         },
     )

@@ -1,4 +1,4 @@
-"""The command `trace`: times of an engine's steps on host and device, from the file that `--trace` wrote."""
+"""The command `trace`: summarizes the times of an engine's steps from the file that `--trace` wrote."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -12,16 +12,16 @@ from nanovllm_server.bench.report import BenchError, percentile, print_tables, w
 from nanovllm_server.bench.workload import LengthRange
 
 DEVICE_TRACK = "device"
-# Name in the results of the sum of a step's times on all tracks but the device's.
+# A track in the results. The time of a step on this track is the sum over all tracks except the device.
 HOST_SUM = "host"
-# Idle time from which the device counts as waiting for the host, in us.
+# Longer idle times of the device are counted.
 LONG_IDLE_US = 50.0
 
 
 class TraceEvent(msgspec.Struct):
-    """A line of Chrome's array format.
+    """A line of a trace in Chrome's JSON array format.
 
-    ph: X for a span from `ts` for `dur` (us); M for the name of a track.
+    ph: X for a span that begins at `ts` and lasts `dur` (us). M for the name of track `tid`.
     """
 
     ph: str
@@ -37,7 +37,7 @@ EventByStep: TypeAlias = dict[int, TraceEvent]
 
 @dataclass(frozen=True, slots=True)
 class TrackTimes:
-    """Times of the steps on one track, in us. For the track `HOST_SUM`: sums of a step's spans. steps: their number."""
+    """Percentiles of the times of steps on one track, in us. steps: number of steps."""
 
     track: str
     steps: int
@@ -48,7 +48,7 @@ class TrackTimes:
 
 @dataclass(frozen=True, slots=True)
 class IdleTimes:
-    """Idle times of the device between steps, in us. most: the longest. long: number of times above LONG_IDLE_US."""
+    """Idle times of the device between steps, in us. long: number of idle times above LONG_IDLE_US."""
 
     p50: float
     p99: float
@@ -57,7 +57,7 @@ class IdleTimes:
 
 
 def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> None:
-    """Shows tables, writes the figures. Raises BenchError if the file is no trace or has none of these steps."""
+    """Prints tables and writes the figures. Raises BenchError if the file is no trace or has none of these steps."""
     tracks = read_trace(path)
     if step_range is not None:
         tracks = {
@@ -65,14 +65,10 @@ def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> N
             for track, events in tracks.items()
         }
     if not any(tracks.values()):
-        raise BenchError(
-            f"{path} has no steps" + (f" from {step_range.low} to {step_range.high}" if step_range else "")
-        )
+        selection = f" from {step_range.low} to {step_range.high}" if step_range else ""
+        raise BenchError(f"{path} has no steps{selection}")
     track_times, idle_times = [*measure_tracks(tracks)], measure_idle_times(tracks.get(DEVICE_TRACK, {}))
-    rows = [
-        [times.track, str(times.steps), *(f"{value:.1f}" for value in (times.p50, times.p90, times.p99))]
-        for times in track_times
-    ]
+    rows = [[t.track, str(t.steps), *(f"{value:.1f}" for value in (t.p50, t.p90, t.p99))] for t in track_times]
     tables = [[["us", "steps", "p50", "p90", "p99"], *rows]]
     if idle_times is not None:
         values = [f"{value:.1f}" for value in (idle_times.p50, idle_times.p99, idle_times.most)]
@@ -92,7 +88,7 @@ def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> N
 
 
 def read_trace(path: Path) -> dict[str, EventByStep]:
-    """The events of each track, by step. Raises BenchError."""
+    """Reads the events of each track. Raises BenchError if the file is not a trace."""
     decode = msgspec.json.Decoder(TraceEvent).decode
     track_by_tid: dict[int, str] = {}
     tracks: dict[str, EventByStep] = {}
@@ -102,7 +98,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
         raise BenchError(f"{path} can't be read: {error}") from error
     if first_line != "[":
         raise BenchError(f"{path} is not what --trace writes: its first line is {first_line[:20]!r}")
-    # The array has no end. Text after the last line break is incomplete: the process was killed while it wrote.
+    # A killed process leaves an incomplete last line, so the line after the last line break is dropped.
     for line_number, line in enumerate(lines[:-1], 2):
         try:
             event = decode(line.removesuffix(","))
@@ -116,7 +112,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
 
 
 def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
-    """Times of the steps on each track, and, for steps with events on all host tracks, their sums on the host."""
+    """Yields the times on each track. The sums on `HOST_SUM` include only steps with events on all host tracks."""
     host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
     if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
         yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])
@@ -126,7 +122,7 @@ def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
 
 
 def measure_idle_times(device_events: EventByStep) -> IdleTimes | None:
-    """Idle times of the device between the steps; None if there are fewer than two steps."""
+    """Returns None if there are fewer than two steps."""
     events = [device_events[step] for step in sorted(device_events)]
     idle_us = sorted(later.ts - event.ts - event.dur for event, later in pairwise(events))
     if not idle_us:

@@ -1,14 +1,15 @@
-"""Requests of benchmarks: prompts of random tokens or words, the same in every call. Imports nothing slow."""
+"""Requests of benchmarks: prompts of random tokens or words. Every call makes the same requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
-# Largest token id in nano-vllm's benchmark, which `throughput` repeats by default.
+# Largest token id in nano-vllm's benchmark, the default workload of `throughput`.
 MAX_TOKEN_ID = 10_000
 
-# After a space, each word is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants.
-# So the client knows a prompt's length in tokens without the server's tokenizer.
+# Each of these words is one token after a space in the vocabularies of GPT-2, Llama, Qwen and their descendants. The
+# client therefore needs no tokenizer to make a prompt of a given number of tokens.
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
@@ -22,13 +23,13 @@ SINGLE_TOKEN_WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Numbers of tokens from `low` to `high`, all equally likely."""
+    """A uniform distribution of numbers of tokens from `low` to `high`, both included."""
 
     low: int
     high: int
 
     def draw(self, random: Random) -> int:
-        """Returns a random length."""
+        """Draws a random number of tokens."""
         return random.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -39,9 +40,8 @@ class LengthRange:
 class WorkloadShape:
     """The number of requests and their lengths in tokens.
 
-    input_len: tokens of a prompt, without the shared prefix.
-    output_len: tokens to generate for a request.
-    prefix_len: tokens with which all prompts begin.
+    input_len: length of a prompt without the shared prefix.
+    prefix_len: length of the prefix that all prompts share.
     """
 
     num_requests: int
@@ -56,7 +56,7 @@ class WorkloadShape:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """The token ids of a prompt, and the number of tokens to generate."""
+    """A prompt as token ids. max_tokens: number of tokens to generate."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -64,20 +64,20 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """The text of a user's message, and the number of tokens to generate."""
+    """A user's message as text. max_tokens: number of tokens to generate."""
 
     text: str
     max_tokens: int
 
 
 def random_prompts(num_prompts: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """`num_prompts` prompts of `length` random tokens."""
+    """Draws `num_prompts` prompts of `length` tokens."""
     random = Random(0)
     return [tuple(random.randrange(vocab_size) for _ in range(length)) for _ in range(num_prompts)]
 
 
 def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]:
-    """Requests of this shape. The shape of nano-bench, 256 x 100..1024 in and out, has 133,966 output tokens."""
+    """Draws requests of random tokens in the order in which nano-vllm's benchmark draws them."""
     random = Random(0)
     max_token_id = min(MAX_TOKEN_ID, vocab_size - 1)
     prefix = tuple(random.randint(0, max_token_id) for _ in range(shape.prefix_len))
@@ -89,7 +89,7 @@ def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]
 
 
 def random_text_requests(shape: WorkloadShape, seed: int | str) -> list[TextRequest]:
-    """Requests of this shape, in words of one token. The lengths are always the same; `seed` selects the words."""
+    """Draws requests of random words. The lengths depend only on the shape, the words also on `seed`."""
     random_lengths, random_words = Random(0), Random(seed)
 
     def choose_words(num_words: int) -> Sequence[str]:
@@ -106,11 +106,7 @@ def random_text_requests(shape: WorkloadShape, seed: int | str) -> list[TextRequ
 
 
 def arrival_times(num_requests: int, rate: float | None) -> list[float]:
-    """Arrival times in seconds: a Poisson process with `rate` requests per second. rate: None for all at once."""
+    """Draws arrival times in seconds from a Poisson process. rate: requests per second; None for all at once."""
     random = Random(0)
-    time_s = 0.0
-    times: list[float] = []
-    for _ in range(num_requests):
-        times.append(time_s)
-        time_s += random.expovariate(rate) if rate is not None else 0.0
-    return times
+    gaps_s = [0.0 if rate is None else random.expovariate(rate) for _ in range(num_requests - 1)]
+    return list(accumulate(gaps_s, initial=0.0))

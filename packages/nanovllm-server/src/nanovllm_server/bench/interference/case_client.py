@@ -1,4 +1,4 @@
-"""Requests to one server: single answers with a time limit, and streams that decode in the background."""
+"""Sends requests to one server: single requests with a time limit, and streams that decode in the background."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nanovllm_server.bench.client import Endpoint, ExchangeError, TimedAnswer, chat_request, list_models, stream_chat
-from nanovllm_server.bench.interference.prompt_texts import Message, TokenCosts, measure_token_costs
+from nanovllm_server.bench.interference.prompt_texts import Message, PromptTokenCosts, measure_token_costs
 from nanovllm_server.bench.report import BenchError
 
 STREAM_ENDED_EARLY = "a decoding stream ended before the measurement did: raise --stream-len"
@@ -15,16 +15,16 @@ STREAM_ENDED_EARLY = "a decoding stream ended before the measurement did: raise 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server that is measured. label: its name in tables. model: the model that requests ask for."""
+    """A server that is measured. label: its name in tables."""
 
     label: str
     endpoint: Endpoint
     model: str
-    token_costs: TokenCosts
+    prompt_token_costs: PromptTokenCosts
 
 
 class CaseClient:
-    """Sends the requests of one case to one server and records the errors of those that fail."""
+    """Sends the requests of one case to one server, and records the error of each request that fails."""
 
     def __init__(self, endpoint: Endpoint, model: str, temperature: float, timeout_s: float):
         self.timeout_s = timeout_s
@@ -43,10 +43,9 @@ class CaseClient:
         on_piece: Callable[[float], None] | None = None,
         has_timeout: bool = True,
     ) -> TimedAnswer | None:
-        """Sends a request. Returns the answer, or None if the request failed.
+        """Sends a request after `delay_s`. Returns None if the request failed.
 
-        delay_s: time to wait before sending.
-        on_piece: called with the time of each piece when the piece arrives.
+        on_piece: called with the arrival time of each piece.
         has_timeout: the request fails after `timeout_s`.
         """
         await asyncio.sleep(delay_s)
@@ -65,7 +64,7 @@ class CaseClient:
 async def connect(
     label: str, endpoint: Endpoint, model: str | None, temperature: float, timeout_s: float
 ) -> MeasuredServer:
-    """Chooses the model and measures token costs, which also warms the server up. Raises BenchError."""
+    """Chooses the model and measures the prompt token costs. Raises BenchError if the server does not answer."""
     try:
         async with asyncio.timeout(timeout_s):
             name = model or (await list_models(endpoint))[0]
@@ -80,7 +79,7 @@ async def connect(
 
 
 class DecodeStreams:
-    """Streams that decode in the background until the `async with` block ends, and the times of their pieces."""
+    """Streams that decode in the background until the `async with` block ends. Records when their pieces arrive."""
 
     def __init__(self, client: CaseClient, prompts: Sequence[list[Message]], max_tokens: int):
         self._client = client
@@ -119,7 +118,7 @@ class DecodeStreams:
         return time.perf_counter()
 
     async def wait_for_pieces_after(self, begin: float) -> None:
-        """Waits until every running stream has a piece later than `begin`, which ends the gap around `begin`."""
+        """Waits until every running stream has a piece later than `begin`, so that the gap around `begin` is known."""
 
         def any_stream_behind() -> bool:
             streams = zip(self._tasks, self._piece_times, strict=True)
@@ -134,11 +133,11 @@ class DecodeStreams:
             self._client.errors.append(f"a decoding stream has no tokens for {self._client.timeout_s:g} s")
 
     def gaps_within(self, begin: float, end: float) -> list[float]:
-        """Seconds between consecutive pieces of a stream, for each gap from `begin` to `end`."""
+        """The gaps in seconds between consecutive pieces of a stream that lie within `begin` and `end`."""
         return [after - before for before, after in self._piece_time_pairs() if begin <= before and after <= end]
 
     def gaps_touching(self, begin: float, end: float) -> list[float]:
-        """Seconds between consecutive pieces of a stream, for each gap that shares time with `begin` to `end`."""
+        """The gaps in seconds between consecutive pieces of a stream that overlap the time from `begin` to `end`."""
         return [after - before for before, after in self._piece_time_pairs() if before < end and after > begin]
 
     def _piece_time_pairs(self) -> list[tuple[float, float]]:

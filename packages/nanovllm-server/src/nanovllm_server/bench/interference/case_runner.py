@@ -9,12 +9,8 @@ from random import Random
 from statistics import median
 
 from nanovllm_server.bench.client import TimedAnswer
-from nanovllm_server.bench.interference.case_client import (
-    CaseClient,
-    DecodeStreams,
-    MeasuredServer,
-)
-from nanovllm_server.bench.interference.case_sizes import CaseSizes
+from nanovllm_server.bench.interference.case_client import CaseClient, DecodeStreams, MeasuredServer
+from nanovllm_server.bench.interference.case_sizes import WorkloadSizes
 from nanovllm_server.bench.interference.prompt_texts import Message, conversation, single_message, with_next_turn
 from nanovllm_server.bench.report import percentile
 
@@ -26,9 +22,9 @@ MIN_HIT_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class CaseSettings:
-    """How to measure each case. seed: decides all texts and arrival times. timeout_s: limit of one request."""
+    """How to measure the cases. seed: decides all texts and arrival times. timeout_s: limit of one request."""
 
-    sizes: CaseSizes
+    workload: WorkloadSizes
     seed: str
     temperature: float
     timeout_s: float
@@ -37,10 +33,10 @@ class CaseSettings:
 
 @dataclass(slots=True)
 class CaseResult:
-    """The figures of one case on one server, over all its repetitions. Names of the fields are those of the JSON.
+    """The results of one case on one server over all repetitions. The JSON has the same field names.
 
-    figures: values by name. A name ends in its unit, except for counts. NaN if no request was answered.
-    ttfts_ms: every measured time to the first token, by kind of request.
+    figures: values by name. NaN if no request was answered.
+    ttfts_ms: all times to the first token, by kind of request.
     misses: number of turns for which the server did not report the history as cached.
     """
 
@@ -52,11 +48,11 @@ class CaseResult:
     misses: int = 0
 
     def add_ttfts(self, kind: str, answers: Iterable[TimedAnswer | None]) -> None:
-        """Records the TTFT of each request that was answered."""
+        """Records the times to the first token of the requests that were answered."""
         self.ttfts_ms.setdefault(kind, []).extend(1000 * answer.ttft_s for answer in answers if answer is not None)
 
     def summarize_ttfts(self, kind: str) -> None:
-        """Adds the percentiles of the recorded TTFTs of a kind of request to the figures."""
+        """Adds percentiles of the recorded times to the first token to the figures."""
         self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
 
     def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
@@ -71,8 +67,8 @@ class CaseRunner:
     def __init__(self, server: MeasuredServer, settings: CaseSettings):
         self._server = server
         self._settings = settings
-        self._sizes = settings.sizes
-        # Seconds. The case short-beside-long needs these TTFTs too.
+        self._workload = settings.workload
+        # The case short-beside-long spreads its short requests over this time.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
             "long-alone": self._measure_long_alone,
@@ -83,9 +79,9 @@ class CaseRunner:
         }
 
     async def measure(self, case: str) -> CaseResult:
-        """Warms the server up for a case and measures the case."""
-        settings = self._settings
-        client = CaseClient(self._server.endpoint, self._server.model, settings.temperature, settings.timeout_s)
+        """Warms the server up for a case, then measures the case."""
+        server, settings = self._server, self._settings
+        client = CaseClient(server.endpoint, server.model, settings.temperature, settings.timeout_s)
         result = CaseResult(case)
         await self._measure_by_case[case](client, result)
         result.num_requests, result.errors = client.num_sent, client.errors
@@ -98,28 +94,27 @@ class CaseRunner:
         result.summarize_ttfts("long")
 
     async def _send_long_alone(self, client: CaseClient, repeat: int) -> list[TimedAnswer]:
-        await client.send(self._single_prompt(self._sizes.long_len, "long warm-up"), 1)
-        prompts = [self._single_prompt(self._sizes.long_len, f"long alone {index}") for index in range(repeat)]
+        await client.send(self._single_prompt(self._workload.long_len, "long warm-up"), 1)
+        prompts = self._single_prompts(self._workload.long_len, repeat, "long alone")
         answers = [answer for prompt in prompts if (answer := await client.send(prompt, 1)) is not None]
         self._long_alone_ttfts_s = [answer.ttft_s for answer in answers]
         return answers
 
     async def _measure_short_beside_long(self, client: CaseClient, result: CaseResult) -> None:
-        sizes = self._sizes
+        workload = self._workload
         if not self._long_alone_ttfts_s:
             await self._send_long_alone(client, 1)
         alone_ttft_s = _median(self._long_alone_ttfts_s)
-        await client.send(self._single_prompt(sizes.short_len, "short warm-up"), sizes.output_len)
+        await client.send(self._single_prompt(workload.short_len, "short warm-up"), workload.output_len)
         for repetition in range(self._settings.repeat if self._long_alone_ttfts_s else 0):
             random = Random(f"{self._settings.seed} arrivals {repetition}")
-            long_prompt = self._single_prompt(sizes.long_len, f"long beside {repetition}")
+            long_prompt = self._single_prompt(workload.long_len, f"long beside {repetition}")
+            short_prompts = self._single_prompts(workload.short_len, workload.num_short, f"short {repetition}")
             short_requests = [
                 client.send(
-                    self._single_prompt(sizes.short_len, f"short {repetition} {index}"),
-                    sizes.output_len,
-                    delay_s=(index + random.random()) / sizes.num_short * alone_ttft_s,
+                    prompt, workload.output_len, delay_s=(index + random.random()) / workload.num_short * alone_ttft_s
                 )
-                for index in range(sizes.num_short)
+                for index, prompt in enumerate(short_prompts)
             ]
             long_answer, *short_answers = await asyncio.gather(client.send(long_prompt, 1), *short_requests)
             result.add_ttfts("short", short_answers)
@@ -130,22 +125,19 @@ class CaseRunner:
         result.figures["long_ttft_over_alone"] = result.figures["long_ttft_p50_ms"] / (1000 * alone_ttft_s)
 
     async def _measure_decodes_beside_long(self, client: CaseClient, result: CaseResult) -> None:
-        sizes = self._sizes
-        await self._warm_up_streams(client, sizes.streams)
-        await client.send(self._single_prompt(sizes.prompt_len, "burst warm-up"), 1)
+        workload = self._workload
+        await self._warm_up_streams(client, workload.streams)
+        await client.send(self._single_prompt(workload.prompt_len, "burst warm-up"), 1)
         baseline_gaps_s: list[float] = []
         beside_gaps_s: list[float] = []
         bursts: list[list[TimedAnswer | None]] = []
         client_busy: list[float] = []
         for repetition in range(self._settings.repeat):
-            prompts = [
-                self._single_prompt(sizes.prompt_len, f"burst {repetition} {index}")
-                for index in range(sizes.num_prompts)
-            ]
-            stream_prompts = self._stream_prompts(sizes.streams, f"burst stream {repetition}")
-            async with DecodeStreams(client, stream_prompts, sizes.stream_len) as streams:
+            prompts = self._single_prompts(workload.prompt_len, workload.num_prompts, f"burst {repetition}")
+            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.streams, f"burst stream {repetition}")
+            async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
                 begin = await streams.wait_until_decoding()
-                await asyncio.sleep(sizes.baseline_s)
+                await asyncio.sleep(workload.baseline_s)
                 start, start_cpu = time.perf_counter(), time.process_time()
                 bursts.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
                 end = _last_first_token_time(bursts[-1])
@@ -156,32 +148,28 @@ class CaseRunner:
         result.summarize_gaps("baseline", baseline_gaps_s)
         result.summarize_gaps("beside", beside_gaps_s)
         ttfts_by_burst = [sorted(answer.ttft_s for answer in burst if answer is not None) for burst in bursts]
-        for rank in range(sizes.num_prompts):
-            name = "last" if rank == sizes.num_prompts - 1 else str(rank + 1)
-            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == sizes.num_prompts]
+        for rank in range(workload.num_prompts):
+            name = "last" if rank == workload.num_prompts - 1 else str(rank + 1)
+            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload.num_prompts]
             result.figures[f"prompt_{name}_ttft_p50_ms"] = _median(ttfts_ms)
-        for burst in bursts:
-            result.add_ttfts("prompt", burst)
-        result.figures["prompt_tokens"] = _median(
-            answer.prompt_tokens for burst in bursts for answer in burst if answer is not None
-        )
+        answered = [answer for burst in bursts for answer in burst if answer is not None]
+        result.add_ttfts("prompt", answered)
+        result.figures["prompt_tokens"] = _median(answer.prompt_tokens for answer in answered)
         result.figures["client_busy_percent"] = 100 * max(client_busy)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
-        sizes = self._sizes
+        workload = self._workload
         history_answers: list[TimedAnswer] = []
         turn_answers: list[TimedAnswer | None] = []
         # The first conversation warms the server up.
-        for index in range(sizes.num_turns + 1):
+        for index in range(workload.num_turns + 1):
             history = self._history_prompt(f"turn {index}")
             history_answer = await client.send(history, 1)
             if history_answer is None:
                 continue
-            prompts = [
-                self._next_turn_prompt(history, f"turn {index} {repetition}")
-                for repetition in range(self._settings.repeat)
-            ]
-            answers = [await client.send(prompt, sizes.output_len) for prompt in prompts]
+            seeds = [f"turn {index} {repetition}" for repetition in range(self._settings.repeat)]
+            prompts = [self._next_turn_prompt(history, seed) for seed in seeds]
+            answers = [await client.send(prompt, workload.output_len) for prompt in prompts]
             if index > 0:
                 history_answers.append(history_answer)
                 turn_answers += answers
@@ -193,25 +181,26 @@ class CaseRunner:
         _add_cache_figures(result, turn_answers)
 
     async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
-        sizes = self._sizes
-        await self._warm_up_streams(client, sizes.turn_streams)
+        workload = self._workload
+        await self._warm_up_streams(client, workload.turn_streams)
         histories: list[tuple[list[Message], int]] = []
-        for index in range(sizes.conversations):
+        for index in range(workload.conversations):
             history = self._history_prompt(f"conversation {index}")
             history_answer = await client.send(history, 1)
             if history_answer is not None:
                 histories.append((history, history_answer.prompt_tokens))
         turn_answers: list[TimedAnswer | None] = []
-        for kind, interval_s in (("at_once", 0.0), ("spaced", sizes.turn_interval_ms / 1000)):
+        for kind, interval_s in (("at_once", 0.0), ("spaced", workload.turn_interval_ms / 1000)):
             gaps_s: list[float] = []
             for repetition in range(self._settings.repeat):
                 seed = f"{kind} {repetition}"
-                async with DecodeStreams(
-                    client, self._stream_prompts(sizes.turn_streams, f"turn stream {seed}"), sizes.stream_len
-                ) as streams:
+                stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.turn_streams, f"turn stream {seed}")
+                async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
                     await streams.wait_until_decoding()
                     if repetition == 0 and histories:
-                        await client.send(self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), sizes.output_len)
+                        await client.send(
+                            self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), workload.output_len
+                        )
                     prompts = [
                         self._next_turn_prompt(history, f"{seed} {index}")
                         for index, (history, _) in enumerate(histories)
@@ -229,35 +218,35 @@ class CaseRunner:
     async def _send_turns_beside(
         self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
     ) -> tuple[list[TimedAnswer | None], list[float]]:
-        """Sends turns. Returns the answers, and the gaps of the streams until all turns have a first token."""
+        """Returns the answers, and the gaps of the streams until all turns have a first token."""
         start = time.perf_counter()
-        answers = await asyncio.gather(
-            *(
-                client.send(prompt, self._sizes.output_len, delay_s=index * interval_s)
-                for index, prompt in enumerate(prompts)
-            )
-        )
+        output_len, delays_s = self._workload.output_len, [index * interval_s for index in range(len(prompts))]
+        turns = [
+            client.send(prompt, output_len, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
+        ]
+        answers = await asyncio.gather(*turns)
         end = _last_first_token_time(answers)
         await streams.wait_for_pieces_after(end)
         return answers, streams.gaps_touching(start, end)
 
     async def _warm_up_streams(self, client: CaseClient, num_streams: int) -> None:
-        prompts = self._stream_prompts(num_streams, "stream warm-up")
-        await asyncio.gather(*(client.send(prompt, self._sizes.output_len) for prompt in prompts))
+        prompts = self._single_prompts(STREAM_PROMPT_LEN, num_streams, "stream warm-up")
+        await asyncio.gather(*(client.send(prompt, self._workload.output_len) for prompt in prompts))
 
     def _single_prompt(self, num_tokens: int, name: str) -> list[Message]:
-        return single_message(self._server.token_costs, num_tokens, f"{self._settings.seed} {name}")
+        return single_message(self._server.prompt_token_costs, num_tokens, f"{self._settings.seed} {name}")
 
-    def _stream_prompts(self, num_streams: int, name: str) -> list[list[Message]]:
-        return [self._single_prompt(STREAM_PROMPT_LEN, f"{name} {index}") for index in range(num_streams)]
+    def _single_prompts(self, num_tokens: int, num_prompts: int, name: str) -> list[list[Message]]:
+        return [self._single_prompt(num_tokens, f"{name} {index}") for index in range(num_prompts)]
 
     def _history_prompt(self, name: str) -> list[Message]:
-        sizes = self._sizes
+        costs, workload = self._server.prompt_token_costs, self._workload
         seed = f"{self._settings.seed} {name}"
-        return conversation(self._server.token_costs, sizes.conversation_len, sizes.message_len, seed)
+        return conversation(costs, workload.conversation_len, workload.message_len, seed)
 
     def _next_turn_prompt(self, history: Sequence[Message], name: str) -> list[Message]:
-        return with_next_turn(self._server.token_costs, history, self._sizes.turn_len, f"{self._settings.seed} {name}")
+        costs, seed = self._server.prompt_token_costs, f"{self._settings.seed} {name}"
+        return with_next_turn(costs, history, self._workload.turn_len, seed)
 
 
 def _count_misses(turns: Iterable[TimedAnswer | None], history_tokens: int) -> int:

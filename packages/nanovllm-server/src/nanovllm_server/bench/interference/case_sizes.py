@@ -1,46 +1,42 @@
-"""The names of the cases and their sizes. Imports nothing slow, because --help needs this module."""
+"""The cases and the sizes of their workloads. Imports nothing slow, because --help needs this module."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_least_2
+from nanovllm_server.flag_types import seconds
 
 CASE_NAMES = ("long-alone", "short-beside-long", "decodes-beside-long", "turn", "turns-beside-decodes")
+_LONG, _DECODES, _TURNS = "long-alone and short-beside-long", "decodes-beside-long", "turn and turns-beside-decodes"
+
+
+def _size(group: str, parse: Callable[[str], Any], default: float, help_text: str, metavar: str | None = None) -> Any:
+    """A field of `WorkloadSizes`. The metadata are the group and the options of the field's flag."""
+    options = {"type": parse, "default": default, "help": help_text, "metavar": metavar}
+    return field(metadata={"group": group, "options": options})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaseSizes:
-    """Sizes of all cases, each named like its flag. Lengths are in tokens, the chat template's tokens included.
+class WorkloadSizes:
+    """Sizes of the workloads of all cases. Lengths of prompts include the tokens of the chat template."""
 
-    long_len: the prompt of long-alone and short-beside-long.
-    num_short, short_len: number and length of the short requests beside the long prompt.
-    output_len: the answer to a short request, and to a turn.
-    streams: number of decoding streams of decodes-beside-long.
-    stream_len: maximum of one decoding stream; the client ends the streams when the measurement is over.
-    baseline_s: how long the streams decode alone before the prompts arrive.
-    num_prompts, prompt_len: number and length of the prompts that arrive at once beside the streams.
-    num_turns: number of conversations of `turn`.
-    conversations: number of conversations of turns-beside-decodes.
-    conversation_len: cached tokens of each conversation.
-    message_len: each message of a conversation.
-    turn_len: new tokens of a turn.
-    turn_streams: number of decoding streams of turns-beside-decodes.
-    turn_interval_ms: time between turns in the spaced part of turns-beside-decodes.
-    """
-
-    long_len: int
-    num_short: int
-    short_len: int
-    output_len: int
-    streams: int
-    stream_len: int
-    baseline_s: float
-    num_prompts: int
-    prompt_len: int
-    num_turns: int
-    conversations: int
-    conversation_len: int
-    message_len: int
-    turn_len: int
-    turn_streams: int
-    turn_interval_ms: float
+    long_len: int = _size(_LONG, integer_at_least_1, 100_000, "tokens of the long prompt")
+    num_short: int = _size(_LONG, integer_at_least_1, 20, "short requests beside the long prompt")
+    short_len: int = _size(_LONG, integer_at_least_1, 100, "tokens of a short prompt")
+    output_len: int = _size(_LONG, integer_at_least_1, 16, "tokens of the answer to a short prompt, and to a turn")
+    streams: int = _size(_DECODES, integer_at_least_1, 64, "decoding streams")
+    stream_len: int = _size(_DECODES, integer_at_least_2, 4096, "maximum tokens of a decoding stream, in each case")
+    baseline_s: float = _size(_DECODES, seconds, 2.0, "time that the streams decode alone", "S")
+    num_prompts: int = _size(_DECODES, integer_at_least_1, 3, "prompts that arrive at once beside the streams")
+    prompt_len: int = _size(_DECODES, integer_at_least_1, 30_000, "tokens of each of these prompts")
+    num_turns: int = _size(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
+    conversations: int = _size(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
+    conversation_len: int = _size(_TURNS, integer_at_least_1, 32_000, "cached tokens of a conversation")
+    message_len: int = _size(_TURNS, integer_at_least_1, 400, "tokens of each message of a conversation")
+    turn_len: int = _size(_TURNS, integer_at_least_2, 100, "new tokens of a turn")
+    turn_streams: int = _size(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
+    turn_interval_ms: float = _size(_TURNS, seconds, 100.0, "time between turns that arrive spaced", "MS")
 
     def describe(self, case: str) -> str:
         """A description of a case in one line."""

@@ -1,6 +1,5 @@
 """Runs the selected cases on each server in turn, and reports the figures."""
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,11 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles, print_message,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceOptions:
-    """The options of a run.
-
-    endpoints: labels and servers, measured one after the other.
-    model: None for the first model that a server lists.
-    """
+    """endpoints: pairs of a label and a server. model: None for the first model that a server lists."""
 
     endpoints: Sequence[tuple[str, Endpoint]]
     model: str | None
@@ -30,20 +25,19 @@ class InterferenceOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
-    """All cases on one server."""
+    """The results of all cases on one server."""
 
     server: MeasuredServer
-    cases: list[CaseResult]
+    case_results: list[CaseResult]
 
 
 def run(options: InterferenceOptions) -> None:
     """Measures, shows a table, writes the figures. Raises BenchError, at the end, if requests failed."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        results = runner.run(measure(options))
+    results = uvloop.run(measure(options))
     settings = options.settings
     models = ", ".join(f"{result.server.label} {result.server.model}" for result in results)
-    title = f"interference: {models}; seed {settings.seed}, {settings.repeat} repetitions together"
-    case_lines = [f"  {case}: {settings.sizes.describe(case)}" for case in options.cases]
+    title = f"interference: {models}; seed {settings.seed}, percentiles over {settings.repeat} repetitions"
+    case_lines = [f"  {case}: {settings.workload.describe(case)}" for case in options.cases]
     report(
         "interference",
         "\n".join([title, *case_lines]),
@@ -53,21 +47,21 @@ def run(options: InterferenceOptions) -> None:
             "temperature": settings.temperature,
             "timeout_s": settings.timeout_s,
             "repeat": settings.repeat,
-            "sizes": asdict(settings.sizes),
+            "sizes": asdict(settings.workload),
             "servers": [
                 {
                     "label": result.server.label,
                     "model": result.server.model,
-                    "token_costs": asdict(result.server.token_costs),
-                    "cases": [asdict(case) for case in result.cases],
+                    "token_costs": asdict(result.server.prompt_token_costs),
+                    "cases": [*map(asdict, result.case_results)],
                 }
                 for result in results
             ],
         },
         options.files,
     )
-    if num_failed := sum(len(case.errors) for result in results for case in result.cases):
-        raise BenchError(f"{num_failed} requests failed: they are in no figure")
+    if num_failed := sum(len(case.errors) for result in results for case in result.case_results):
+        raise BenchError(f"{num_failed} requests failed: the results leave these requests out")
 
 
 async def measure(options: InterferenceOptions) -> list[ServerResult]:
@@ -82,7 +76,7 @@ async def measure(options: InterferenceOptions) -> list[ServerResult]:
         runner = CaseRunner(server, settings)
         case_results: list[CaseResult] = []
         for case in options.cases:
-            print_message(f"{server.label}: {case}: {settings.sizes.describe(case)}")
+            print_message(f"{server.label}: {case}: {settings.workload.describe(case)}")
             case_results.append(await runner.measure(case))
             _warn(server.label, case_results[-1])
         results.append(ServerResult(server, case_results))
@@ -90,14 +84,17 @@ async def measure(options: InterferenceOptions) -> list[ServerResult]:
 
 
 def make_table(results: Sequence[ServerResult]) -> list[list[str]]:
-    """One row per figure and one column per server."""
+    """A table with one row per figure of a case and one column per server."""
     rows = [["case", "figure", *(result.server.label for result in results)]]
-    for cases in zip(*(result.cases for result in results), strict=True):
-        values_by_figure = {name: [case.figures[name] for case in cases] for name in cases[0].figures}
-        values_by_figure["requests"] = [case.num_requests for case in cases]
-        values_by_figure["failed"] = [len(case.errors) for case in cases]
+    # Each iteration has one case: its results on all servers.
+    for server_results in zip(*(result.case_results for result in results), strict=True):
+        values_by_figure = {
+            name: [result.figures[name] for result in server_results] for name in server_results[0].figures
+        }
+        values_by_figure["requests"] = [result.num_requests for result in server_results]
+        values_by_figure["failed"] = [len(result.errors) for result in server_results]
         rows += [
-            [cases[0].case, name.replace("_", " "), *(_format_figure(name, value) for value in values)]
+            [server_results[0].case, name.replace("_", " "), *(_format_figure(name, value) for value in values)]
             for name, values in values_by_figure.items()
         ]
     return rows

@@ -11,12 +11,12 @@ from nanovllm_server.protocol.json import JSON
 
 Message: TypeAlias = dict[str, JSON]
 
-# Words of the prompts that measure token costs. Their average length is that of all words; they fit into any context.
+# Words of the prompts that measure token costs. A quarter of the words is short enough for any context.
 SAMPLE_WORDS = SINGLE_TOKEN_WORDS[::4]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCosts:
+class PromptTokenCosts:
     """Tokens that a server counts for the parts of a chat prompt.
 
     per_word: tokens of one word.
@@ -34,11 +34,8 @@ class TokenCosts:
         return max(num_messages, round(num_words))
 
 
-async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[int]]) -> TokenCosts:
-    """Computes the token costs from the server's counts of three prompts.
-
-    count_tokens: sends messages to the server and returns `usage.prompt_tokens`.
-    """
+async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[int]]) -> PromptTokenCosts:
+    """Computes the costs from three prompts. count_tokens: sends messages and returns `usage.prompt_tokens`."""
     short_text, long_text = " ".join(SAMPLE_WORDS), " ".join(SAMPLE_WORDS * 2)
     short_tokens = await count_tokens([_message("user", short_text)])
     long_tokens = await count_tokens([_message("user", long_text)])
@@ -47,19 +44,16 @@ async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[
     per_word = (long_tokens - short_tokens) / len(SAMPLE_WORDS) or 1.0
     per_message = (three_messages_tokens - short_tokens) / 2 - len(SAMPLE_WORDS) * per_word
     per_request = short_tokens - per_message - len(SAMPLE_WORDS) * per_word
-    return TokenCosts(per_word, per_message, per_request)
+    return PromptTokenCosts(per_word, per_message, per_request)
 
 
-def single_message(costs: TokenCosts, num_tokens: int, seed: str) -> list[Message]:
-    """A prompt of one user message."""
+def single_message(costs: PromptTokenCosts, num_tokens: int, seed: str) -> list[Message]:
+    """A prompt of one user message with random words."""
     return [_message("user", _random_words(Random(seed), costs.num_words(num_tokens, 1)))]
 
 
-def conversation(costs: TokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
-    """A prompt of many messages that alternate between user and assistant; the first and the last are the user's.
-
-    message_len: tokens of each message.
-    """
+def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
+    """A prompt whose messages of `message_len` tokens alternate between user and assistant, from user to user."""
     random = Random(seed)
     num_messages = max(1, num_tokens // message_len) | 1
     num_words = costs.num_words(num_tokens, num_messages)
@@ -71,8 +65,8 @@ def conversation(costs: TokenCosts, num_tokens: int, message_len: int, seed: str
     ]
 
 
-def with_next_turn(costs: TokenCosts, history: Sequence[Message], num_tokens: int, seed: str) -> list[Message]:
-    """The history, then a message of the assistant and one of the user, together `num_tokens` tokens."""
+def with_next_turn(costs: PromptTokenCosts, history: Sequence[Message], num_tokens: int, seed: str) -> list[Message]:
+    """Appends an answer of the assistant and a message of the user. The two have `num_tokens` tokens together."""
     random = Random(seed)
     num_words = max(2, round((num_tokens - 2 * costs.per_message) / costs.per_word))
     answer_words = max(1, num_words // 4)

@@ -1,4 +1,4 @@
-"""The cases of `throughput`, `latency` and `prefill`: requests, and the rate that is computed from a run's times."""
+"""The cases of `throughput`, `latency` and `prefill`. A case computes a rate from the times of a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nanovllm_server.bench.workload import LengthRange, TokenRequest, WorkloadSh
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that are submitted at once. compute_rate: the case's figure from a run's times."""
+    """Requests that are submitted at once. compute_rate: computes tokens per second from the times of one run."""
 
     name: str
     requests: list[TokenRequest]
@@ -19,7 +19,7 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all requests."""
+        """Number of prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 
     def median_rate(self, timings: Sequence[RunTiming]) -> float:
@@ -29,11 +29,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class OfflineBenchmark:
-    """The cases of one command.
-
-    rate_unit: unit of the rates.
-    times_first_tokens: the rates depend on the time of the first tokens.
-    """
+    """The cases of one command. times_first_tokens: the rates depend on the time of the first tokens."""
 
     command: Literal["throughput", "latency", "prefill"]
     title: str
@@ -53,8 +49,9 @@ def throughput_benchmark(shape: WorkloadShape, vocab_size: int) -> OfflineBenchm
 
 
 def latency_benchmark(batches: Sequence[int], input_len: int, output_len: int, vocab_size: int) -> OfflineBenchmark:
-    """A few requests at once. The rate is the number of tokens after each request's first one, divided by the time
-    from the moment at which all requests have their first token. output_len: at least 2.
+    """A few requests at once. The rate counts tokens and time after all requests have their first token.
+
+    output_len: at least 2.
     """
     prompts = random_prompts(max(batches), input_len, vocab_size)
 

@@ -1,6 +1,6 @@
-"""Runs `throughput`, `latency` or `prefill` on a peer (another engine), if given, then on our engine.
+"""Runs `throughput`, `latency` or `prefill` on a peer (another engine), then on our engine.
 
-The peer runs first, in its own process, so that the engines never use the machine at the same time.
+The peer's process ends before our engine starts, so that the engines never share the machine.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: device, dtype and limits, which the peer gets too. peer: None for no peer."""
+    """Options of a run. config: its device, dtype and limits also apply to the peer. peer: None for no comparison."""
 
     model: Path
     load_format: Literal["auto", "dummy"]
@@ -35,9 +35,9 @@ class OfflineOptions:
 
 
 def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -> None:
-    """Measures, shows a table, writes the figures.
+    """Measures and reports all cases.
 
-    Raises BenchError if requests do not fit or the peer fails, and what `time_engine` raises.
+    Raises BenchError if a request does not fit into the context or the peer fails, and the errors of `time_engine`.
     """
     config = options.config
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,7 +86,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
 
 
 def _check(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
-    """Raises BenchError for what would fail only after the peer has run for minutes."""
+    """Raises BenchError for invalid options that would otherwise fail only after the peer has run for minutes."""
     max_model_len = options.config.max_model_len or spec.max_position
     longest = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)
     if longest > max_model_len:
@@ -146,14 +146,10 @@ def _median_rates(benchmark: OfflineBenchmark, timings_by_case: Sequence[list[Ru
 
 def _case_figures(case: Case, engine_timings: list[RunTiming], peer_timings: list[RunTiming] | None) -> JSON:
     def engine_figures(timings: list[RunTiming]) -> JSON:
-        return {
-            "rate": case.median_rate(timings),
-            "rates": [case.compute_rate(timing) for timing in timings],
-            "runs": [
-                {"num_tokens": timing.num_tokens, "last": timing.last_token_s, "first": timing.first_tokens_s}
-                for timing in timings
-            ],
-        }
+        runs = [
+            {"num_tokens": run.num_tokens, "last": run.last_token_s, "first": run.first_tokens_s} for run in timings
+        ]
+        return {"rate": case.median_rate(timings), "rates": [*map(case.compute_rate, timings)], "runs": runs}
 
     return {
         "case": case.name,

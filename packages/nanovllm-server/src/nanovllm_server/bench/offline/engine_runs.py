@@ -1,4 +1,4 @@
-"""Runs requests on our engine in this process, and measures their times."""
+"""Runs requests on our engine in this process, and measures the time of each run."""
 
 import asyncio
 import gc
@@ -13,17 +13,16 @@ from tqdm import tqdm
 from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, SamplingParams
 from nanovllm_server.bench.workload import TokenRequest
 
-# Enough tokens to compile every kernel for prefill and decode.
+# After this many tokens, all kernels for prefill and decode are compiled.
 WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RunTiming:
-    """Times of one run, in seconds since the requests were submitted.
+    """Times of one run, in seconds since all requests were submitted.
 
     num_tokens: output tokens of all requests.
-    last_token_s: time of the last token.
-    first_tokens_s: time at which every request had its first token; None if not measured.
+    first_tokens_s: when every request had its first token; None if not measured.
     """
 
     num_tokens: int
@@ -42,13 +41,13 @@ async def time_engine(
 ) -> list[list[RunTiming]]:
     """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    times_first_tokens: measure the time of first tokens with an extra run for one token per request. Our engine could
-    measure it directly, but peers that return only complete answers can't.
+    times_first_tokens: measure the time of the first tokens by an extra run for one token per request. vLLM reports
+    only the end of a run, and needs the same method.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
     """
     engine = await AsyncEngine.start(spec, config)
-    # Like the server: a garbage collection over all objects of torch and the model stops every request for 0.2 s.
+    # As in the server: a garbage collection over all objects of torch and the model stops every request for 0.2 s.
     gc.collect()
     gc.freeze()
     try:
@@ -61,9 +60,8 @@ async def time_engine(
                 label = f"{name}, run {repetition + 1}/{repeat}"
                 first_tokens_s = None
                 if times_first_tokens:
-                    _, first_tokens_s = await _run(
-                        engine, _shortened(requests, 1), temperature, f"{label}, first tokens"
-                    )
+                    first_label = f"{label}, first tokens"
+                    _, first_tokens_s = await _run(engine, _shortened(requests, 1), temperature, first_label)
                 timings.append(RunTiming(*await _run(engine, requests, temperature, label), first_tokens_s))
             timings_by_case.append(timings)
         return timings_by_case
@@ -78,13 +76,13 @@ def _shortened(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenR
 async def _run(
     engine: AsyncEngine, token_requests: Sequence[TokenRequest], temperature: float, label: str
 ) -> tuple[int, float]:
-    """Submits all requests at once and waits for the last token. Returns the number of tokens and the seconds."""
+    """Submits all requests at once. Returns the number of output tokens, and the seconds until the last token."""
     requests = [
         Request(
             id=str(index),
             token_ids=request.prompt,
             sampling=SamplingParams(max_tokens=request.max_tokens, temperature=temperature, ignore_eos=True),
-            # A run can find its own shared prefix in the prefix cache, but nothing of earlier runs.
+            # Only requests of the same run share cached prefixes.
             cache_salt=label,
         )
         for index, request in enumerate(token_requests)

@@ -1,6 +1,6 @@
-"""Runs another engine (a peer) on the same requests, in its own process, which may use another interpreter.
+"""Runs another engine (a peer) on the same requests, in a process that may use another interpreter.
 
-`run_peer` starts `peers/run.py` with a job as JSON on stdin. `run.py` writes lines of JSON to stdout: first the peer's
+The process runs `peers/run.py`, reads a job as JSON from stdin, and writes lines of JSON to stdout: first the peer's
 version, then one line per run.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 from tqdm import tqdm
@@ -25,22 +25,17 @@ from nanovllm_server.bench.report import BenchError
 from nanovllm_server.bench.workload import TokenRequest
 
 PEER_SCRIPT = Path(__file__).parent / "peers" / "run.py"
-# Number of lines of a failed peer's stderr in the error message.
+# The error message of a failed peer shows this many lines of the peer's stderr.
 MAX_STDERR_LINES = 40
 # Peers must neither download files nor send statistics.
 PEER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Time limit for ending the processes that a peer has started.
+# Time limit for killing the processes that a peer has started.
 KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFWeights:
-    """The weights for llama.cpp.
-
-    source: path of the model's GGUF file.
-    file_type: type of the weights to which llama.cpp converts the file.
-    cache_directory: where converted files are kept.
-    """
+    """A GGUF file for llama.cpp, which converts the weights of `source` to `file_type` and caches the result."""
 
     source: str
     file_type: str
@@ -51,9 +46,9 @@ class GGUFWeights:
 class Peer:
     """The engine to compare to.
 
-    name: the peer's module is `peers/peer_<name>.py`.
+    name: `peers/peer_<name>.py` runs the peer.
     python: interpreter that has the peer.
-    environment: variables in addition to those of this process.
+    environment: variables in addition to this process's environment.
     gguf: None except for llama.cpp.
     """
 
@@ -65,13 +60,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
-    """What a peer runs, with the fields of its JSON. The peer chooses each limit that is None.
+    """The input of `peers/run.py`. The peer chooses each limit that is None.
 
-    threads: number of torch's threads in our engine.
-    gguf: None except for llama.cpp.
+    threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
-    times_first_tokens: measure the time of first tokens, possibly with an extra run.
-    warm_up_tokens: tokens per request that are generated before the measured runs.
+    times_first_tokens: measure when every request has its first token.
+    warm_up_tokens: limit of output tokens per request in the warm-up.
     cases: requests of each case.
     """
 
@@ -96,7 +90,7 @@ class PeerJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """The timings of each case on a peer."""
+    """The timings of each case on a peer, one per run."""
 
     name: str
     version: str
@@ -105,6 +99,7 @@ class PeerResult:
 
 def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
     """Runs a job on a peer. Raises BenchError if the peer fails; the message shows the end of its stderr."""
+    gpu_environment = {"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {}
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(orjson.dumps(job))
         stdin.seek(0)
@@ -114,13 +109,13 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **PEER_ENVIRONMENT, **_gpu_environment(job), **peer.environment},
-                # A new process group, so that the processes that the peer starts can be killed too.
+                env={**os.environ, **PEER_ENVIRONMENT, **gpu_environment, **peer.environment},
+                # The peer and the processes that the peer starts form a group, which can be killed as a whole.
                 start_new_session=True,
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # In a thread, because reading lasts until every process that the peer started has closed the pipe.
+        # A thread kills these processes, because reading stdout ends only when all of them have closed the pipe.
         killer = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer.start()
@@ -133,7 +128,9 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
                 killer.join()
         status = process.returncode
         if status != 0 or len(lines) != 1 + len(job.cases) * job.repeat:
-            raise BenchError(f"{peer.name} failed (status {status}); the end of its stderr:\n{_last_lines(stderr)}")
+            stderr.seek(0)
+            last_lines = "\n".join(stderr.read().decode(errors="replace").splitlines()[-MAX_STDERR_LINES:])
+            raise BenchError(f"{peer.name} failed (status {status}); the end of its stderr:\n{last_lines}")
     runs = [RunTiming(**line) for line in lines[1:]]
     timings = [runs[start : start + job.repeat] for start in range(0, len(runs), job.repeat)]
     return PeerResult(peer.name, lines[0]["version"], timings)
@@ -150,20 +147,11 @@ def _read_lines(peer: Peer, job: PeerJob, stdout: Iterable[bytes]) -> list[dict[
     return lines
 
 
-def _gpu_environment(job: PeerJob) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {}
-
-
 def _kill_group_after_exit(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a peer to exit, then kills its process group: our engine needs the GPU's memory next."""
+    """Waits for a peer to exit, then kills its process group to free the GPU's memory for our engine."""
     process.wait()
     deadline = time.monotonic() + KILL_TIMEOUT_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
             os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.05)
-
-
-def _last_lines(stderr: IO[bytes]) -> str:
-    stderr.seek(0)
-    return "\n".join(stderr.read().decode(errors="replace").splitlines()[-MAX_STDERR_LINES:])

@@ -1,1 +1,1 @@
-"""Modules that run other engines. `run.py` starts one of them in the interpreter that has the engine."""
+"""Scripts that run other engines. `run.py` runs in the interpreter that has the engine, and imports `peer_*.py`."""

@@ -1,7 +1,7 @@
 """Measures llama.cpp on the CPU, through llama-cpp-python. Each request is a sequence of one context.
 
-One call of `llama_decode` computes the prompts of up to `max_num_seqs` requests. Each further call computes one token
-of every sequence. No token ends a sequence early.
+The first `llama_decode` of a batch computes all prompts. Each further call computes one token of every sequence. An
+end-of-sequence token does not end a sequence.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +38,65 @@ Requests = Sequence[dict[str, Any]]
 ChooseTokens = Callable[[Any, list[int]], list[int]]
 
 
-def measure(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the version, then the result of each run."""
-    llama_cpp.llama_backend_init()
-    gguf = job["gguf"]
-    file = _convert(Path(gguf["source"]), gguf["file_type"], Path(gguf["cache_directory"]), job["threads"])
-    model = llama_cpp.llama_model_load_from_file(os.fsencode(file), llama_cpp.llama_model_default_params())
-    if not model:
-        raise RuntimeError(f"llama.cpp can't load {file}")
-    choose_tokens = _make_token_chooser(model, job["temperature"])
-    yield {"version": f"{llama_cpp.__version__} {gguf['file_type']}"}
-    for requests in job["cases"]:
-        batch_size = min(job["max_num_seqs"] or len(requests), llama_cpp.llama_max_parallel_sequences())
-        batches = [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
-        context = _create_context(model, batches, job["threads"])
-        for batch in batches:
-            _generate(context, batch, choose_tokens, job["warm_up_tokens"])
-        for _ in range(job["repeat"]):
-            start = time.perf_counter()
-            times = [_generate(context, batch, choose_tokens, None) for batch in batches]
-            last_token_s = times[-1][1] - start
-            # The time of the prompts of all batches, like a separate run for one token per request.
-            first_tokens_s = last_token_s - sum(last - first for first, last in times)
-            num_tokens = sum(request["max_tokens"] for request in requests)
-            yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
-        llama_cpp.llama_free(context)
+class Peer:
+    """A model of llama.cpp, and a context for the requests of the current case."""
+
+    times_first_tokens = True
+
+    def __init__(self, job: dict[str, Any]):
+        llama_cpp.llama_backend_init()
+        gguf = job["gguf"]
+        self._threads: int = job["threads"]
+        file = _convert(Path(gguf["source"]), gguf["file_type"], Path(gguf["cache_directory"]), self._threads)
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(file), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp can't load {file}")
+        self.version = f"{llama_cpp.__version__} {gguf['file_type']}"
+        max_sequences: int = llama_cpp.llama_max_parallel_sequences()
+        self.max_batch_size = min(job["max_num_seqs"] or max_sequences, max_sequences)
+        self._choose_tokens = _make_token_chooser(self._model, job["temperature"])
+        self._context: Any = None
+
+    def start_case(self, batches: Sequence[Requests]) -> None:
+        """Replaces the context by one that is large enough for each batch."""
+        if self._context is not None:
+            llama_cpp.llama_free(self._context)
+        self._context = _create_context(self._model, batches, self._threads)
+
+    def generate(self, requests: Requests, limits: list[int], _salt: str) -> tuple[float, float]:
+        """Returns the seconds until all requests have their first token, and until the last token."""
+        start = time.perf_counter()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        batch = llama_cpp.llama_batch_init(sum(len(request["prompt"]) for request in requests), 0, 1)
+        try:
+            has_logits = []
+            for sequence, request in enumerate(requests):
+                for position, token in enumerate(request["prompt"]):
+                    is_last = position == len(request["prompt"]) - 1
+                    _set_row(batch, len(has_logits), token, position, sequence, is_last)
+                    has_logits.append(is_last)
+            logit_rows = [row for row, has_row_logits in enumerate(has_logits) if has_row_logits]
+            tokens = self._decode(batch, logit_rows, len(has_logits))
+            first_tokens_time = time.perf_counter()
+            for num_generated in range(1, max(limits)):
+                running = [sequence for sequence, limit in enumerate(limits) if limit > num_generated]
+                for row, sequence in enumerate(running):
+                    position = len(requests[sequence]["prompt"]) + num_generated - 1
+                    _set_row(batch, row, tokens[sequence], position, sequence, True)
+                next_tokens = self._decode(batch, list(range(len(running))), len(running))
+                for sequence, token in zip(running, next_tokens, strict=True):
+                    tokens[sequence] = token
+            return first_tokens_time - start, time.perf_counter() - start
+        finally:
+            llama_cpp.llama_batch_free(batch)
+
+    def _decode(self, batch: Any, logit_rows: list[int], num_rows: int) -> list[int]:
+        """Computes the first `num_rows` rows of a batch. Returns the next token of each of the `logit_rows`."""
+        batch.n_tokens = num_rows
+        status = llama_cpp.llama_decode(self._context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode failed (status {status})")
+        return self._choose_tokens(self._context, logit_rows)
 
 
 def _convert(source: Path, file_type: str, directory: Path, threads: int) -> Path:
@@ -118,48 +152,9 @@ def _make_token_chooser(model: Any, temperature: float) -> ChooseTokens:
     return lambda context, rows: [llama_cpp.llama_sampler_sample(chain, context, row) for row in rows]
 
 
-def _generate(
-    context: Any, requests: Requests, choose_tokens: ChooseTokens, max_tokens: int | None
-) -> tuple[float, float]:
-    """Returns the times of the first tokens and of the last token. max_tokens: further limit of a request, or None."""
-    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
-    batch = llama_cpp.llama_batch_init(sum(len(request["prompt"]) for request in requests), 0, 1)
-    limits = [min(request["max_tokens"], max_tokens or request["max_tokens"]) for request in requests]
-    try:
-        has_logits = []
-        for sequence, request in enumerate(requests):
-            for position, token in enumerate(request["prompt"]):
-                is_last = position == len(request["prompt"]) - 1
-                _set_row(batch, len(has_logits), token, position, sequence, is_last)
-                has_logits.append(is_last)
-        logit_rows = [row for row, has_row_logits in enumerate(has_logits) if has_row_logits]
-        tokens = _decode(context, batch, logit_rows, len(has_logits), choose_tokens)
-        first_tokens_time = time.perf_counter()
-        for num_generated in range(1, max(limits)):
-            running = [sequence for sequence, limit in enumerate(limits) if limit > num_generated]
-            for row, sequence in enumerate(running):
-                position = len(requests[sequence]["prompt"]) + num_generated - 1
-                _set_row(batch, row, tokens[sequence], position, sequence, True)
-            next_tokens = _decode(context, batch, list(range(len(running))), len(running), choose_tokens)
-            for sequence, token in zip(running, next_tokens, strict=True):
-                tokens[sequence] = token
-        return first_tokens_time, time.perf_counter()
-    finally:
-        llama_cpp.llama_batch_free(batch)
-
-
 def _set_row(batch: Any, row: int, token: int, position: int, sequence: int, has_logits: bool) -> None:
     batch.token[row] = token
     batch.pos[row] = position
     batch.n_seq_id[row] = 1
     batch.seq_id[row][0] = sequence
     batch.logits[row] = has_logits
-
-
-def _decode(context: Any, batch: Any, logit_rows: list[int], num_rows: int, choose_tokens: ChooseTokens) -> list[int]:
-    """Computes the first `num_rows` rows of a batch. Returns the next token of each of the `logit_rows`."""
-    batch.n_tokens = num_rows
-    status = llama_cpp.llama_decode(context, batch)
-    if status != 0:
-        raise RuntimeError(f"llama_decode failed (status {status})")
-    return choose_tokens(context, logit_rows)

@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 
 def main() -> None:
@@ -15,10 +17,41 @@ def main() -> None:
     # Peers and their processes log to stdout: redirect these logs to stderr, so that stdout has only results.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    peer = importlib.import_module(f"peer_{sys.argv[1]}")
-    for line in peer.measure(job):
+    peer_class = importlib.import_module(f"peer_{sys.argv[1]}").Peer
+    for line in measure(peer_class(job), job):
         results.write(json.dumps(line) + "\n")
         results.flush()
+
+
+def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the peer's version, then the result of each run."""
+    yield {"version": peer.version}
+    for case_index, requests in enumerate(job["cases"]):
+        batch_size = peer.max_batch_size or len(requests)
+        batches = [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
+        peer.start_case(batches)
+        _run(peer, batches, job["warm_up_tokens"], f"{case_index} warm-up")
+        for repetition in range(job["repeat"]):
+            salt = f"{case_index} {repetition}"
+            first_tokens_s = None
+            if job["times_first_tokens"] and not peer.times_first_tokens:
+                _, _, first_tokens_s = _run(peer, batches, 1, f"{salt} first")
+            num_tokens, prompts_s, last_token_s = _run(peer, batches, None, salt)
+            if peer.times_first_tokens:
+                first_tokens_s = prompts_s
+            yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
+
+
+def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
+    """Runs one batch after the other. Returns the number of output tokens, the seconds for all prompts, all seconds.
+
+    max_tokens: further limit of each request, or None.
+    """
+    limits = [
+        [min(request["max_tokens"], max_tokens or request["max_tokens"]) for request in batch] for batch in batches
+    ]
+    times = [peer.generate(batch, batch_limits, salt) for batch, batch_limits in zip(batches, limits, strict=True)]
+    return sum(map(sum, limits)), sum(prompts_s for prompts_s, _ in times), sum(total_s for _, total_s in times)
 
 
 # Peers start processes that import this file again.
