@@ -1,4 +1,4 @@
-"""The interface between engine and model. The engine serves any model that implements these protocols."""
+"""The interface between the engine and a model. The engine serves any `CausalLM`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,15 @@ AttentionFunction = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class LaunchAttention(Protocol):
-    """Runs a layer's attention outside of a captured graph, see `ForwardContext.launch_attention`."""
+    """Runs a layer's attention outside of a CUDA graph; see `ForwardContext.launch_attention`."""
 
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """The result [T, heads, value_dim] of `attention` for `q` [T, heads, head_dim].
-
-        value_dim: None for head_dim.
-        """
+        """The result of `attention`, [T, heads, value_dim]. q: [T, heads, head_dim]; value_dim: None for head_dim."""
         ...
 
 
 class PagedSpec(NamedTuple):
-    """The KV cache of one attention layer, per rank. num_heads: query heads that read the cache."""
+    """The shape of one attention layer's KV cache, per rank. num_heads: number of query heads."""
 
     num_kv_heads: int
     head_dim: int
@@ -35,9 +32,9 @@ class PagedSpec(NamedTuple):
 
 
 class MLASpec(NamedTuple):
-    """The cache of one latent attention layer: per token the latent, then the rotated key part, shared by all heads.
+    """The shape of one latent attention layer's cache. A row holds a token's latent, then its rotated key part.
 
-    num_heads: query heads that read the cache.
+    num_heads: number of query heads; all heads share a token's row.
     """
 
     latent_dim: int
@@ -46,10 +43,10 @@ class MLASpec(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """The state that one recurrent layer keeps per sequence and rank.
+    """The shapes of one recurrent layer's state, per sequence and rank.
 
-    recurrent: shape of the recurrent state; its dtype is the engine's `state_dtype`.
-    conv: shape of the last inputs of the convolution; they have the model's dtype.
+    recurrent: the recurrent state, in the engine's `state_dtype`.
+    conv: the last inputs of the convolution, in the model's dtype.
     """
 
     recurrent: tuple[int, int, int]
@@ -60,7 +57,7 @@ CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """One recurrent layer's states: recurrent [num_slots, *spec.recurrent], conv [num_slots, *spec.conv]."""
+    """One recurrent layer's states of all sequences. Each tensor is [num_slots, *shape in StateSpec]."""
 
     recurrent: Tensor
     conv: Tensor
@@ -68,18 +65,16 @@ class StateCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The batch of one forward pass: the tokens of its requests one after another, decodes first.
+    """The batch of one forward pass. Each request's tokens are contiguous; requests with one token come first.
 
     attention_batch: lengths and block tables for the attention kernels.
-    slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) of each token.
-    kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`. PagedSpec: [num_blocks, block_size,
-        2 * num_kv_heads, head_dim], key heads before value heads. MLASpec: [num_blocks, block_size, 1, latent_dim +
-        rope_dim].
-    kv_scales: one per cache if the caches are FP8, else empty. uint8 [num_blocks, heads, block_size], where heads is
-        the third dimension of the cache; see `nanovllm_kernels.fp8`.
-    launch_attention: if set, a layer calls this function with its attention and queries instead of computing attention.
-        It is set while a step is captured in pieces: attention runs between the captured graphs and is launched anew at
-        each replay.
+    slot_mapping: int64 [num_tokens], each token's cache slot: block * block_size + offset.
+    kv_caches: one tensor per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`.
+        PagedSpec: [num_blocks, block_size, 2 * num_kv_heads, head_dim], key heads before value heads.
+        MLASpec: [num_blocks, block_size, 1, latent_dim + rope_dim].
+    kv_scales: one tensor per FP8 cache, uint8 [num_blocks, cache.shape[2], block_size]; empty for other caches.
+    launch_attention: layers pass their attention and queries to this function. None: layers compute attention directly.
+        Set while a step is captured in pieces, because attention then runs between two CUDA graphs.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
     state_batch: state slots of the batch's requests; None for a model without recurrent layers.
     """
@@ -94,27 +89,24 @@ class ForwardContext:
 
 
 class CausalLM(Protocol):
-    """A language model on its device, weights loaded."""
+    """A language model with loaded weights."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]. positions: int64 [num_tokens]."""
+        """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]; positions: int64 [num_tokens]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks, preferably in float32."""
+        """Logits [n, vocab_size] of hidden states [n, hidden], the same on every rank."""
         ...
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """The cache spec of each layer, in order. All attention layers have the same spec and share one block table."""
+        """The cache spec of each layer. All attention layers have the same spec, because they share a block table."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Options for building a model.
-
-    compile: use torch.compile between attention operators. A model may ignore it.
-    """
+    """Options for building a model. compile: whether to use torch.compile; a model may ignore this option."""
 
     device: torch.device
     dtype: torch.dtype
@@ -123,10 +115,10 @@ class BuildContext:
 
 
 class Vocabulary(NamedTuple):
-    """The text of a model's tokens.
+    """The text of a model's tokens, for grammars.
 
-    tokens: by token id, the bytes that the token adds to a text; b"" for tokens without text, which grammars allow only
-        by their id. May be shorter than vocab_size; the remaining tokens have no text.
+    tokens: each token's bytes, by token id; b"" for a token without text. May be shorter than vocab_size: higher ids
+        have no text.
     end_ids: token ids that end an answer, a subset of the model's `eos_token_ids`.
     """
 
@@ -136,16 +128,15 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The description of a model that the engine can build. It can be sent to another process by pickle.
+    """The description of a model that the engine can build. Must be picklable, to be sent to the engine's process.
 
     vocab_size: number of logits per token.
     max_position: longest sequence in tokens.
     eos_token_ids: token ids that end a sequence.
     dtype: dtype of the checkpoint.
-    build: creates the model with its weights; a module-level function or a functools.partial of one.
+    build: creates the model and loads its weights.
     vocabulary: returns the vocabulary; called for the first grammar. None for a model without grammars.
-    cuda_dtype: dtype on a GPU; None for `dtype`. float16 has three more bits than bfloat16 and the same speed, but
-        float16 is safe only for a model whose largest numbers are known.
+    cuda_dtype: dtype on a GPU; None for `dtype`.
     """
 
     name: str
