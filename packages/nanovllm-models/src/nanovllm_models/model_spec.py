@@ -1,4 +1,4 @@
-"""Makes the ModelSpec of a checkpoint from the fields that all families share."""
+"""Makes a checkpoint's ModelSpec from fields that all families share."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,13 +28,12 @@ class SizedConfig(Protocol):
 def make_model_spec(
     path: Path, fields: JsonFields, config: SizedConfig, name: str, build: Callable[[BuildContext], CausalLM]
 ) -> ModelSpec:
-    """Return the spec of the checkpoint in `path`.
+    """Return the spec of the checkpoint in `path`. Raises ModelError.
 
     fields: fields of config.json.
     config: the family's config, parsed from `fields`.
     name: name of the model.
-    build: builds the model; must be picklable, because the spec is sent to the engine's process.
-    Raises ModelError.
+    build: builds the model; must be picklable.
     """
     eos_token_ids = parse_eos_token_ids(path, fields)
     return ModelSpec(
