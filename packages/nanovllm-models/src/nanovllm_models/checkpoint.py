@@ -27,14 +27,14 @@ class CheckpointWeights:
     files: tuple[Path, ...]
     progress: bool | None = None
 
-    def load_into(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
+    def load_into(self, module: nn.Module, can_skip: Callable[[str], bool]) -> None:
         """Load every weight of `module`.
 
         Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
 
-        ignore: returns whether to skip a tensor of this name if the module does not use it.
+        can_skip: returns whether to skip a tensor of this name if the module does not use it.
         """
-        load_weights(module, self.tensors(), ignore)
+        load_weights(module, self.tensors(), can_skip)
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors. Raises ModelError if a file can't be read."""
@@ -74,9 +74,9 @@ class RandomWeights:
 
     seed: int
 
-    def load_into(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
+    def load_into(self, module: nn.Module, can_skip: Callable[[str], bool]) -> None:
         """Fill every weight of `module` with random numbers."""
-        del ignore
+        del can_skip
         fill_random(module, self.seed)
 
     def names(self) -> frozenset[str]:

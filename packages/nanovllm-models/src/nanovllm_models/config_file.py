@@ -59,7 +59,7 @@ def parse_rotary(
     max_position: int,
     *,
     default_theta: float = DEFAULT_ROPE_THETA,
-    partial_head_dim: int | None = None,
+    head_dim: int | None = None,
     default_fraction: float = 1.0,
 ) -> RotaryConfig:
     """Parse the rotary embeddings: `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`.
@@ -68,12 +68,12 @@ def parse_rotary(
 
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    partial_head_dim: size of a whole head, for an architecture that may rotate only a part; None for other ones.
+    head_dim: size of a whole head, for an architecture that may rotate only a part; None for other ones.
     default_fraction: rotated fraction of each head if config.json has none.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))
-    fraction = _parse_rotated_fraction(config, rope, partial_head_dim, default_fraction)
+    fraction = _parse_rotated_fraction(config, rope, head_dim, default_fraction)
     type_field = "rope_type" if rope.has("rope_type") else "type"
     match rope.text(type_field, "default"):
         case "default":

@@ -87,7 +87,7 @@ class ColumnParallelLinear(_Linear):
         """Apply all parts to norm(x), [T, in_features], and concatenate their outputs. norm: None for no norm."""
         if norm is None:
             return linear(x, self.weight, self.bias)
-        return norm_linear(x, norm.packed, norm.eps, self.weight, self.bias)
+        return norm_linear(x, norm.packed_weight, norm.eps, self.weight, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The weights, their scales if they are quantised, and the biases."""

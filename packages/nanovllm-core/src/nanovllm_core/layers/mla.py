@@ -173,7 +173,7 @@ class LatentAttention(WeightedModule):
         kv_scales = ctx.kv_scales[self._cache_index] if ctx.kv_scales else None
         q = q.view(-1, self._num_heads, self._head_dim)
         norm = self.kv_a_layernorm
-        latent_rope_and_cache(q, latents, norm.packed, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
+        latent_rope_and_cache(q, latents, norm.packed_weight, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
         attention = partial(_attend_latents, self.kv_b_proj.weight, kv_cache, kv_scales, self._shape.scale)
         if ctx.launch_attention is None:
             return attention(q, ctx.attention_batch).flatten(1)

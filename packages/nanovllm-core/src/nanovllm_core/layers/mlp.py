@@ -36,5 +36,5 @@ class GatedMLP(nn.Module):
         if norm is None:
             hidden = silu_and_mul(gate_up.forward(x))
         else:
-            hidden = norm_gate_up(x, norm.packed, norm.eps, gate_up.weight, gate_up.bias)
+            hidden = norm_gate_up(x, norm.packed_weight, norm.eps, gate_up.weight, gate_up.bias)
         return self.down_proj.forward(hidden, residual)

@@ -21,7 +21,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import ChosenExperts, Routing, fused_experts, pack_experts, route
 
 __all__ = [
-    "STANDARD_NAMES",
+    "MLP_LINEAR_NAMES",
     "ExpertNames",
     "Experts",
     "Router",
@@ -54,7 +54,7 @@ class ExpertNames(NamedTuple):
         return find_quantization(quantization, f"{prefix}.0", *self)
 
 
-STANDARD_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
+MLP_LINEAR_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
 class SharedExpert(NamedTuple):
@@ -153,7 +153,7 @@ class Experts(WeightedModule):
         hidden_size: int,
         intermediate_size: int,
         build: BuildContext,
-        names: ExpertNames = STANDARD_NAMES,
+        names: ExpertNames = MLP_LINEAR_NAMES,
         *,
         shared: SharedExpert | None = None,
         quantization: BlockFP8 | None = None,

@@ -13,7 +13,7 @@ from nanovllm_kernels.elementwise import pack_norm, rms_norm
 class RMSNorm(WeightedModule):
     """Normalisation over the last dimension.
 
-    packed: the weight in the layout that the kernels take; valid after `finish_loading`.
+    packed_weight: the weight in the layout that the kernels take; valid after `finish_loading`.
     zero_centred: whether checkpoints hold the weight minus 1. The weight is then float32, so that adding 1
         does not round it.
     """
@@ -22,12 +22,12 @@ class RMSNorm(WeightedModule):
         super().__init__(build)
         self.eps = eps
         self.weight = torch.empty(size, device=self.device) if zero_centred else self.allocate(size)
-        self.packed = self.weight
+        self.packed_weight = self.weight
         self._zero_centred = zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
-        return rms_norm(x, self.packed, self.eps, self.dtype)
+        return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The weight."""
@@ -43,4 +43,4 @@ class RMSNorm(WeightedModule):
 
     def finish_loading(self) -> None:
         """Pack the weight for the kernels."""
-        self.packed = pack_norm(self.weight)
+        self.packed_weight = pack_norm(self.weight)
