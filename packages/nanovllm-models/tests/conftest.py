@@ -1,4 +1,4 @@
-"""Fixtures for tiny checkpoints, and a minimal loop that runs a model over them."""
+"""Fixtures: tiny config.json files, the default model, and a minimal loop that runs a model."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from nanovllm_kernels.attention.mla import plan_latent_batch
 from nanovllm_kernels.linear_attention import StateBatch, plan_states
 
 BLOCK_SIZE = 16
-# Request i keeps its recurrent state in slot i + 1. The state that it saves goes to slot i + 1 + SAVED_SLOT_OFFSET.
+# Request i has its recurrent state in slot i + 1, and its saved state in slot i + SAVED_SLOT_OFFSET.
 SAVED_SLOT_OFFSET = 8
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,9 +36,9 @@ TINY = {
 
 
 class Session:
-    """One model with one paged cache. Blocks are handed out back to front, so that a wrong block order shows.
+    """One model with one paged cache. Blocks are allocated in descending order, so that a wrong order fails a test.
 
-    saves: position at which a request's state is saved, by request.
+    saves: the position at which a request's state is saved, by request.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Session:
 
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
-        """Computes each request's new tokens, decodes first as in the engine. Returns their logits, by request."""
+        """Compute each request's new tokens; returns the logits by request. Requests with one token come first."""
         while len(self._lengths) < len(tokens):
             self._blocks.append([])
             self._lengths.append(0)
@@ -134,7 +134,7 @@ def session() -> type[Session]:
 
 @pytest.fixture
 def write_config(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes a tiny config.json and returns its directory. It changes fields; None removes a field."""
+    """A function that writes a tiny config.json with changed fields and returns its directory. None removes a field."""
 
     def write(**changes: object) -> Path:
         fields = {name: value for name, value in (TINY | changes).items() if value is not None}
@@ -146,7 +146,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def default_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the real default model, converted once for all tests."""
+    """The directory of the default model, converted once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOVLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
         return nanovllm_models.default_model_path(progress=False)

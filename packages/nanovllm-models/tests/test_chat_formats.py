@@ -1,4 +1,4 @@
-"""The chat template decides which format a model has; without tools in the template, the architecture decides."""
+"""Detection of chat formats."""
 
 import json
 
@@ -36,7 +36,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
         (QWEN3.replace("think", "thought"), ChatFormat(None, HERMES)),
         (CODER, ChatFormat(None, QWEN3_CODER)),
         (CODER + "<think>\n</think>", ChatFormat(THINK, QWEN3_CODER)),
-        # This template contains the marks of both formats: hermes and qwen3_coder.
+        # This template contains the markers of hermes and of qwen3_coder.
         (QWEN3 + CODER, ChatFormat(THINK, QWEN3_CODER)),
         (MINIMAX, ChatFormat(THINK, MINIMAX_M2)),
         (R1, ChatFormat(THINK, DEEPSEEK_R1)),
@@ -49,7 +49,7 @@ LLAMA_3 = "{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": 
 )
 def test_the_template_decides_the_format(template, expected):
     assert detect_format(None, template) == expected
-    # The architecture must not matter where the template mentions tools.
+    # If the template mentions tools, the architecture must not matter.
     assert "tool" not in template or detect_format("LlamaForCausalLM", template) == expected
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: layers for multi-token prediction, FP8 checkpoints, and configs that are refused."""
+"""DeepSeek-V3: multi-token prediction, FP8 checkpoints and invalid configs."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TINY = COMMON | FAMILIES["deepseek_v3"][1]
 
 
 def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
-    """Add a layer for multi-token prediction to the checkpoint in `path`, as published; returns the layer's tensors."""
+    """Add a layer for multi-token prediction to the checkpoint in `path`; returns the layer's tensors."""
     file = path / "model.safetensors"
     tensors = load_file(file)
     layer = {
@@ -99,7 +99,7 @@ def round_input(_module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[
 
 
 def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, session):
-    """As in test_fp8_checkpoints, but the expansion of latents is dequantised, so its input is not rounded."""
+    """As in test_fp8_checkpoints. The weight that expands latents is dequantised: its input is not rounded."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"first_k_dense_replace": 3, "initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -123,7 +123,7 @@ def test_block_fp8_checkpoints_give_the_logits_of_the_rounded_twin(tmp_path, ses
 
 
 def test_experts_of_block_fp8_checkpoints(tmp_path, session):
-    """No hook on the twin can round the experts' inputs. The layer for multi-token prediction is FP8 too."""
+    """The twin's experts do not round their inputs, so the logits are only similar."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(**TINY | {"initializer_range": 0.1})
     model = transformers.DeepseekV3ForCausalLM(config).eval()
@@ -177,7 +177,7 @@ def test_blocks_that_split_rotated_rows_are_refused(tmp_path, session):
 
 
 def test_random_weights_for_a_config_as_published(tmp_path, session):
-    """The layers are fewer and narrower than published, but FP8's blocks cut their heads in the same way."""
+    """A smaller model than published, in which FP8 blocks cut heads at the published positions."""
     scaling = {name: value for name, value in DEEPSEEK_YARN.items() if name not in ("rope_type", "rope_theta")}
     fields = TINY | {
         "architectures": ["DeepseekV3ForCausalLM"],

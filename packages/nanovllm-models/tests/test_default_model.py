@@ -1,4 +1,4 @@
-"""The default model: the converted files, and a cache directory that is complete or absent."""
+"""The default model: the converted files, and the cache directory."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ def tokenizer(default_model):
 
 
 class FakeConversion:
-    """A replacement of the conversion: it writes two small files slowly, counts its calls, and fails if told to."""
+    """Replaces the conversion: writes two small files slowly. fails: whether to fail after the first file."""
 
     def __init__(self):
         self.calls = 0

@@ -1,9 +1,8 @@
-"""Block FP8 checkpoints against transformers, which runs the same numbers in float32.
+"""Block FP8 checkpoints, compared with float32 twins: models of transformers with the same weights.
 
-Our model rounds the input of every quantised linear to e4m3. Hooks do the same in transformers' twin, so that the
-logits are equal, with one exception: if a number lies in the middle between two numbers of e4m3, the order of a float32
-sum decides how it is rounded. From there on, the two results differ by as much as the rounding itself. This happens
-about once in tens of tokens, so the tests use many short prompts.
+A quantised linear rounds its input to e4m3; hooks round the inputs of the twin. A float32 sum has another order in the
+twin. If the sum lies halfway between two numbers of e4m3, the order decides the rounding, and the logits differ. This
+happens about once in tens of tokens. Therefore the tests use many short prompts.
 """
 
 import json
@@ -24,7 +23,7 @@ from nanovllm_models import llama
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], list(range(40))]
 SHORT_PROMPTS = [[first, 95 - 2 * first, 40 + first] for first in range(32)]
 FAMILIES = {
-    # The parts of joint projections do not end at blocks (96, 48, 48 rows; 150, 150). No width is a multiple of 128.
+    # No width is a multiple of 128, and no part of a fused projection ends at a block (96, 48, 48 rows; 150, 150).
     "llama": ("Llama", {"hidden_size": 96, "intermediate_size": 150, "num_key_value_heads": 2, "mlp_bias": True}),
     "qwen2": ("Qwen2", {"hidden_size": 64, "intermediate_size": 256, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"hidden_size": 160, "intermediate_size": 300, "num_key_value_heads": 2, "head_dim": 32}),
@@ -77,8 +76,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
     found = torch.stack(ours.step(SHORT_PROMPTS))
     errors = (found - expected).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
     assert errors.quantile(0.75) < 1e-5
-    # e4m3 rounds by up to 1/16, in the root mean square by about 1/40. Each of three layers rounds seven inputs, and
-    # each input decides a part of the logits.
+    # The root mean square of a rounding to e4m3 is about 1/40. Three layers round seven inputs each.
     bound = 21**0.5 / 40
     assert errors.max() < bound
     assert 2**-8 < (found - plain).norm() / plain.norm() < bound
@@ -87,7 +85,7 @@ def test_logits_are_those_of_the_float32_twin(family, tmp_path, session):
 def test_modules_that_are_not_quantised_keep_their_weights(tmp_path, session):
     write_checkpoint(tmp_path, make_model("llama"), fp8=True)
     tensors = read_tensors(tmp_path)
-    # As if the publisher had not quantised the first layer's attention output and the last layer.
+    # The first layer's attention output and the last layer become unquantised.
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         if "layers.2." in name or "layers.0.self_attn.o_proj" in name:
             del tensors[name]
@@ -171,5 +169,5 @@ def test_compiling_gives_nearly_the_same_logits(tmp_path, session, monkeypatch):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in ([PROMPTS[1]], [[5], PROMPTS[0]], [[6], list(range(20))]):
             for found, expected in zip(fast.step(step), plain.step(step), strict=True):
-                # The compiled norm rounds differently, which may change how a number is rounded to e4m3.
+                # The compiled norm rounds differently, which may change the rounding to e4m3.
                 assert (found - expected).norm() < 0.1 * expected.norm()

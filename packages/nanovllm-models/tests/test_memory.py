@@ -27,7 +27,7 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
-# Bytes that the loader may need besides the model and the mapped file.
+# Bytes that the loader may use in addition to the model and the mapped file.
 SLACK = 24 << 20
 LOAD = """
 import sys
@@ -41,7 +41,7 @@ def memory(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) << 10
 
-# A CPU keeps no packed copy of float16 weights.
+# Float16 weights have no packed copy on a CPU.
 build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
 spec = nanovllm_models.load(sys.argv[1], progress=False)
 before = memory("VmRSS")
@@ -51,7 +51,7 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 
 
 def write_large(path: Path) -> tuple[int, int]:
-    """Write a sharded checkpoint of zeros for a model; returns the bytes of the model and of one shard."""
+    """Write a sharded checkpoint of zeros; returns the sizes of the model and of the largest shard, in bytes."""
     (path / "config.json").write_text(json.dumps(CONFIG))
     build = BuildContext(torch.device("cpu"), torch.float16, ParallelContext())
     module = llama.LlamaForCausalLM(llama.parse_config(read_fields(path / "config.json")), build)
@@ -75,7 +75,7 @@ def write_large(path: Path) -> tuple[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_needs_memory_for_the_model_and_one_file(tmp_path):
     model, shard = write_large(tmp_path)
-    # This fails if the model is in memory twice.
+    # With a smaller model, a second copy in memory would pass the test.
     assert model > 2 * (shard + SLACK)
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

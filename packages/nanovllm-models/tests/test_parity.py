@@ -1,4 +1,4 @@
-"""Tests that every family passes, on tiny random checkpoints: above all, the logits and tokens of transformers."""
+"""Tests of every family on tiny random checkpoints, mostly comparisons with transformers."""
 
 import json
 
@@ -11,7 +11,7 @@ import nanovllm_models
 from nanovllm_core.layers import compilation
 from nanovllm_models import deepseek_v3, llama, qwen3_next
 
-# A recurrence that is computed in chunks adds up in another order than transformers.
+# transformers sums a recurrence in another order than chunks do.
 TOLERANCES = dict.fromkeys(FAMILIES, 1e-4) | {"qwen3_next": 2e-4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -78,7 +78,7 @@ VARIANTS = {
             "mlp_only_layers": [0, 3],
             "norm_topk_prob": False,
             "linear_conv_kernel_dim": 2,
-            # Another width than the routed experts: the shared expert runs beside them here, and among them elsewhere.
+            # This width differs from the routed experts: the shared expert runs separately.
             "shared_expert_intermediate_size": 24,
         },
         "every second layer has experts": {
@@ -112,7 +112,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    # In six layers of Qwen3-Next, one rounding of the embeddings grows to 1e-3, so two implementations differ by more.
+    # Six layers of Qwen3-Next amplify one rounding of the embeddings to 1e-3, which exceeds the tolerance.
     [(family, name) for family in VARIANTS for name in VARIANTS[family] if name != "six layers"],
 )
 def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, session):
@@ -144,7 +144,6 @@ def test_same_logits_and_tokens_as_transformers(family, variant, tmp_path, sessi
     ],
 )
 def test_each_kind_of_layer_is_compiled_once(family, variant, kinds, tmp_path, session, monkeypatch):
-    """Qwen3-Next compiles once per kind of neighbouring layers."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
     for module in (llama, qwen3_next, deepseek_v3):
@@ -208,7 +207,7 @@ def test_configs_of_transformers_4_and_5_are_equivalent(family, rope, kind, adde
     ("family", "variant", "near", "share"),
     [
         ("llama", "gqa, tied", 0.99, 1),
-        # bfloat16 sends some tokens to other experts; their results have no bound, so only a share is compared.
+        # In bfloat16, some tokens choose other experts, which changes their logits. Only a share must be similar.
         ("qwen3_moe", "wide heads", 0.99, 0.85),
         ("minimax_m2", "whole heads", 0.99, 0.85),
         ("qwen3_next", "as published", 0.98, 0.8),

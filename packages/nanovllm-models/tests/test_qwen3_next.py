@@ -1,4 +1,4 @@
-"""Qwen3-Next: prompts cut anywhere, saved states, the head for multi-token prediction, and configs that are refused."""
+"""Qwen3-Next: chunks of any size, saved states, multi-token prediction, FP8 and invalid configs."""
 
 import json
 
@@ -28,7 +28,6 @@ def test_prompts_in_chunks_of_any_size_give_the_same_logits(tmp_path, session):
         token = int(ours.step([short])[0][-1].argmax())
         parts, begin = [], 0
         for size in sizes:
-            # As in the engine, requests with one token come first in a step.
             _, part = ours.step([[token], long[begin : begin + size]])
             parts.append(part)
             begin += size
@@ -48,7 +47,7 @@ def test_logits_from_a_saved_state_equal_those_of_the_whole_prompt(tmp_path, ses
         ours.step([prompt[CHECKPOINT_INTERVAL:]])[0], expected[CHECKPOINT_INTERVAL:], atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(ours.step([[3]])[0], following, atol=1e-5, rtol=1e-5)
-    # Here a step of one token saves the state.
+    # Now a step of one token saves the state.
     ours = session(spec)
     ours.saves[0] = CHECKPOINT_INTERVAL
     ours.step([prompt[: CHECKPOINT_INTERVAL - 1]])

@@ -1,4 +1,4 @@
-"""`load`: errors of one line that name the file or field; dummy weights; default values of fields."""
+"""`load`: errors, dummy weights, and default values of fields."""
 
 import json
 import re

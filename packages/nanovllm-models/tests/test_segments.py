@@ -1,4 +1,4 @@
-"""Encoding by segment gives the same ids as encoding the whole text, for every family of tokenizers."""
+"""A segment encoder returns the same ids as the tokenizer. Tokenizers with dependent segments have no such encoder."""
 
 import random
 import subprocess
@@ -27,7 +27,7 @@ CORPUS = [
     "  def f(x):\n    return x + 12345\n\n",
     "naïve 東京",
 ] * 9
-# Patterns of pre-tokenizers, as published by the families.
+# Published patterns of pre-tokenizers.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA = QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
 DEEPSEEK = (
@@ -128,7 +128,7 @@ def gemma() -> tokenizers.Tokenizer:
 
 
 def normalized_tokens() -> tokenizers.Tokenizer:
-    """Added tokens of every kind that are matched in normalized text, that is, inside segments."""
+    """A tokenizer that matches added tokens of every kind in normalized text, within segments."""
     added = [
         *CHATML,
         *ordinary("HeLLo", "user", normalized=True),
@@ -200,7 +200,7 @@ def encoder_of(name: str) -> SegmentEncoder:
 
 
 def fragments(backend: tokenizers.Tokenizer) -> list[str]:
-    """Added tokens, pieces of them, and texts for which normalizers and pre-tokenizers have special rules."""
+    """Added tokens, pieces of added tokens, and texts for which normalizers and pre-tokenizers have special rules."""
     tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
     pieces = [piece for token in tokens[:9] for piece in (token[:1], token[1:], token[: len(token) // 2], token * 2)]
     words = [
@@ -408,7 +408,7 @@ def test_deepseeks_tokenizer_has_a_segment_encoder(tmp_path):
 
 
 class Exchange:
-    """One end of an exchange. peers: the other ends."""
+    """An exchange within one process. peers: exchanges that receive what this exchange publishes."""
 
     def __init__(self, peers: list["Exchange"] | None = None):
         self.peers: list[Exchange] = [] if peers is None else peers

@@ -87,10 +87,10 @@ class ForwardContext:
 
 
 class CausalLM(Protocol):
-    """A language model on its device, weights loaded."""
+    """A language model with loaded weights."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]. positions: int64 [num_tokens]."""
+        """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]; positions: int64 [num_tokens]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class BuildContext:
 
 
 class Vocabulary(NamedTuple):
-    """The text of a model's tokens.
+    """The text of a model's tokens, for grammars.
 
     tokens: by token id, the bytes of the token; b"" for a token without text. Tokens beyond the end have no text.
     end_ids: token ids that end an answer, a subset of the model's `eos_token_ids`.

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import (
-    STANDARD_NAMES,
+    MLP_LINEAR_NAMES,
     ExpertNames,
     Experts,
     Router,
@@ -30,7 +30,7 @@ ROUTING = Routing(2, "sigmoid")
 NAMES = ExpertNames("w1", "w3", "w2")
 
 
-def expert_tensors(prefix: str, names: ExpertNames = STANDARD_NAMES, width: int = WIDTH) -> dict[str, Tensor]:
+def expert_tensors(prefix: str, names: ExpertNames = MLP_LINEAR_NAMES, width: int = WIDTH) -> dict[str, Tensor]:
     shapes = {names.gate: (width, HIDDEN), names.up: (width, HIDDEN), names.down: (HIDDEN, width)}
     return {
         f"{prefix}.{expert}.{name}.weight": torch.randn(shape)
@@ -67,7 +67,7 @@ def routing() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(5, HIDDEN), weights, ids.int()
 
 
-@pytest.mark.parametrize("names", [STANDARD_NAMES, NAMES])
+@pytest.mark.parametrize("names", [MLP_LINEAR_NAMES, NAMES])
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, routing):
     x, weights, ids = routing
@@ -102,7 +102,7 @@ def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, ro
         load_weights(nn.ModuleDict({"experts": experts}), stored.items())
         assert experts.weights.w13.dtype == torch.float8_e4m3fn
         total += experts.forward(x, weights, ids)
-    expected = compute_experts(x, weights, ids, plain, STANDARD_NAMES)
+    expected = compute_experts(x, weights, ids, plain, MLP_LINEAR_NAMES)
     # What is multiplied is rounded to e4m3 too.
     assert (total - expected).norm() < 0.08 * expected.norm()
     del stored["experts.2.up_proj.weight_scale_inv"]
@@ -129,7 +129,7 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
     weights = scores.gather(1, ids)
     weights /= weights.sum(-1, keepdim=True)
     own = {key.removeprefix("mlp."): tensor for key, tensor in tensors.items()}
-    expected = compute_experts(x, weights, ids, own, STANDARD_NAMES)
+    expected = compute_experts(x, weights, ids, own, MLP_LINEAR_NAMES)
     torch.testing.assert_close(mlp.forward(x), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mlp.forward(x, residual.clone()), expected + residual, rtol=1e-4, atol=1e-4)
     normed = mlp.forward(norm.forward(x), residual.clone())

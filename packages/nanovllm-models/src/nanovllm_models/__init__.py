@@ -1,4 +1,4 @@
-"""Model families for nanovllm: a checkpoint directory in, a ModelSpec out."""
+"""Model families for nanovllm. `load` turns a checkpoint directory into a ModelSpec."""
 
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # The registry imports torch, which takes seconds and half a gigabyte. A process that uses only the tokenizer must
-    # not pay for it.
+    # The registry imports torch, which takes seconds and half a gigabyte. Processes without a model avoid both.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nanovllm_models.registry import load

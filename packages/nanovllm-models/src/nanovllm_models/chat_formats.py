@@ -1,7 +1,4 @@
-"""The formats in which model families write reasoning and tool calls, as data. Also finds a checkpoint's formats.
-
-The server uses the same data to parse answers and to constrain them.
-"""
+"""Data that describes how models write reasoning and tool calls."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +10,7 @@ from nanovllm_models.fields import read_fields
 class ReasoningFormat:
     """Reasoning at the beginning of an answer, between two tags.
 
-    name: name of the format.
-    begin: tag before the reasoning; some templates write it into the prompt.
-    end: tag after the reasoning.
+    begin: tag before the reasoning; some templates write this tag into the prompt.
     """
 
     name: str
@@ -24,34 +19,40 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonCalls:
-    """Tool calls, each written as one JSON object with the function's `name` and its arguments.
+class _Calls:
+    """The fields that all formats of tool calls have.
 
-    name: name of the format.
     template_markers: texts that every chat template of this format contains.
-    begin: tag before a call.
-    end: tag after a call; None if the call ends with its JSON object.
-    arguments: keys that a call may use for its arguments; the first key is the one to write.
-    bare: whether a call may omit `begin`.
     separator: text that may stand between two calls, besides whitespace.
-    ends_reasoning: whether a call ends reasoning that has no end tag.
+    ends_reasoning: whether the tag `begin` ends reasoning, even without the tag after the reasoning.
     """
 
     name: str
     template_markers: tuple[str, ...]
-    begin: str
-    end: str | None
-    arguments: tuple[str, ...]
-    bare: bool = False
     separator: str = ""
     ends_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FencedCalls:
+class JsonCalls(_Calls):
+    """Tool calls, each written as one JSON object with the function's `name` and its arguments.
+
+    begin: tag before a call.
+    end: tag after a call; None if the call ends with its JSON object.
+    arguments: accepted keys of the arguments; the first is the key to show to the model.
+    bare: whether a call may omit `begin`.
+    """
+
+    begin: str
+    end: str | None
+    arguments: tuple[str, ...]
+    bare: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedCalls(_Calls):
     """Tool calls in one block. Each call has a kind, the function's name, and the arguments as fenced JSON.
 
-    name, template_markers, separator, ends_reasoning: as in `JsonCalls`.
     begin, end: tags around the block.
     call_begin, call_end: tags around one call.
     kind: text after `call_begin`.
@@ -59,8 +60,6 @@ class FencedCalls:
     fence_begin, fence_end: lines around the JSON of the arguments.
     """
 
-    name: str
-    template_markers: tuple[str, ...]
     begin: str
     end: str
     call_begin: str
@@ -69,24 +68,19 @@ class FencedCalls:
     fence_begin: str
     fence_end: str
     call_end: str
-    separator: str = ""
-    ends_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class XmlCalls:
-    """Tool calls in blocks, each written as an element with the function's name and one element per parameter.
+class XmlCalls(_Calls):
+    """Tool calls as XML elements in a block, with one element per parameter.
 
-    name, template_markers, separator, ends_reasoning: as in `JsonCalls`.
     begin, end: tags around a block.
     call_begin, name_end, call_end: texts before the function's name, after the name, and after the call.
     parameter_begin, key_end, parameter_end: texts before a parameter's name, after the name, and after the value.
-    newlines: whether values are written between line breaks, which are not part of the value.
+    newlines: whether a line break precedes and follows each value.
     shared: whether one block contains all calls of an answer; otherwise each call has its own block.
     """
 
-    name: str
-    template_markers: tuple[str, ...]
     begin: str
     end: str
     call_begin: str
@@ -97,8 +91,6 @@ class XmlCalls:
     parameter_end: str
     newlines: bool
     shared: bool
-    separator: str = ""
-    ends_reasoning: bool = False
 
 
 ToolCallFormat = JsonCalls | FencedCalls | XmlCalls
@@ -106,7 +98,7 @@ ToolCallFormat = JsonCalls | FencedCalls | XmlCalls
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The formats of one model; None for reasoning or tool calls that the model does not write."""
+    """The formats of one model. None: the model writes no reasoning, or no tool calls."""
 
     reasoning: ReasoningFormat | None
     tool_calls: ToolCallFormat | None
@@ -156,7 +148,7 @@ MINIMAX_M2 = XmlCalls(
 
 DEEPSEEK_R1 = FencedCalls(
     name="deepseek_r1",
-    # Later models of DeepSeek write other contents between the same tags. Only this format has the fence.
+    # Later models of DeepSeek use the same tags without the fence.
     template_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
     begin="<｜tool▁calls▁begin｜>",
     end="<｜tool▁calls▁end｜>",
@@ -185,7 +177,7 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     calls.name: calls for calls in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
-# The format of the tool calls that an architecture was trained on. Used if the chat template does not mention tools.
+# The format that an architecture was trained on. Used if the chat template does not mention tools.
 FORMAT_BY_ARCHITECTURE: dict[str, ToolCallFormat] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,
@@ -203,17 +195,13 @@ def detect_format(architecture: str | None, template: str) -> ChatFormat:
         (known for known in TOOL_CALL_FORMATS.values() if all(marker in template for marker in known.template_markers)),
         None,
     )
-    # A template that mentions tools shows its own format, which the model writes even if that format is unknown here.
+    # A template that mentions tools shows the model a format. If the format is unknown here, no other format applies.
     if calls is None and "tool" not in template:
         calls = FORMAT_BY_ARCHITECTURE.get(architecture or "", HERMES)
     return ChatFormat(reasoning, calls)
 
 
 def read_format(path: Path, template: str) -> ChatFormat:
-    """Return the formats of the model in the directory `path`.
-
-    template: see `detect_format`.
-    Raises ModelError.
-    """
+    """Return the formats of the model in the directory `path`. template: see `detect_format`. Raises ModelError."""
     architectures = read_fields(path / "config.json").texts("architectures")
     return detect_format(architectures[0] if architectures else None, template)

@@ -1,9 +1,7 @@
-"""Weights from safetensors files, read tensor by tensor, or random weights in their place.
-
-nanovllm_core's loader checks names and shapes.
-"""
+"""The sources of a model's weights: safetensors files, or random numbers."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,67 +21,66 @@ SINGLE_FILE_NAME = "model.safetensors"
 class CheckpointWeights:
     """Weights in safetensors files.
 
-    files: the files, in the order in which they are read.
     progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
 
     files: tuple[Path, ...]
     progress: bool | None = None
 
-    def load_into(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
+    def load_into(self, module: nn.Module, can_skip: Callable[[str], bool]) -> None:
         """Load every weight of `module`.
 
-        ignore: returns whether the files may have a tensor of this name although the module does not use it.
         Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
+
+        can_skip: returns whether to skip a tensor of this name if the module does not use it.
         """
-        load_weights(module, self.tensors(), ignore)
+        load_weights(module, self.tensors(), can_skip)
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors. Raises ModelError if a file can't be read."""
         names: set[str] = set()
         for file in self.files:
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    names.update(opened.keys())
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"can't read {file}: {error}") from error
+            with _open(file) as opened:
+                names.update(opened.keys())
         return frozenset(names)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor's name and the tensor, on the CPU and as stored.
-
-        Tensors are views of the memory-mapped file.
-        Raises ModelError if a file can't be read.
-        """
+        """Yield each tensor's name and the tensor, a view of the mapped file. Raises ModelError."""
         bar = tqdm(
             desc="Loading weights", unit=" tensors", disable=None if self.progress is None else not self.progress
         )
         with bar:
             for file in self.files:
-                try:
-                    with safe_open(file, framework="pt") as opened:
-                        names = opened.keys()
-                        bar.total = (bar.total or 0) + len(names)
-                        for name in names:
-                            yield name, opened.get_tensor(name)
-                            bar.update()
-                except (OSError, SafetensorError) as error:
-                    raise ModelError(f"can't read {file}: {error}") from error
+                with _open(file) as opened:
+                    names = opened.keys()
+                    bar.total = (bar.total or 0) + len(names)
+                    for name in names:
+                        yield name, opened.get_tensor(name)
+                        bar.update()
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"can't read {file}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights, to try out or time a model without its checkpoint."""
+    """Random weights, for timing a model without its checkpoint."""
 
     seed: int
 
-    def load_into(self, module: nn.Module, ignore: Callable[[str], bool]) -> None:
-        """Fill every weight of `module` with random numbers; `ignore` is not used."""
-        del ignore
+    def load_into(self, module: nn.Module, can_skip: Callable[[str], bool]) -> None:
+        """Fill every weight of `module` with random numbers."""
+        del can_skip
         fill_random(module, self.seed)
 
     def names(self) -> frozenset[str]:
-        """Return no names: random weights leave out the tensors that a checkpoint may or may not have."""
+        """Return no names: random weights leave out optional tensors."""
         return frozenset()
 
 
@@ -91,10 +88,9 @@ WeightSource = CheckpointWeights | RandomWeights
 
 
 def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
-    """Find the safetensors files of a model directory: the files that the index names, or else the single file.
+    """Find the safetensors files of a model directory. Raises ModelError if there is none or if one is missing.
 
     progress: see `CheckpointWeights`.
-    Raises ModelError if there is no file, or if a file that the index names is missing.
     """
     if (path / INDEX_NAME).exists():
         shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))

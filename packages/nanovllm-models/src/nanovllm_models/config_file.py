@@ -1,7 +1,4 @@
-"""Parses the fields of config.json that all architectures share: dtype, quantisation, end tokens, rotary embeddings.
-
-transformers could parse them too, but importing it takes seconds.
-"""
+"""Parses fields of config.json that several families share, without transformers, whose import takes seconds."""
 
 from pathlib import Path
 
@@ -12,15 +9,15 @@ from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig, YarnScaling
 from nanovllm_models.fields import JsonFields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Names of e4m3 in checkpoints; MiniMax uses the second name.
+# MiniMax uses the second name.
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
-# The value that transformers uses if config.json has none.
+# The default of transformers.
 DEFAULT_ROPE_THETA = 10000.0
 
 
 def parse_dtype(config: JsonFields) -> torch.dtype:
-    """Return the dtype of the checkpoint; float32 if config.json has none. Raises ModelError."""
+    """Return the checkpoint's dtype; float32 if config.json has none. Raises ModelError."""
     field_name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = DTYPES.get(config.text(field_name, "float32").removeprefix("torch."))
     if dtype is None:
@@ -51,10 +48,7 @@ def parse_quantization(config: JsonFields) -> BlockFP8 | None:
 
 
 def parse_eos_token_ids(path: Path, config: JsonFields) -> tuple[int, ...]:
-    """Return the token ids that end a sequence, from config.json and generation_config.json.
-
-    Raises ModelError.
-    """
+    """Return the token ids that end a sequence, from config.json and generation_config.json. Raises ModelError."""
     generation_config = path / "generation_config.json"
     added_ids = read_fields(generation_config).token_ids("eos_token_id") if generation_config.exists() else ()
     return tuple(dict.fromkeys(config.token_ids("eos_token_id") + added_ids))
@@ -65,21 +59,21 @@ def parse_rotary(
     max_position: int,
     *,
     default_theta: float = DEFAULT_ROPE_THETA,
-    partial_head_dim: int | None = None,
+    head_dim: int | None = None,
     default_fraction: float = 1.0,
 ) -> RotaryConfig:
     """Parse the rotary embeddings: `rope_parameters` of transformers 5, or the older `rope_theta` and `rope_scaling`.
 
+    Raises ModelError for a kind of scaling that is not implemented.
+
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    partial_head_dim: size of a head if the architecture may rotate only a part of each head; None if the architecture
-        rotates whole heads.
+    head_dim: size of a whole head, for an architecture that may rotate only a part; None for other ones.
     default_fraction: rotated fraction of each head if config.json has none.
-    Raises ModelError for a kind of scaling that is not implemented.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))
-    fraction = _parse_rotated_fraction(config, rope, partial_head_dim, default_fraction)
+    fraction = _parse_rotated_fraction(config, rope, head_dim, default_fraction)
     type_field = "rope_type" if rope.has("rope_type") else "type"
     match rope.text(type_field, "default"):
         case "default":
@@ -103,7 +97,6 @@ def parse_rotary(
 
 
 def _parse_rotated_fraction(config: JsonFields, rope: JsonFields, head_dim: int | None, default: float) -> float:
-    """Return the fraction of each head that is rotated, from `partial_rotary_factor` or `rotary_dim`."""
     for fields in (rope, config):
         if not fields.has("partial_rotary_factor"):
             continue
@@ -128,7 +121,7 @@ def _parse_rotated_fraction(config: JsonFields, rope: JsonFields, head_dim: int 
 
 
 def _parse_yarn(config: JsonFields, rope: JsonFields, max_position: int) -> YarnScaling:
-    """Parse YaRN's fields; a missing field gets the value that transformers gives it."""
+    # The defaults are those of transformers.
     default_original = config.positive_integer("original_max_position_embeddings", max_position)
     original_max_position = rope.positive_integer("original_max_position_embeddings", default_original)
     factor = rope.positive_number("factor", max_position / original_max_position)

@@ -1,7 +1,4 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, then a dense layer or experts.
-
-Layers for multi-token prediction are loaded but not run.
-"""
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +11,7 @@ from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart
 from nanovllm_core.layers.mla import LatentAttention, LatentShape
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SharedExpert, can_fuse_shared_expert
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, Routing, SharedExpert, can_fuse_shared_expert
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
@@ -22,7 +19,7 @@ from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
-from nanovllm_models.model_spec import make_model_spec
+from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 
 SHARED_EXPERT = SharedExpert("shared_experts")
 
@@ -32,7 +29,7 @@ class DeepseekMoEConfig:
     """The fields of config.json that define the experts.
 
     first_layer: index of the first layer that may have experts.
-    layer_step: layers from `first_layer` on have experts if their index is a multiple of `layer_step`.
+    layer_step: from `first_layer` on, layers whose index is a multiple of `layer_step` have experts.
     """
 
     num_experts: int
@@ -51,8 +48,8 @@ class DeepseekMoEConfig:
 class DeepseekV3Config:
     """The fields of config.json that define the model.
 
-    num_mtp_layers: number of layers for multi-token prediction, which follow the last layer.
-    quantization: None for weights in the checkpoint's dtype.
+    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the last layer.
+    quantization: None for unquantised weights.
     """
 
     vocab_size: int
@@ -70,10 +67,7 @@ class DeepseekV3Config:
 
 
 def parse_config(config: JsonFields) -> DeepseekV3Config:
-    """Parse config.json; a missing field gets the value that transformers gives it.
-
-    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
-    """
+    """Parse config.json, with the defaults of transformers. Raises ModelError for a wrong or unsupported value."""
     for name, supported in {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if config.text(name, supported) != supported:
             raise config.error(name, supported)
@@ -99,16 +93,14 @@ def parse_config(config: JsonFields) -> DeepseekV3Config:
 
 
 def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -> LatentShape:
-    key_dim, rope_dim = (
-        config.positive_integer("qk_nope_head_dim", 128),
-        config.positive_integer("qk_rope_head_dim", 64),
-    )
+    key_dim = config.positive_integer("qk_nope_head_dim", 128)
+    rope_dim = config.positive_integer("qk_rope_head_dim", 64)
     if rope_dim % 2:
         raise config.error("qk_rope_head_dim", "even")
     scale = (key_dim + rope_dim) ** -0.5
     if isinstance(rotary.scaling, YarnScaling):
-        # The factor applies to queries and to keys, hence the square. The rotary table does not include the factor,
-        # because the table scales only the rotated part of a head.
+        # The factor applies to queries and to keys, hence the square. The rotary table can't include the factor: the
+        # table scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
     return LatentShape(
         num_heads=num_heads,
@@ -151,10 +143,9 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
 
 
 class DeepseekV3MoE(nn.Module):
-    """Routed experts, and shared experts that process every token.
+    """Routed experts and shared experts.
 
-    If `can_fuse_shared_expert` allows it, the shared expert runs as one of the routed experts. Otherwise all shared
-    experts together are one dense layer.
+    `shared_experts` holds all shared experts as one dense layer, unless they are fused with the routed experts.
 
     name: name of this module in the checkpoint.
     """
@@ -163,8 +154,8 @@ class DeepseekV3MoE(nn.Module):
         super().__init__()
         hidden_size, moe = config.hidden_size, config.moe
         width, bias_name = moe.intermediate_size, "gate.e_score_correction_bias"
-        quantization = STANDARD_NAMES.find_quantization(config.quantization, f"{name}.experts")
-        shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *STANDARD_NAMES)
+        quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
+        shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *MLP_LINEAR_NAMES)
         shared_width = moe.num_shared_experts * width
         is_alike = shared_quantization == quantization
         shared = SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=is_alike) else None
@@ -175,7 +166,7 @@ class DeepseekV3MoE(nn.Module):
             self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_quantization)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `residual` plus the experts' result for `norm(x)`; all [T, hidden]. `residual` may be overwritten."""
+        """Return `residual`, which may be overwritten, plus the experts' result for norm(x); all [T, hidden]."""
         normed = norm.forward(x)
         if self.shared_experts is not None:
             residual = self.shared_experts.forward(normed, residual)
@@ -183,9 +174,9 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV3Layer(nn.Module):
-    """Attention and a feed-forward layer; each reads the normed residual stream and adds its result to the stream.
+    """Attention and a feed-forward layer. Callers run `before`, `self_attn` and `after` in this order.
 
-    `before`, `self_attn` and `after` are separate so that torch.compile can take everything between two attentions.
+    The three are separate so that one compiled function can span from `after` to the next layer's `before`.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -200,25 +191,25 @@ class DeepseekV3Layer(nn.Module):
         if self.has_experts:
             self.mlp = DeepseekV3MoE(config, f"{name}.mlp", build)
         else:
-            mlp_quantization = find_quantization(quantization, f"{name}.mlp", *STANDARD_NAMES)
+            mlp_quantization = find_quantization(quantization, f"{name}.mlp", *MLP_LINEAR_NAMES)
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of attention for the residual stream x [T, hidden]; see `LatentAttention.project`."""
+        """Return the inputs of `self_attn` for the residual stream x [T, hidden]."""
         return self.self_attn.project(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Return the residual stream after the layer, [T, hidden].
+        """Return the residual stream after the layer.
 
-        attended: result of attention, [T, heads * value_dim].
-        x: residual stream before the layer, [T, hidden]; may be overwritten.
+        attended: result of `self_attn`.
+        x: residual stream before the layer; may be overwritten.
         """
         x = self.self_attn.o_proj.forward(attended, x)
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
 class MTPOutputHead(nn.Module):
-    """The norm and the head that make logits for multi-token prediction."""
+    """The norm and the output head of a layer for multi-token prediction."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
@@ -229,8 +220,7 @@ class MTPOutputHead(nn.Module):
 class MTPLayer(DeepseekV3Layer):
     """A layer for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    The input is the projection by `eh_proj` of two concatenated vectors: the normed embedding of a token, and the
-    normed hidden state of the token before.
+    `eh_proj` projects the normed embedding of a token, concatenated with the normed hidden state of the token before.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -246,17 +236,13 @@ class MTPLayer(DeepseekV3Layer):
 def between(
     attended: Tensor, x: Tensor, layer: DeepseekV3Layer, next_layer: DeepseekV3Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute everything between the attention of `layer` and that of `next_layer`.
-
-    attended, x: see `DeepseekV3Layer.after`.
-    Returns the residual stream and both inputs of the next attention.
-    """
+    """Run `layer.after` and `next_layer.before`; returns the residual stream and the inputs of the next attention."""
     x = layer.after(attended, x)
     return x, *next_layer.before(x)
 
 
 class DeepseekV3Model(nn.Module):
-    """The model without its head. As in checkpoints, `layers` ends with the layers for multi-token prediction."""
+    """The decoder: the model without its output head. `layers` ends with the layers for multi-token prediction."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
@@ -268,17 +254,17 @@ class DeepseekV3Model(nn.Module):
         self.layers = nn.ModuleList(decoder_layers + mtp_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
-        # One compiled function can serve only layers of one kind: dense ones, or those with experts.
+        # A compiled function serves only layers of one kind: with experts or without.
         self._between = tuple(
             compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for _ in range(2)
         )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
-        """Return the layers of the model without those for multi-token prediction."""
+        """Return the layers without the layers for multi-token prediction."""
         return [*self.layers][: self._num_layers]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states: token ids int [T] -> [T, hidden]."""
+        """Return hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.decoder_layers()
@@ -290,37 +276,26 @@ class DeepseekV3Model(nn.Module):
         return self.norm.forward(layer.after(layer.self_attn.forward(q, latents, rotation, ctx), x))
 
 
-class DeepseekV3ForCausalLM(nn.Module):
-    """The complete model; implements `nanovllm_core.model.CausalLM`."""
+class DeepseekV3ForCausalLM(DecoderWithHead):
+    """The complete model."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
-        super().__init__()
-        self.model = DeepseekV3Model(config, build)
-        tied_embedding = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states: token ids int [T] -> [T, hidden]."""
-        return self.model.forward(input_ids, positions, ctx)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits: hidden states [n, hidden] -> float32 [n, vocab_size]."""
-        return self.lm_head.forward(hidden)
+        super().__init__(DeepseekV3Model(config, build), config, build)
 
     def cache_specs(self) -> tuple[MLASpec, ...]:
-        """Return one cache spec per layer, without the layers for multi-token prediction."""
+        """Return each layer's cache spec, without the layers for multi-token prediction."""
         return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
 
 
-def is_redundant(name: str, *, is_head_tied: bool) -> bool:
-    """Return whether a checkpoint may have the tensor `name` although the model does not use the tensor."""
+def can_skip_tensor(name: str, *, is_head_tied: bool) -> bool:
+    """Return whether the model can do without the tensor `name` of a checkpoint."""
     return (is_head_tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
 
 
 def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     model = DeepseekV3ForCausalLM(config, build)
-    weights.load_into(model, partial(is_redundant, is_head_tied=config.tie_word_embeddings))
+    weights.load_into(model, partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings))
     return model
 
 

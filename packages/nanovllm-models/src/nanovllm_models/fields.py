@@ -1,4 +1,4 @@
-"""Reads typed fields of a JSON object in a checkpoint. Errors name the field.
+"""Reads typed fields of a JSON object in a checkpoint.
 
 This module does not import torch, so that processes that use only the tokenizer start fast.
 """
@@ -6,7 +6,9 @@ This module does not import torch, so that processes that use only the tokenizer
 import json
 import math
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nanovllm_models.errors import ModelError
 
@@ -16,7 +18,8 @@ MAX_SHOWN_LENGTH = 100
 class JsonFields:
     """The fields of one JSON object. A field with the value null counts as absent.
 
-    values: the object.
+    Each method that reads a field raises ModelError if the field is invalid, or if it is absent and has no default.
+
     source: name of the object in error messages.
     """
 
@@ -29,109 +32,61 @@ class JsonFields:
         return self._values.get(name) is not None
 
     def positive_integer(self, name: str, default: int | None = None) -> int:
-        """Return an integer above 0; `default` if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        raise self.error(name, "an integer above 0")
+        """Return an integer above 0."""
+        return self._read(name, lambda value: _is_integer(value) and value > 0, "an integer above 0", default)
 
     def non_negative_integer(self, name: str, default: int) -> int:
-        """Return an integer of at least 0; `default` if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        raise self.error(name, "an integer from 0 on")
+        """Return an integer of at least 0."""
+        return self._read(name, _is_non_negative_integer, "an integer from 0 on", default)
 
     def positive_number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number above 0; `default` if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-            return float(value)
-        raise self.error(name, "a number above 0")
+        """Return a finite number above 0."""
+        return float(self._read(name, lambda value: _is_finite(value) and value > 0, "a number above 0", default))
 
     def non_negative_number(self, name: str) -> float:
-        """Return a finite number of at least 0; 0 if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            return 0.0
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
-            return float(value)
-        raise self.error(name, "a number from 0 on")
+        """Return a finite number of at least 0; 0 if the field is absent."""
+        return float(self._read(name, lambda value: _is_finite(value) and value >= 0, "a number from 0 on", 0.0))
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Return a boolean; `default` if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool):
-            return value
-        raise self.error(name, "true or false")
+        """Return a boolean."""
+        return self._read(name, lambda value: isinstance(value, bool), "true or false", default)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return a string; `default` if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, str):
-            return value
-        raise self.error(name, "a string")
+        """Return a string."""
+        return self._read(name, lambda value: isinstance(value, str), "a string", default)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings; an empty one if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            return ()
-        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-            return tuple(value)
-        raise self.error(name, "a list of strings")
+        """Return a list of strings; an empty one if the field is absent."""
+        return tuple(self._read(name, _is_list_of(lambda entry: isinstance(entry, str)), "a list of strings", ()))
 
     def non_negative_integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers of at least 0; an empty one if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            return ()
-        if isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value):
-            return tuple(value)
-        raise self.error(name, "a list of integers from 0 on")
+        """Return a list of integers of at least 0; an empty one if the field is absent."""
+        is_valid = _is_list_of(_is_non_negative_integer)
+        return tuple(self._read(name, is_valid, "a list of integers from 0 on", ()))
 
     def positive_integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers above 0; the field must be present. Raises ModelError."""
-        value = self._values.get(name)
-        if isinstance(value, list) and all(type(entry) is int and entry > 0 for entry in value):
-            return tuple(value)
-        raise self.error(name, "a list of integers above 0")
+        """Return a list of integers above 0."""
+        is_valid = _is_list_of(lambda entry: _is_integer(entry) and entry > 0)
+        return tuple(self._read(name, is_valid, "a list of integers above 0"))
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return one token id or a list of token ids, as a tuple; () if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            return ()
-        values = value if isinstance(value, list) else [value]
-        if all(isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0 for entry in values):
-            return tuple(values)
-        raise self.error(name, "a token id or a list of them")
+        """Return one token id or a list of token ids as a tuple; () if the field is absent."""
+        if _is_non_negative_integer(self._values.get(name)):
+            return (self._values[name],)
+        return tuple(self._read(name, _is_list_of(_is_non_negative_integer), "a token id or a list of them", ()))
 
     def nested(self, name: str) -> "JsonFields":
-        """Return an object inside this object; an empty one if the field is absent. Raises ModelError."""
-        value = self._values.get(name)
-        if value is None:
-            value = {}
-        if isinstance(value, dict):
-            return JsonFields(value, f"{name} of {self.source}")
-        raise self.error(name, "an object")
+        """Return an object inside this object; an empty one if the field is absent."""
+        values = self._read(name, lambda value: isinstance(value, dict), "an object", {})
+        return JsonFields(values, f"{name} of {self.source}")
 
     def string_mapping(self, name: str) -> dict[str, str]:
-        """Return an object whose values are strings; the field must be present. Raises ModelError."""
-        value = self._values.get(name)
-        if isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values()):
-            return value
-        raise self.error(name, "an object of strings")
+        """Return an object whose values are strings."""
+
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
+
+        return self._read(name, is_valid, "an object of strings")
 
     def error(self, name: str, expected: str) -> ModelError:
         """Return the error for a field with an invalid value. expected: description of the valid values."""
@@ -139,6 +94,14 @@ class JsonFields:
             return ModelError(f"{name} of {self.source} is missing: it must be {expected}")
         value_text = textwrap.shorten(json.dumps(self._values[name]), MAX_SHOWN_LENGTH, placeholder=" ...")
         return ModelError(f"{name} of {self.source} is {value_text}, but must be {expected}")
+
+    def _read(self, name: str, is_valid: Callable[[Any], bool], expected: str, default: Any = None) -> Any:
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if is_valid(value):
+            return value
+        raise self.error(name, expected)
 
 
 def read_fields(file: Path) -> JsonFields:
@@ -152,3 +115,19 @@ def read_fields(file: Path) -> JsonFields:
     if not isinstance(values, dict):
         raise ModelError(f"{file} must hold a JSON object")
     return JsonFields(values, str(file))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_non_negative_integer(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _is_list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(is_valid(entry) for entry in value)

@@ -1,7 +1,4 @@
-"""Converts a Llama model in one GGUF file into a Hugging Face model directory in bfloat16.
-
-Only models like the default model are supported: architecture llama, tokenizer gpt2, pre-tokenizer smollm.
-"""
+"""Converts a SmolLM model from a GGUF file into a Hugging Face directory in bfloat16."""
 
 import json
 from pathlib import Path
@@ -18,7 +15,7 @@ from tqdm import tqdm
 
 from nanovllm_models.errors import ModelError
 
-# Names in Hugging Face checkpoints by GGUF's names.
+# Names of modules in GGUF files, and in Hugging Face checkpoints.
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -31,10 +28,10 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Metadata keys of the number of heads, by tensors whose rows GGUF permutes.
+# Tensors whose rows GGUF permutes, and the metadata keys of their numbers of heads.
 HEAD_COUNT_KEYS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
-# GGUF's metadata by key: strings, numbers, and lists of strings or of numbers.
+# Metadata of a GGUF file, by key.
 Metadata = dict[str, Any]
 MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
 
@@ -42,8 +39,9 @@ MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.gg
 def convert(file: Path, directory: Path, *, progress: bool | None = None) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into `directory`, which must exist.
 
+    Raises ModelError if the file holds another kind of model, OSError if the directory can't be written.
+
     progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
-    Raises ModelError if the file has another kind of model, OSError if the directory can't be written.
     """
     reader = GGUFReader(file)
     metadata: Metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -58,7 +56,7 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     for name, content in {
         "config.json": _config(metadata),
-        # The weights of this small model come from 4 bits: at temperature 1 its answers lose the topic.
+        # Greedy decoding is the default: at temperature 1, the answers of this 4-bit model lose the topic.
         "generation_config.json": {**_special_token_ids(metadata), "do_sample": False},
         "tokenizer_config.json": _tokenizer_config(metadata),
     }.items():
@@ -66,7 +64,7 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
 
 
 def convert_tensor(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tensor]:
-    """Return a tensor's name in Hugging Face checkpoints, and its bfloat16 value with rows in their order."""
+    """Return a tensor's name in Hugging Face checkpoints, and its bfloat16 value with unpermuted rows."""
     module_name, _, parameter = tensor.name.rpartition(".")
     values = dequantize(tensor.data, tensor.tensor_type)
     if module_name in GLOBAL_NAMES:
@@ -78,7 +76,7 @@ def convert_tensor(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tenso
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """Build the tokenizer from GGUF's vocabulary and merges: byte-level BPE with one token per digit."""
+    """Build a byte-level BPE tokenizer with one token per digit."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     token_types: list[int] = metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -97,7 +95,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def _unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
-    # GGUF interleaves the two halves of each head's rotary dimensions; Hugging Face stores one half after the other.
+    # GGUF interleaves the halves of each head's rotary dimensions; Hugging Face stores the halves in sequence.
     rows, columns = values.shape
     return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,6 +1,6 @@
-"""Llama (https://arxiv.org/abs/2407.21783) and models of the same architecture: Llama 3.x, R1-Distill-Llama, SmolLM2.
+"""Llama (https://arxiv.org/abs/2407.21783) and models of the same architecture, such as SmolLM2.
 
-`qwen2` and `qwen3` use these modules with biases, or with a norm per query and key head.
+Other families use these modules too, for example with other biases and norms.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend, qkv_parts
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
-from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.embedding import VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, SparseMLP
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -24,7 +24,7 @@ from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSp
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import DEFAULT_ROPE_THETA, parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
-from nanovllm_models.model_spec import make_model_spec
+from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LlamaConfig:
     attention_bias: whether the projections of queries, keys and values have a bias.
     output_bias: whether the output projection of attention has a bias.
     qk_norm: whether each query and key head is normed before its rotation.
-    quantization: None for weights in the checkpoint's dtype.
+    quantization: None for unquantised weights.
     """
 
     vocab_size: int
@@ -56,7 +56,7 @@ class LlamaConfig:
 
 
 class ConfigDefaults(NamedTuple):
-    """Values of fields that a family's config.json does not have, as in transformers.
+    """A family's values for fields that config.json lacks, as in transformers.
 
     num_key_value_heads: None for the number of query heads.
     head_dim: None for hidden_size / num_attention_heads.
@@ -87,10 +87,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 
 def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaConfig:
-    """Parse the fields that all families with these layers share. A family replaces other fields in the result.
-
-    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
-    """
+    """Parse the fields that all families with these layers share. Raises ModelError for an unsupported value."""
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
     hidden_size = config.positive_integer("hidden_size", defaults.hidden_size)
@@ -101,8 +98,8 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
     if defaults.head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
     head_dim = config.positive_integer("head_dim", defaults.head_dim or hidden_size // num_heads)
+    partly_rotated_dim = head_dim if defaults.is_rotation_partial else None
     max_position = config.positive_integer("max_position_embeddings", defaults.max_position_embeddings)
-    partial_head_dim = head_dim if defaults.is_rotation_partial else None
     attention_bias = config.boolean("attention_bias", False)
     return LlamaConfig(
         vocab_size=config.positive_integer("vocab_size", defaults.vocab_size),
@@ -114,7 +111,7 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
         head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, partial_head_dim=partial_head_dim),
+        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, head_dim=partly_rotated_dim),
         attention_bias=attention_bias,
         output_bias=attention_bias,
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
@@ -123,7 +120,7 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
 
 
 def parse_config(config: JsonFields) -> LlamaConfig:
-    """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
+    """Parse config.json. Raises ModelError for a wrong or unsupported value."""
     return replace(parse_llama_fields(config, CONFIG_DEFAULTS), mlp_bias=config.boolean("mlp_bias", False))
 
 
@@ -148,23 +145,19 @@ class LlamaAttention(nn.Module):
         self._index = index
 
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Attend; returns [T, query heads * head_dim].
-
-        qkv: fused projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
-        """
+        """Attend; returns [T, query heads * head_dim]. qkv: [T, all heads * head_dim], overwritten."""
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
+            qk_norm = QKNorm(self.q_norm.packed_weight, self.k_norm.packed_weight, self.q_norm.eps)
         return attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm)
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward layer; each reads the normed residual stream and adds its result to the stream.
+    """Attention and a feed-forward layer. Callers run `before`, `self_attn` and `after` in this order.
 
-    `before`, `self_attn` and `after` are separate so that torch.compile can take everything between two attentions.
+    The three are separate so that one compiled function can span from `after` to the next layer's `before`.
 
-    index: index of the layer.
-    mlp: experts as the feed-forward layer; None for a dense one.
+    mlp: the feed-forward layer; None for a GatedMLP.
     """
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext, mlp: SparseMLP | None = None):
@@ -172,45 +165,41 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.self_attn = LlamaAttention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.is_sparse = mlp is not None
+        self.has_experts = mlp is not None
         if mlp is not None:
             self.mlp = mlp
             return
-        quantization = find_quantization(config.quantization, f"model.layers.{index}.mlp", *STANDARD_NAMES)
+        quantization = find_quantization(config.quantization, f"model.layers.{index}.mlp", *MLP_LINEAR_NAMES)
         self.mlp = GatedMLP(
             config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias, quantization=quantization
         )
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the input of attention: residual stream [T, hidden] -> [T, all heads * head_dim]."""
+        """Return the input of `self_attn` for the residual stream x [T, hidden]."""
         return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Return the residual stream after the layer, [T, hidden].
+        """Return the residual stream after the layer.
 
-        attended: result of attention, [T, query heads * head_dim].
-        x: residual stream before the layer, [T, hidden]; may be overwritten.
+        attended: result of `self_attn`.
+        x: residual stream before the layer; may be overwritten.
         """
         x = self.self_attn.o_proj.forward(attended, x)
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
 def between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer) -> tuple[Tensor, Tensor]:
-    """Compute everything between the attention of `layer` and that of `next_layer`.
-
-    attended, x: see `LlamaLayer.after`.
-    Returns the residual stream and the input of the next attention.
-    """
+    """Run `layer.after` and `next_layer.before`; returns the residual stream and the input of the next attention."""
     x = layer.after(attended, x)
     return x, next_layer.before(x)
 
 
-# Makes layer `index`: a LlamaLayer, or a module with the same `before`, `after`, `self_attn` and `is_sparse`.
+# Makes the layer with this index: a LlamaLayer, or a module with the same methods and attributes.
 MakeLayer = Callable[[LlamaConfig, int, BuildContext], nn.Module]
 
 
 class LlamaModel(nn.Module):
-    """The model without its head."""
+    """The decoder: the model without its output head."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer):
         super().__init__()
@@ -219,52 +208,39 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        # One compiled function can serve only layers of one kind: with experts, or without.
+        # A compiled function serves only layers of one kind: sparse ones (with experts) or dense ones.
         self._between = {
             sparse: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between
             for sparse in (False, True)
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states: token ids int [T] -> [T, hidden]."""
+        """Return hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.layers
         qkv = layer.before(x)
         for next_layer in later_layers:
             attended = layer.self_attn.forward(qkv, rotation, ctx)
-            x, qkv = self._between[layer.is_sparse](attended, x, layer, next_layer)
+            x, qkv = self._between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
         return self.norm.forward(layer.after(layer.self_attn.forward(qkv, rotation, ctx), x))
 
 
-class LlamaForCausalLM(nn.Module):
-    """The complete model; implements `nanovllm_core.model.CausalLM`."""
+class LlamaForCausalLM(DecoderWithHead):
+    """The complete model."""
 
     def __init__(self, config: LlamaConfig, build: BuildContext, make_layer: MakeLayer = LlamaLayer):
-        super().__init__()
-        self.model = LlamaModel(config, build, make_layer)
-        tied_embedding = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states: token ids int [T] -> [T, hidden]."""
-        return self.model.forward(input_ids, positions, ctx)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits: hidden states [n, hidden] -> float32 [n, vocab_size]."""
-        return self.lm_head.forward(hidden)
+        super().__init__(LlamaModel(config, build, make_layer), config, build)
 
     def cache_specs(self) -> tuple[PagedSpec, ...]:
-        """Return one cache spec per layer."""
+        """Return each layer's cache spec."""
         return tuple(layer.self_attn.heads.cache_spec for layer in self.model.layers)
 
 
-def is_redundant(name: str) -> bool:
-    """Return whether a checkpoint may have the tensor `name` although the model does not use it.
-
-    Old checkpoints have the rotary frequencies. Some checkpoints with a tied head also have the head.
-    """
+def can_skip_tensor(name: str) -> bool:
+    """Return whether the model can do without the tensor `name` of a checkpoint."""
+    # Some checkpoints with a tied head have the head too. Old checkpoints have rotary frequencies.
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 
@@ -273,7 +249,7 @@ def build_llama(
 ) -> LlamaForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     model = LlamaForCausalLM(config, build, make_layer)
-    weights.load_into(model, is_redundant)
+    weights.load_into(model, can_skip_tensor)
     return model
 
 
@@ -285,14 +261,7 @@ def make_llama_spec(
     weights: WeightSource,
     make_layer: MakeLayer = LlamaLayer,
 ) -> ModelSpec:
-    """Return the spec of a model with this architecture.
-
-    path: checkpoint directory.
-    fields: fields of config.json.
-    name: name of the model.
-    make_layer: makes one layer; must be picklable, because the spec is sent to the engine's process.
-    Raises ModelError.
-    """
+    """Return the spec of a model with this architecture. make_layer: must be picklable. Raises ModelError."""
     build = partial(build_llama, config=config, weights=weights, make_layer=make_layer)
     return make_model_spec(path, fields, config, name, build)
 

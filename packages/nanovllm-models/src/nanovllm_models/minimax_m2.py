@@ -1,7 +1,6 @@
 """MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, and every layer has experts.
 
-All query heads of a token are normed as one vector, and so are all key heads. Published checkpoints have no weights
-for the multi-token prediction that config.json mentions (`num_mtp_modules`), so the model has no such layers.
+config.json mentions modules for multi-token prediction (`num_mtp_modules`), but their weights are not published.
 """
 
 from dataclasses import dataclass, replace
@@ -10,17 +9,15 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import HeadLayout, attend, qkv_parts
-from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm_core.layers.attention import attend
 from nanovllm_core.layers.moe import ExpertNames, Experts, Router, Routing, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
-from nanovllm_core.layers.quantization import find_quantization
 from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import norm_parts
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.fields import JsonFields
-from nanovllm_models.llama import ConfigDefaults, LlamaConfig, make_llama_spec, parse_llama_fields
+from nanovllm_models.llama import ConfigDefaults, LlamaAttention, LlamaConfig, make_llama_spec, parse_llama_fields
 
 EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
@@ -48,10 +45,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 
 def parse_config(config: JsonFields) -> LlamaConfig:
-    """Parse all fields except those of the experts.
-
-    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
-    """
+    """Parse all fields except those of the experts. Raises ModelError for a wrong or unsupported value."""
     if not config.boolean("use_qk_norm", True):
         raise config.error("use_qk_norm", "true")
     if config.text("qk_norm_type", "per_layer") != "per_layer":
@@ -74,38 +68,26 @@ def parse_moe_config(config: JsonFields) -> MiniMaxM2MoEConfig:
     return MiniMaxM2MoEConfig(num_experts, Routing(top_k, "sigmoid"))
 
 
-class MiniMaxM2Attention(nn.Module):
-    """Grouped-query attention; all queries of a token are normed as one vector, and so are all keys."""
+class MiniMaxM2Attention(LlamaAttention):
+    """Grouped-query attention. One norm covers all query heads of a token, another one all key heads."""
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
-        super().__init__()
-        num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=False)
-        name = f"model.layers.{index}.self_attn"
-        qkv_quantization = find_quantization(config.quantization, name, *(part.name for part in parts))
-        o_quantization = find_quantization(config.quantization, name, "o_proj")
-        self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, build, quantization=o_quantization)
-        self.q_norm = RMSNorm(num_heads * head_dim, config.rms_norm_eps, build)
-        self.k_norm = RMSNorm(num_kv_heads * head_dim, config.rms_norm_eps, build)
-        self._index = index
+        super().__init__(config, index, build)
+        self.q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps, build)
+        self.k_norm = RMSNorm(config.num_key_value_heads * config.head_dim, config.rms_norm_eps, build)
 
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Attend; returns [T, query heads * head_dim].
-
-        qkv: fused projection of queries, keys and values, [T, all heads * head_dim]; overwritten.
-        """
+        """Attend; returns [T, query heads * head_dim]. qkv: [T, all heads * head_dim], overwritten."""
         heads = self.heads
         sizes = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        norm_parts(qkv, sizes, (self.q_norm.packed, self.k_norm.packed), self.q_norm.eps)
+        norm_parts(qkv, sizes, (self.q_norm.packed_weight, self.k_norm.packed_weight), self.q_norm.eps)
         return attend(heads.split(qkv), rotation, ctx, self._index)
 
 
 class MiniMaxM2Layer(nn.Module):
-    """Attention and experts, with the checkpoint's names; see `LlamaLayer`."""
+    """Attention and experts; see `LlamaLayer`."""
 
-    is_sparse = True
+    has_experts = True
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext, *, moe: MiniMaxM2MoEConfig):
         super().__init__()
@@ -120,15 +102,11 @@ class MiniMaxM2Layer(nn.Module):
         self.block_sparse_moe = SparseMLP(router, experts)
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the input of attention: residual stream [T, hidden] -> [T, all heads * head_dim]."""
+        """See `LlamaLayer.before`."""
         return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
 
     def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Return the residual stream after the layer, [T, hidden].
-
-        attended: result of attention, [T, query heads * head_dim].
-        x: residual stream before the layer, [T, hidden]; may be overwritten.
-        """
+        """See `LlamaLayer.after`."""
         x = self.self_attn.o_proj.forward(attended, x)
         return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
 

@@ -1,22 +1,35 @@
-"""Makes the ModelSpec of a checkpoint from the fields that all families share."""
+"""What all families share: the output head of a model, and the ModelSpec of a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from nanovllm_core.model import BuildContext, CausalLM, ModelSpec
+from torch import Tensor, nn
+
+from nanovllm_core.layers.embedding import LMHead
+from nanovllm_core.model import BuildContext, CausalLM, ForwardContext, ModelSpec
 from nanovllm_models.config_file import parse_dtype, parse_eos_token_ids
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.vocabulary import read_vocabulary
 
 
 class SizedConfig(Protocol):
-    """The fields of a family's config that a spec needs."""
+    """The fields that every family's config has."""
 
     @property
     def vocab_size(self) -> int:
         """Number of logits per token."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of a hidden state."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the output head uses the table of the token embedding."""
         ...
 
     @property
@@ -25,16 +38,36 @@ class SizedConfig(Protocol):
         ...
 
 
+class DecoderWithHead(nn.Module):
+    """A decoder and its output head. With `cache_specs`, a subclass implements `nanovllm_core.model.CausalLM`.
+
+    model: the decoder; has the token embedding `embed_tokens`.
+    """
+
+    def __init__(self, model: nn.Module, config: SizedConfig, build: BuildContext):
+        super().__init__()
+        self.model = model
+        tied_embedding = model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return hidden states [T, hidden]."""
+        return self.model.forward(input_ids, positions, ctx)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits, float32 [n, vocab_size], of hidden states [n, hidden]."""
+        return self.lm_head.forward(hidden)
+
+
 def make_model_spec(
     path: Path, fields: JsonFields, config: SizedConfig, name: str, build: Callable[[BuildContext], CausalLM]
 ) -> ModelSpec:
-    """Return the spec of the checkpoint in `path`.
+    """Return the spec of the checkpoint in `path`. Raises ModelError.
 
     fields: fields of config.json.
     config: the family's config, parsed from `fields`.
     name: name of the model.
-    build: builds the model; must be picklable, because the spec is sent to the engine's process.
-    Raises ModelError.
+    build: builds the model; must be picklable.
     """
     eos_token_ids = parse_eos_token_ids(path, fields)
     return ModelSpec(

@@ -1,4 +1,4 @@
-"""The dense models of Qwen2 and 2.5 (https://arxiv.org/abs/2407.10671): Llama's layers with biases on Q, K and V."""
+"""Qwen2 and 2.5, dense models (https://arxiv.org/abs/2407.10671): Llama with biases on queries, keys and values."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 
 def parse_config(config: JsonFields) -> LlamaConfig:
-    """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
+    """Parse config.json. Raises ModelError for a wrong or unsupported value."""
     layers = parse_llama_fields(config, CONFIG_DEFAULTS)
-    # With fewer layers than max_window_layers, no layer has a sliding window, whatever use_sliding_window says.
+    # Only layers from max_window_layers on have sliding windows.
     if (
         config.boolean("use_sliding_window", False)
         and config.positive_integer("max_window_layers", 28) < layers.num_hidden_layers

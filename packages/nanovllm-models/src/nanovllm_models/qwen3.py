@@ -1,7 +1,4 @@
-"""The dense models of Qwen3 (https://arxiv.org/abs/2505.09388): Llama's layers with a norm per query and key head.
-
-The mixtures of experts are in `qwen3_moe` and `qwen3_next`.
-"""
+"""Qwen3, dense models (https://arxiv.org/abs/2505.09388): Llama with a norm per query and key head."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 
 def parse_config(config: JsonFields, defaults: ConfigDefaults = CONFIG_DEFAULTS) -> LlamaConfig:
-    """Parse config.json. Raises ModelError for a field that is wrong or needs a feature that is not implemented."""
+    """Parse config.json. Raises ModelError for a wrong or unsupported value."""
     if config.boolean("use_sliding_window", False):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
     return replace(parse_llama_fields(config, defaults), qk_norm=True)

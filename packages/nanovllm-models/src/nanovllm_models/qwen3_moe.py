@@ -1,10 +1,10 @@
-"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388): Qwen3's layers, most of them with experts."""
+"""Qwen3's mixtures of experts (https://arxiv.org/abs/2505.09388)."""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, Routing, SparseMLP
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, Routing, SparseMLP
 from nanovllm_core.model import BuildContext, ModelSpec
 from nanovllm_models import qwen3
 from nanovllm_models.checkpoint import WeightSource
@@ -16,7 +16,7 @@ from nanovllm_models.llama import ConfigDefaults, LlamaConfig, LlamaLayer, make_
 class Qwen3MoEConfig:
     """The fields of config.json that define the experts.
 
-    sparse_layers: indices of the layers with experts; the other layers are dense.
+    sparse_layers: indices of the layers with experts.
     """
 
     num_experts: int
@@ -37,7 +37,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 
 def parse_config(config: JsonFields) -> LlamaConfig:
-    """Parse the fields that dense models have too. Raises ModelError, see `qwen3.parse_config`."""
+    """Parse all fields except those of the experts. Raises ModelError."""
     return qwen3.parse_config(config, CONFIG_DEFAULTS)
 
 
@@ -50,8 +50,8 @@ def parse_moe_config(
     *,
     default_renormalize: bool = False,
 ) -> Qwen3MoEConfig:
-    """Parse the fields of the experts. Defaults: values of fields that config.json does not have. Raises ModelError."""
-    # Published checkpoints have num_experts; transformers 5 may write num_local_experts.
+    """Parse the fields of the experts. Raises ModelError. default_*: values of fields that config.json lacks."""
+    # transformers 5 may write num_local_experts; published checkpoints have num_experts.
     name = "num_experts" if config.has("num_experts") else "num_local_experts"
     num_experts = config.positive_integer(name, default_experts)
     top_k = config.positive_integer("num_experts_per_tok", default_top_k)
@@ -72,7 +72,7 @@ def make_layer(config: LlamaConfig, index: int, build: BuildContext, *, moe: Qwe
     if index not in moe.sparse_layers:
         return LlamaLayer(config, index, build)
     router = Router(config.hidden_size, moe.num_experts, moe.routing, build)
-    quantization = STANDARD_NAMES.find_quantization(config.quantization, f"model.layers.{index}.mlp.experts")
+    quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"model.layers.{index}.mlp.experts")
     width = moe.intermediate_size
     experts = Experts(moe.num_experts, config.hidden_size, width, build, quantization=quantization)
     return LlamaLayer(config, index, build, SparseMLP(router, experts))

@@ -1,7 +1,4 @@
-"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet in most layers, gated attention in the others.
-
-A head for multi-token prediction is loaded if the checkpoint has one, but nothing runs it yet.
-"""
+"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet or gated attention, and experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,23 +11,23 @@ from torch import Tensor, nn
 
 from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
-from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
+from nanovllm_core.layers.embedding import VocabEmbedding
 from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import STANDARD_NAMES, Experts, Router, SharedExpert, TokenGate, can_fuse_shared_expert
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, SharedExpert, TokenGate, can_fuse_shared_expert
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import sigmoid_and_mul
-from nanovllm_kernels.gemm.block_fp8 import GROUP
+from nanovllm_kernels.gemm.block_fp8 import GROUP as FP8_BLOCK_SIZE
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
-from nanovllm_models.llama import is_redundant
-from nanovllm_models.model_spec import make_model_spec
+from nanovllm_models.llama import can_skip_tensor
+from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
 LAYER_TYPES = ("linear_attention", "full_attention")
@@ -42,7 +39,7 @@ SHARED_EXPERT = SharedExpert("shared_expert", "shared_expert_gate")
 class Qwen3NextConfig:
     """The fields of config.json that define the model.
 
-    attention_layers: indices of the layers with attention; the other layers are recurrent.
+    attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
     """
 
@@ -66,10 +63,7 @@ class Qwen3NextConfig:
 
 
 def parse_config(config: JsonFields) -> Qwen3NextConfig:
-    """Parse config.json; a missing field gets the value that transformers gives it.
-
-    Raises ModelError for a field that is wrong or needs a feature that is not implemented.
-    """
+    """Parse config.json, with the defaults of transformers. Raises ModelError for a wrong or unsupported value."""
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu")
     num_heads = config.positive_integer("num_attention_heads", 16)
@@ -79,8 +73,10 @@ def parse_config(config: JsonFields) -> Qwen3NextConfig:
     num_layers = config.positive_integer("num_hidden_layers", 48)
     head_dim = config.positive_integer("head_dim", 256)
     quantization = parse_quantization(config)
-    if quantization is not None and head_dim % GROUP:
-        raise config.error("head_dim", f"a multiple of {GROUP}, so that gates and queries have separate FP8 blocks")
+    if quantization is not None and head_dim % FP8_BLOCK_SIZE:
+        raise config.error(
+            "head_dim", f"a multiple of {FP8_BLOCK_SIZE}, so that gates and queries have separate FP8 blocks"
+        )
     max_position = config.positive_integer("max_position_embeddings", 32768)
     eps = config.positive_number("rms_norm_eps", 1e-6)
     return Qwen3NextConfig(
@@ -94,7 +90,7 @@ def parse_config(config: JsonFields) -> Qwen3NextConfig:
         head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=eps,
-        rotary=parse_rotary(config, max_position, partial_head_dim=head_dim, default_fraction=0.25),
+        rotary=parse_rotary(config, max_position, head_dim=head_dim, default_fraction=0.25),
         attention_bias=config.boolean("attention_bias", False),
         delta=_parse_delta(config, eps),
         moe=parse_moe_config(config, num_layers, 512, 10, 512, default_renormalize=True),
@@ -135,9 +131,9 @@ def _parse_delta(config: JsonFields, eps: float) -> DeltaShape:
 
 
 class GatedAttention(nn.Module):
-    """Grouped-query attention with normed, partly rotated heads. A gate scales each element of the result.
+    """Grouped-query attention whose result is multiplied by a gate, element by element.
 
-    index: index of this module's cache among the paged caches of the context.
+    index: index of this module's cache in `ForwardContext.kv_caches`.
     name: name of this module in the checkpoint.
     """
 
@@ -157,34 +153,34 @@ class GatedAttention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gate_width = self.heads.num_heads * head_dim
         self._projected_widths = (gate_width + 2 * self.heads.num_kv_heads * head_dim, gate_width)
-        self._has_separate_norm = qkv_quantization is not None
+        self._is_norm_fused = qkv_quantization is None
         self._index = index
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project `norm(x)`, [T, hidden], to queries, keys and values [T, all heads * head_dim], and to gates."""
-        arguments = (norm.forward(x),) if self._has_separate_norm else (x, norm)
+        """Project norm(x), with x [T, hidden], to the inputs `qkv` and `gate` of `forward`."""
+        arguments = (x, norm) if self._is_norm_fused else (norm.forward(x),)
         qkv, gate = self.qkv_proj.forward(*arguments).split(self._projected_widths, -1)
         return qkv, gate
 
     def forward(self, qkv: Tensor, gate: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Attend; returns the input of `o_proj`, [T, query heads * head_dim]. `qkv` is overwritten."""
-        qk_norm = QKNorm(self.q_norm.packed, self.k_norm.packed, self.q_norm.eps)
+        """Attend; returns [T, query heads * head_dim]. qkv: [T, all heads * head_dim], overwritten."""
+        qk_norm = QKNorm(self.q_norm.packed_weight, self.k_norm.packed_weight, self.q_norm.eps)
         return sigmoid_and_mul(attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm), gate)
 
 
 class Qwen3NextMoE(nn.Module):
-    """Routed experts, and a gated shared expert that processes every token.
+    """Routed experts and a gated shared expert.
 
-    If `can_fuse_shared_expert` allows it, the shared expert runs as one of the routed experts. Otherwise the shared
-    expert runs separately.
+    `shared_expert` holds the shared expert, unless it is fused with the routed experts.
+
     name: name of this module in the checkpoint.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
         super().__init__()
         hidden_size, moe, width = config.hidden_size, config.moe, config.shared_intermediate_size
-        quantization = STANDARD_NAMES.find_quantization(config.quantization, f"{name}.experts")
-        shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *STANDARD_NAMES)
+        quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
+        shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *MLP_LINEAR_NAMES)
         is_alike = shared_quantization == quantization
         shared_expert = (
             SHARED_EXPERT if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=is_alike) else None
@@ -199,7 +195,7 @@ class Qwen3NextMoE(nn.Module):
             self.shared_expert_gate = TokenGate(hidden_size, build)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `residual` plus the experts' result for `norm(x)`; all [T, hidden]. `residual` may be overwritten."""
+        """Return `residual`, which may be overwritten, plus the experts' result for norm(x); all [T, hidden]."""
         normed = norm.forward(x)
         out = self.experts.forward(normed, *self.gate.forward(normed), residual)
         if self.shared_expert is None:
@@ -209,21 +205,29 @@ class Qwen3NextMoE(nn.Module):
 
 
 class Qwen3NextLayer(nn.Module):
-    """Attention or recurrence, and a feed-forward layer; each adds its result to the residual stream.
+    """Gated attention or Gated DeltaNet, and a feed-forward layer.
 
-    `before`, `mix` and `after` are separate so that torch.compile can take everything between two calls of `mix`.
+    Callers run `before`, `mix` and `after` in this order. The three are separate so that one compiled function can span
+    from `after` to the next layer's `before`.
 
     name: name of this module in the checkpoint.
-    index: index of the layer's cache among the caches of the same kind.
+    index: index of the layer's cache in `ForwardContext.kv_caches` or `ForwardContext.state_caches`.
+    has_experts: whether the feed-forward layer has experts.
     """
 
     def __init__(
-        self, config: Qwen3NextConfig, name: str, index: int, build: BuildContext, has_attention: bool, is_sparse: bool
+        self,
+        config: Qwen3NextConfig,
+        name: str,
+        index: int,
+        build: BuildContext,
+        has_attention: bool,
+        has_experts: bool,
     ):
         super().__init__()
         quantization = config.quantization
         self.has_attention = has_attention
-        self.is_sparse = is_sparse
+        self.has_experts = has_experts
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(2)
         )
@@ -238,70 +242,74 @@ class Qwen3NextLayer(nn.Module):
                 in_quantization=find_quantization(quantization, f"{name}.linear_attn", "in_proj_qkvz"),
                 out_quantization=find_quantization(quantization, f"{name}.linear_attn", "out_proj"),
             )
-        mlp_quantization = None if is_sparse else find_quantization(quantization, f"{name}.mlp", *STANDARD_NAMES)
-        if is_sparse:
+        mlp_quantization = None if has_experts else find_quantization(quantization, f"{name}.mlp", *MLP_LINEAR_NAMES)
+        if has_experts:
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
-        # A fused norm and FP8 product returns the norm's dtype, here float32, so the norm runs separately.
-        self._has_separate_norm = mlp_quantization is not None
+        # A fused FP8 matmul would return the dtype of the norm's weight, which is float32.
+        self._is_norm_fused = mlp_quantization is None
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of `mix` for the residual stream x [T, hidden]."""
+        """Return the inputs of `mix` for the residual stream x [T, hidden]."""
         return (self.self_attn if self.has_attention else self.linear_attn).project(x, self.input_layernorm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Run attention or recurrence; see the `forward` of either module."""
+        """Run gated attention or Gated DeltaNet on the results of `before`."""
         if self.has_attention:
             return self.self_attn.forward(*projected, rotation, ctx)
         return self.linear_attn.forward(*projected, ctx)
 
     def after(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Return the residual stream after the layer. x: residual stream before the layer; may be overwritten."""
+        """Return the residual stream after the layer.
+
+        mixed: result of `mix`.
+        x: residual stream before the layer; may be overwritten.
+        """
         x = (self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj).forward(mixed, x)
-        if self._has_separate_norm:
-            return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
-        return self.mlp.forward(x, x, self.post_attention_layernorm)
+        if self._is_norm_fused:
+            return self.mlp.forward(x, x, self.post_attention_layernorm)
+        return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """The spec of the layer's cache."""
+        """The shape of the layer's cache or state."""
         return self.self_attn.heads.cache_spec if self.has_attention else self.linear_attn.cache_spec
 
 
 def between(
     mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute everything between two calls of `mix`; returns the residual stream and the inputs of the second call."""
+    """Run `layer.after` and `next_layer.before`; returns the residual stream and the inputs of the next `mix`."""
     x = layer.after(mixed, x)
     return x, *next_layer.before(x)
 
 
 class Qwen3NextModel(nn.Module):
-    """The model without its heads."""
+    """The decoder: the model without its output head."""
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext):
         super().__init__()
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        # Number of layers so far with attention, and without.
+        # Numbers of layers so far, by has_attention.
         counts = {True: 0, False: 0}
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
-            has_attention, is_sparse = index in config.attention_layers, index in config.moe.sparse_layers
+            has_attention, has_experts = index in config.attention_layers, index in config.moe.sparse_layers
             name = f"model.layers.{index}"
-            self.layers.append(Qwen3NextLayer(config, name, counts[has_attention], build, has_attention, is_sparse))
+            self.layers.append(Qwen3NextLayer(config, name, counts[has_attention], build, has_attention, has_experts))
             counts[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # One compiled function can serve only pairs of layers of the same kinds.
+        # A compiled function serves only pairs of layers of the same kinds.
         kinds = {_pair_kind(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._between = {
             kind: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for kind in kinds
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states: token ids int [T] -> [T, hidden]."""
+        """Return hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.layers
@@ -315,17 +323,16 @@ class Qwen3NextModel(nn.Module):
 
 
 def _pair_kind(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool, bool, bool]:
-    return layer.has_attention, layer.is_sparse, next_layer.has_attention
+    return layer.has_attention, layer.has_experts, next_layer.has_attention
 
 
 class MTPHead(nn.Module):
     """A head for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    The input is the projection by `fc` of two concatenated vectors: the normed embedding of a token, and the normed
-    hidden state of the token before.
+    `fc` projects the normed embedding of a token, concatenated with the normed hidden state of the token before.
     """
 
-    def __init__(self, config: Qwen3NextConfig, build: BuildContext, *, is_sparse: bool):
+    def __init__(self, config: Qwen3NextConfig, build: BuildContext, *, has_experts: bool):
         super().__init__()
         hidden_size = config.hidden_size
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
@@ -333,33 +340,22 @@ class MTPHead(nn.Module):
         )
         self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), build)
         name, index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)
-        layer = Qwen3NextLayer(config, name, index, build, has_attention=True, is_sparse=is_sparse)
+        layer = Qwen3NextLayer(config, name, index, build, has_attention=True, has_experts=has_experts)
         self.layers = nn.ModuleList([layer])
 
 
-class Qwen3NextForCausalLM(nn.Module):
-    """The complete model; implements `nanovllm_core.model.CausalLM`.
+class Qwen3NextForCausalLM(DecoderWithHead):
+    """The complete model.
 
     make_mtp: makes the head for multi-token prediction; None for a checkpoint without one.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
-        super().__init__()
-        self.model = Qwen3NextModel(config, build)
-        tied_embedding = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
+        super().__init__(Qwen3NextModel(config, build), config, build)
         self.mtp = None if make_mtp is None else make_mtp()
 
-    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Compute hidden states: token ids int [T] -> [T, hidden]."""
-        return self.model.forward(input_ids, positions, ctx)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits: hidden states [n, hidden] -> float32 [n, vocab_size]."""
-        return self.lm_head.forward(hidden)
-
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """Return one cache spec per layer, without the head for multi-token prediction."""
+        """Return each layer's cache spec, without the head for multi-token prediction."""
         return tuple(layer.cache_spec for layer in self.model.layers)
 
 
@@ -369,9 +365,9 @@ def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: W
     mtp_names = [name for name in weights.names() if name.startswith(MTP_PREFIX)]
     make_mtp = None
     if mtp_names:
-        make_mtp = partial(MTPHead, config, build, is_sparse=any(".mlp.experts." in name for name in mtp_names))
+        make_mtp = partial(MTPHead, config, build, has_experts=any(".mlp.experts." in name for name in mtp_names))
     model = Qwen3NextForCausalLM(config, build, make_mtp)
-    weights.load_into(model, is_redundant)
+    weights.load_into(model, can_skip_tensor)
     return model
 
 

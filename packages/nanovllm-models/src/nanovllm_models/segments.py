@@ -1,4 +1,4 @@
-"""Encodes texts segment by segment, and caches the token ids. A segment is the text between two added tokens."""
+"""Encodes a text's segments separately and caches their token ids. A segment is the text between two added tokens."""
 
 import json
 import logging
@@ -17,16 +17,16 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers.models import BPE, WordLevel
 
-# Maximum size of one tokenizer's cache, texts and ids together.
+# Maximum size of a tokenizer's cache.
 MAX_CACHE_BYTES = 64 << 20
-# A segment larger than 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many others.
+# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many others.
 MIN_SEGMENTS = 8
-# Overhead of an entry: a place in the OrderedDict, and the header of a bytes object.
+# Overhead of an entry, for the OrderedDict and the header of a bytes object.
 _ENTRY_OVERHEAD_BYTES = 200
-# For fewer characters that are not cached, encoding is faster than reading the exchange.
+# Encoding fewer characters than this is faster than reading the exchange.
 MIN_RECEIVE_CHARACTERS = 1024
 
-# Components of a tokenizer whose result for a segment depends only on the segment's text.
+# Components of tokenizers that treat each segment independently.
 _INDEPENDENT_NORMALIZERS = frozenset({"Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"})
 _INDEPENDENT_PRE_TOKENIZERS = frozenset(
     {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "Whitespace", "WhitespaceSplit"}
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 class SegmentCache:
-    """Token ids of segments by text. A full cache drops the least recently used segments. Safe for several threads.
+    """A thread-safe cache of segments' token ids. A full cache drops the least recently used segments.
 
-    max_bytes: maximum size of the cache.
+    Token ids are bytes of int32.
     """
 
     def __init__(self, max_bytes: int):
@@ -54,7 +54,7 @@ class SegmentCache:
         return self._num_bytes
 
     def find(self, segments: Iterable[str]) -> dict[str, bytes]:
-        """Return the token ids (bytes of int32) of those `segments` that are cached, by segment."""
+        """Return the token ids of the cached segments among `segments`, by segment."""
         cached_ids: dict[str, bytes] = {}
         with self._lock:
             for segment in segments:
@@ -65,7 +65,7 @@ class SegmentCache:
         return cached_ids
 
     def add(self, encoded: Mapping[str, bytes]) -> None:
-        """Add segments and their token ids (bytes of int32)."""
+        """Add segments and their token ids."""
         with self._lock:
             for segment, ids in encoded.items():
                 entry_bytes = _entry_bytes(segment, ids)
@@ -78,22 +78,22 @@ class SegmentCache:
 
 
 class EncodingExchange(Protocol):
-    """Exchanges encoded segments with other caches of the same tokenizer, in other processes.
+    """Exchanges encoded segments with other processes that use the same tokenizer. It may lose segments.
 
-    Token ids are bytes of int32, as in `SegmentCache`. A lost segment is encoded again.
+    Token ids are bytes of int32.
     """
 
     def publish(self, encoded: Mapping[str, bytes]) -> None:
-        """Send segments and their token ids to the other caches. Several threads may call this method at once."""
+        """Send segments and their token ids to the other processes. Several threads may call this method at once."""
         ...
 
     def receive(self) -> Mapping[str, bytes]:
-        """Return the segments that other caches published since the last call. Only one thread calls this at a time."""
+        """Return what other processes published since the last call. Only one thread may call this at a time."""
         ...
 
 
 class SegmentEncoder:
-    """Encodes texts like `backend`, without additional special tokens, and caches the ids of each segment.
+    """Encodes texts like `backend.encode` with add_special_tokens=False, and caches the ids of each segment.
 
     token_ids: ids of the added tokens at which `backend` splits texts, by token.
     max_bytes: maximum size of the cache.
@@ -108,13 +108,13 @@ class SegmentEncoder:
         self._receive_lock = Lock()
 
     def share(self, exchange: EncodingExchange) -> None:
-        """Exchange segments with other caches from now on. Adds the segments that the other caches have published."""
+        """Start to exchange segments with other processes. Caches what they have already published."""
         self._exchange = exchange
         self._receive(exchange)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return the token ids of `text`: int32 [n], read-only."""
-        # Segments have even indices, added tokens odd indices. A segment may be empty.
+        # Parts with even indices are segments, which may be empty. The other parts are added tokens.
         parts = self._split(text)
         segments = dict.fromkeys(parts[::2])
         segments.pop("", None)
@@ -128,10 +128,8 @@ class SegmentEncoder:
         if missing:
             # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock.
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
-            encoded = {
-                segment: array("i", encoding.ids).tobytes()
-                for segment, encoding in zip(missing, encodings, strict=True)
-            }
+            all_ids = (array("i", encoding.ids).tobytes() for encoding in encodings)
+            encoded = dict(zip(missing, all_ids, strict=True))
             self._cache.add(encoded)
             ids.update(encoded)
             if exchange is not None:
@@ -140,15 +138,15 @@ class SegmentEncoder:
         return np.frombuffer(b"".join([ids_by_token.get(part) or ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # The lock is held until the segments are cached: a thread that waits for the lock then finds the segments.
+        # A thread that waits for the lock must find the segments in the cache afterwards.
         with self._receive_lock:
             self._cache.add(exchange.receive())
 
 
 def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CACHE_BYTES) -> SegmentEncoder | None:
-    """Return an encoder for `backend`; None if the ids of a segment may depend on other segments."""
+    """Return an encoder for `backend`; None if a segment's ids may depend on other segments."""
     added_tokens = backend.get_added_tokens_decoder()
-    # Tokens that are matched in normalized text do not split the text: they are part of a segment.
+    # The backend matches other added tokens after normalization, within a segment.
     splitting_ids = {token.content: token_id for token_id, token in added_tokens.items() if not token.normalized}
     depends_on_context = any(
         token.single_word or token.lstrip or token.rstrip for token in added_tokens.values() if not token.normalized
@@ -157,7 +155,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
         return None
     try:
         encoder = SegmentEncoder(backend, splitting_ids, max_bytes)
-    # The pattern nests one level per added token that is a prefix of another token.
+    # The pattern nests one level for each added token that begins another one.
     except RecursionError:
         return None
     for text in _self_check_texts([*splitting_ids]):
@@ -168,7 +166,10 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
 
 
 def longest_match_pattern(words: Sequence[str]) -> str:
-    """Return a regular expression that matches the longest of `words`; it branches per character, not per word."""
+    """Return a regular expression that matches the longest of `words`.
+
+    It tests common beginnings once, which is faster than testing each word.
+    """
     words_by_first: dict[str, list[str]] = {}
     for word in words:
         if word:
@@ -183,13 +184,12 @@ def longest_match_pattern(words: Sequence[str]) -> str:
 
 
 def _is_independent(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether all components are known to encode segments independently and deterministically."""
     model = backend.model
     if not isinstance(model, BPE | WordLevel) or (isinstance(model, BPE) and model.dropout):
         return False
     try:
         normalizers, pre_tokenizers = _component_states(backend.normalizer), _component_states(backend.pre_tokenizer)
-    # A component that is written in Python can't be written as JSON.
+    # A component that is written in Python can't be serialized.
     except Exception:  # noqa: BLE001
         return False
     return all(part["type"] in _INDEPENDENT_NORMALIZERS for part in normalizers) and all(
@@ -198,7 +198,6 @@ def _is_independent(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _component_states(component: Any) -> list[dict[str, Any]]:
-    """Return the states of a normalizer's or pre-tokenizer's parts; [] for None."""
     return [] if component is None else _flatten_sequences(json.loads(component.__getstate__()))
 
 
@@ -210,7 +209,6 @@ def _flatten_sequences(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _self_check_texts(tokens: Sequence[str]) -> list[str]:
-    """Return texts that contain every token, and every sample before, between and after tokens."""
     samples = cycle(_SAMPLE_TEXTS)
     texts = ["", *_SAMPLE_TEXTS, "".join(tokens), "".join([token + next(samples) for token in tokens])]
     return texts + [f"{sample}{tokens[0]}{sample}{tokens[-1]}{sample}" for sample in _SAMPLE_TEXTS]

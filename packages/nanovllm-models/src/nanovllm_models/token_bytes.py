@@ -1,4 +1,4 @@
-"""The bytes that each token of a tokenizer stands for."""
+"""The bytes of a tokenizer's tokens."""
 
 import json
 
@@ -6,17 +6,15 @@ import tokenizers
 
 
 class VocabularyError(ValueError):
-    """A tokenizer whose tokens do not stand for fixed bytes."""
+    """A tokenizer for whose tokens no bytes are known."""
 
 
 class TokenBytes:
-    """The bytes of each token of `backend`.
+    """Translates tokens to bytes, for byte-level BPE (GPT-2) and SentencePiece with byte fallback (Llama 2).
 
-    Supports byte-level BPE, in which printable characters stand for bytes (GPT-2), and SentencePiece with byte fallback
-    (Llama 2).
     Raises VocabularyError for other tokenizers.
 
-    strips_leading_space: whether the decoder removes the space at the beginning of a text.
+    strips_leading_space: whether the tokenizer's decoder removes a space at the beginning of a text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -25,11 +23,10 @@ class TokenBytes:
         self._is_byte_level = "ByteLevel" in decoders
         if not self._is_byte_level and "ByteFallback" not in decoders:
             raise VocabularyError(f"the tokenizer's decoder must be ByteLevel or ByteFallback, not {decoders}")
-        # SentencePiece puts a space before every text, which its decoder removes.
         self.strips_leading_space = "Strip" in decoders
 
     def get(self, token_id: int) -> bytes:
-        """Return the bytes of a token; for a special token its name in UTF-8, for an unknown id b""."""
+        """Return the bytes of a token. A special token has its name in UTF-8, an unknown id b""."""
         text = self._backend.id_to_token(token_id)
         return b"" if text is None else self._decode_bytes(text)
 
@@ -41,14 +38,14 @@ class TokenBytes:
         try:
             return bytes(BYTE_BY_CHARACTER[character] for character in text)
         except KeyError:
-            # An added token is plain text, not GPT-2's characters.
+            # An added token is stored as plain text.
             return text.encode()
 
 
 def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
     if backend.decoder is None:
         return []
-    # The JSON of the decoder only: the JSON of the whole backend contains the vocabulary.
+    # The JSON of the whole backend would contain the vocabulary.
     decoder = json.loads(backend.decoder.__getstate__())
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return [part["type"] for part in parts]

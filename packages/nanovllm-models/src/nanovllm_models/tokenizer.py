@@ -1,7 +1,4 @@
-"""A model's tokenizer and chat template: text to token ids and back, conversations to text.
-
-transformers is imported on first use, because that takes seconds.
-"""
+"""A model's tokenizer and chat template. Importing transformers takes seconds, so `load_tokenizer` imports it."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,7 +16,7 @@ from nanovllm_models.segments import EncodingExchange, make_segment_encoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# A chat template is a program whose input comes from clients. It may raise any of these errors.
+# Errors that a chat template, which is a program, may raise for a client's messages.
 TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -35,15 +32,14 @@ class Tokenizer:
     """A model's tokenizer and chat template.
 
     chat_template: Jinja source to use instead of the model's template; None for the model's template.
-    backend: tokenizer of the tokenizers library.
-    vocab_size: number of tokens, added tokens included.
-    eos_token_id: id of the token that ends a turn; None if the tokenizer does not say.
+    vocab_size: number of tokens, including added tokens.
+    eos_token_id: id of the token that ends a turn; None if the tokenizer's files have none.
     has_chat_template: whether there is a template, which `render_chat` requires.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerFast", chat_template: str | None = None):
         self.backend: tokenizers.Tokenizer = hf_tokenizer.backend_tokenizer
-        # A tokenizer's file may enable truncation and padding, which would change prompts.
+        # tokenizer.json may enable truncation and padding, which would change prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = self.backend.get_vocab_size(with_added_tokens=True)
@@ -52,31 +48,29 @@ class Tokenizer:
         self._segment_encoder = make_segment_encoder(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
-        # Names of parameters of transformers' function. Template values can't have these names.
+        # Template variables are keyword arguments of this function, next to its own parameters.
         self._reserved_names = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
 
     @property
     def chat_template(self) -> str:
-        """Source of the chat template. All templates if the model has several; "" if the model has none."""
+        """Source of the chat template, or of several templates, joined; "" if the model has none."""
         template = self._chat_template or self._hf_tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Exchange encoded segments with tokenizers of the same model; does nothing if whole texts are encoded."""
+        """Exchange encoded segments with tokenizers of the same model, if this tokenizer caches segments."""
         if self._segment_encoder is not None:
             self._segment_encoder.share(exchange)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        """Return the token ids of `text`: int32 [n], read-only.
+        """Return the token ids of `text`: int32 [n], read-only. Names of special tokens become special tokens.
 
-        The name of a special token in the text becomes the special token.
-
-        add_special_tokens: whether to add the tokens that the model expects around a text, such as a first token. Use
-            False for a rendered conversation, because the template has added these tokens.
+        add_special_tokens: whether to add the tokens that the model expects around a text. False for a conversation,
+            to which the chat template has added these tokens.
         """
         if self._segment_encoder is not None and not add_special_tokens:
             return self._segment_encoder.encode(text)
-        # `encode_batch_fast` releases the interpreter's lock and does not compute the offsets of tokens.
+        # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock and does not compute tokens' offsets.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids = np.array(encoding.ids, np.int32)
         token_ids.flags.writeable = False
@@ -100,14 +94,15 @@ class Tokenizer:
     ) -> str:
         """Render a conversation as the text that the model reads.
 
+        Raises TemplateError if there is no template or if it refuses the conversation, TemplateValueError if a name in
+        `template_values` is reserved.
+
         messages: objects with `role`, `content` and other fields that the template reads.
         add_generation_prompt: whether the text ends with the beginning of the model's turn.
-        continue_final_message: whether the text ends within the last message.
+        continue_final_message: whether the text ends within the last message, without its end tag.
         tools: JSON schemas of functions; None for no tools.
         documents: documents for retrieval, mostly with `title` and `text`; None for no documents.
         template_values: additional variables of the template, by name.
-        Raises TemplateError if there is no template or it refuses the conversation, and TemplateValueError, a
-        TemplateError, for a value with a reserved name.
         """
         values = dict(template_values or {})
         if not self.has_chat_template:
@@ -131,10 +126,9 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str, *, chat_template: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a model directory. This takes about two seconds, mostly to import transformers.
+    """Load the tokenizer of a model directory. Raises ModelError if there is none or if it can't be read.
 
     chat_template: Jinja source to use instead of the model's template; None for the model's template.
-    Raises ModelError if there is no tokenizer or if the tokenizer can't be read.
     """
     path = Path(path)
     if not path.is_dir():
@@ -151,7 +145,7 @@ def _load_hf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        # The file is complete. The tokenizer classes of single models would replace parts of the file by assumptions.
+        # This class takes everything from the file. A model's own class would replace parts of the tokenizer.
         return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     from transformers import AutoTokenizer
 

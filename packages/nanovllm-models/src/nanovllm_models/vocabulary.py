@@ -1,4 +1,4 @@
-"""Reads the vocabulary that grammars need from a model directory: the bytes of each token, and the end tokens."""
+"""Reads the vocabulary that grammars need from a model directory."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -12,10 +12,10 @@ from nanovllm_models.tokenizer import load_tokenizer
 def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
     """Read the vocabulary of the model in `path`. This takes seconds.
 
-    A special token has no text, unless a chat format uses the token in reasoning or tool calls.
+    Special tokens have no text, except the tags of chat formats.
+    Raises ModelError, and VocabularyError for a tokenizer that `TokenBytes` does not support.
 
     end_ids: ids of the tokens that end an answer.
-    Raises ModelError, and VocabularyError for a tokenizer whose tokens do not stand for fixed bytes.
     """
     backend = load_tokenizer(path).backend
     token_bytes = TokenBytes(backend)

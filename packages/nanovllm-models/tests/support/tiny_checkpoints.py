@@ -1,12 +1,12 @@
-"""Writes transformers models as checkpoints with the layout in which each family is published.
+"""Writes models of transformers as checkpoints with the published layout of each family.
 
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(hidden_size=32, ...))
     write_checkpoint(path, model, fp8=True)     # the layout of Qwen/Qwen3-30B-A3B-FP8
-    write_twin(path, other)                     # the same numbers in float32
+    write_twin(path, other)                     # the same weights in float32
 
-Published layouts (config.json and index files of the model cards, July 2025 to January 2026):
+Published layouts, from config.json and index files (July 2025 to January 2026):
 
-    family       FP8 checkpoint                  numbers in FP8, the rest in bf16                      scales
+    family       FP8 checkpoint                  FP8 tensors; other tensors are bf16                   scales
     llama        (by others)                     q k v o, gate up down of every layer
     qwen2        (by others)                     the same
     qwen3        Qwen/Qwen3-8B-FP8               the same                                              bf16
@@ -20,22 +20,25 @@ Published layouts (config.json and index files of the model cards, July 2025 to 
                                                  layers, experts and shared_experts; not mlp.gate;
                                                  e_score_correction_bias is float32
 
-Each quantised `x.weight` [N, K] has factors `x.weight_scale_inv` [ceil(N / 128), ceil(K / 128)].
+Each quantised `x.weight` [N, K] has scales `x.weight_scale_inv` [ceil(N / 128), ceil(K / 128)].
 `quantization_config` has quant_method fp8, activation_scheme dynamic, weight_block_size [128, 128], and fmt e4m3
-(MiniMax: float8_e4m3fn). modules_to_not_convert lists whole names (Qwen: lm_head, norms, routers), ends of names
-(MiniMax: gate, e_score_correction_bias, lm_head) or nothing (DeepSeek, although its routers are bf16).
+(MiniMax: float8_e4m3fn). modules_to_not_convert differs:
 
-Every expert has its own tensors: mlp.experts.3.gate_proj.weight, for MiniMax block_sparse_moe.experts.3.w1.weight
-(gate), w3 (up) and w2 (down). transformers fuses them in its modules and writes them separately.
+- Qwen lists full names of modules: lm_head, norms, routers.
+- MiniMax lists ends of names: gate, e_score_correction_bias, lm_head.
+- DeepSeek has no such list, although the routers are bf16.
+
+Every expert has its own tensors, such as mlp.experts.3.gate_proj.weight. MiniMax's names are
+block_sparse_moe.experts.3.w1.weight (gate), w3 (up) and w2 (down).
 
 Multi-token prediction:
 
 - qwen3_next: mtp.fc [H, 2 H], mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, and mtp.layers.0, a layer
-  with full attention and experts. No field of config.json names it.
-- deepseek_v3: model.layers.61, a layer after the last one (`num_nextn_predict_layers` is 1). Besides the tensors of a
-  layer it has embed_tokens, enorm, hnorm, eh_proj [H, 2 H], shared_head.norm and shared_head.head. embed_tokens and
-  shared_head.head are copies of the model's tensors.
-- minimax_m2: config.json names three modules (`use_mtp`, `num_mtp_modules`), whose weights are not published.
+  with full attention and experts. config.json does not mention this head.
+- deepseek_v3: model.layers.61, an additional layer (`num_nextn_predict_layers` is 1). It also has embed_tokens, enorm,
+  hnorm, eh_proj [H, 2 H], shared_head.norm and shared_head.head. embed_tokens and shared_head.head are copies of the
+  model's tensors.
+- minimax_m2: config.json mentions three modules (`use_mtp`, `num_mtp_modules`), but no weights are published.
 """
 
 import json
@@ -78,7 +81,7 @@ def write_checkpoint(
 
     dtype: dtype of the tensors that are not FP8.
     mtp: whether to add multi-token prediction with random weights.
-    old_config: whether to write config.json as transformers 4 did, which is how most models are published.
+    old_config: whether to write config.json in the format of transformers 4, as most models are published.
     """
     tensors, config = _save(model)
     family = config["model_type"]
@@ -97,7 +100,7 @@ def write_checkpoint(
 
 
 def write_twin(source: Path, target: Path) -> None:
-    """Write the FP8 checkpoint in `source` to `target` in float32, which transformers can run on any machine."""
+    """Write the FP8 checkpoint in `source` to `target` in float32."""
     tensors = read_tensors(source)
     plain = {}
     for name, tensor in tensors.items():
@@ -129,7 +132,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _save(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict]:
-    """Write tensors with their published names, and config.json."""
+    """Return the model's tensors by their published names, and the fields of its config.json."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model.save_pretrained(directory, max_shard_size="100GB")
@@ -172,7 +175,7 @@ def _quantize(tensors: dict[str, Tensor], scale_dtype: torch.dtype) -> Iterator[
 
 
 def _quantization_config(family: str, tensors: dict[str, Tensor]) -> dict:
-    # Qwen lists every module with a weight that is not FP8, except the embedding.
+    # Qwen lists all modules without FP8 weights, except the embedding.
     names = (name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
     plain = [name for name in names if f"{name}.weight_scale_inv" not in tensors and "embed_tokens" not in name]
     kept = KEPT.get(family, plain)
@@ -200,7 +203,7 @@ def _old(config: dict) -> dict:
 
 
 def _write_shards(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
-    """Write shards in order of names, so that a weight and its scales may be in two files, as published."""
+    """Split the sorted names into shards. As published, a weight and its scales may be in different files."""
     names = sorted(tensors)
     step = -(-len(names) // shards)
     weight_map = {}

@@ -1,11 +1,11 @@
-"""A tiny random model of each family, made of transformers' modules, and prompts for it."""
+"""Tiny random models of transformers, one per family, and prompts."""
 
 from pathlib import Path
 
 import torch
 import transformers
 
-# The second prompt is longer than the interval at which recurrent states are saved.
+# The second prompt is longer than CHECKPOINT_INTERVAL, after which recurrent states are saved.
 PROMPTS = [[5, 17, 3, 88, 41, 2, 60], [(7 * i) % 96 for i in range(80)]]
 COMMON = {
     "vocab_size": 96,
@@ -66,7 +66,7 @@ FAMILIES = {
         },
     ),
 }
-# YaRN scaling with the fields of DeepSeek-V3's config.json and other values.
+# The fields are those of DeepSeek-V3's config.json; the values differ.
 DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -82,14 +82,14 @@ DEEPSEEK_YARN = {
 def build_model(
     family: str, fields: dict[str, object], dtype: torch.dtype = torch.float32
 ) -> transformers.PreTrainedModel:
-    """Return a model of `family` with the config fields `fields`, and transformers' defaults for all other fields."""
+    """Return a model of `family`. fields: fields of the config that differ from transformers' defaults."""
     name, _ = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**fields)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def make_model(family: str, **changes: object) -> transformers.PreTrainedModel:
-    """Return a seeded model. Norms and biases are random too, so that tests notice a missing one."""
+    """Return a seeded model. Norms and biases are random too, so that tests notice a missing norm or bias."""
     torch.manual_seed(0)
     model = build_model(family, COMMON | FAMILIES[family][1] | changes)
     with torch.no_grad():

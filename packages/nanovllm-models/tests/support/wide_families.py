@@ -1,6 +1,6 @@
-"""Models of two layers at the widths of published ones, with weights that make every part of a layer count.
+"""Models with two layers of published widths. In each layer, every part has a similar influence on the logits.
 
-Only the numbers of layers, experts and vocabulary entries are smaller than published. `REDUCED` has widths for a CPU.
+The models have fewer layers, experts and tokens than published models. `REDUCED` has widths for a CPU.
 """
 
 import math
@@ -36,7 +36,7 @@ YARN_ROPE = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096,
 }
-# The fields of config.json as published, but for the numbers of layers and experts.
+# Published fields of config.json, except the numbers of layers and experts.
 PUBLISHED: dict[str, dict[str, object]] = {
     # meta-llama/Llama-3.1-8B
     "llama": {
@@ -48,7 +48,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-5,
         "rope_parameters": LLAMA3_ROPE,
     },
-    # Qwen/Qwen3-Next-80B-A3B; one layer of Gated DeltaNet, then one of gated attention.
+    # Qwen/Qwen3-Next-80B-A3B: a layer with Gated DeltaNet, then a layer with gated attention.
     "qwen3_next": {
         "hidden_size": 2048,
         "intermediate_size": 5120,
@@ -84,7 +84,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
     },
-    # deepseek-ai/DeepSeek-R1; one dense layer, then one with experts in as many groups as published.
+    # deepseek-ai/DeepSeek-R1: a dense layer, then a layer with experts in the published number of groups.
     "deepseek_v3": {
         "hidden_size": 7168,
         "intermediate_size": 18432,
@@ -117,7 +117,7 @@ _REDUCED_COMMON = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-# Widths that a CPU computes within milliseconds; the other fields are as published.
+# Fields that replace those of PUBLISHED. A CPU computes these widths within milliseconds.
 REDUCED: dict[str, dict[str, object]] = {
     "llama": _REDUCED_COMMON
     | {"intermediate_size": 192, "rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 128}},
@@ -145,29 +145,25 @@ REDUCED: dict[str, dict[str, object]] = {
         "rope_parameters": YARN_ROPE | {"factor": 4.0, "original_max_position_embeddings": 256},
     },
 }
-# A weight with n inputs has the standard deviation gain / sqrt(n). The keys are ends of names; other gains are 1. With
-# these gains a query attends to about 1 token in 50, and each block adds about half as much as the embedding.
+# Gains by the end of a weight's name; other gains are 1. A weight with n inputs has the standard deviation
+# gain / sqrt(n). A query then attends to about 1 token in 50. Each layer adds about half the size of the embedding.
 GAINS: dict[str, dict[str, float]] = {
     "llama": {"q_proj.weight": 2.0, "o_proj.weight": 2.0},
     "qwen3_next": {"self_attn.o_proj.weight": 4.0},
     "minimax_m2": {"o_proj.weight": 2.0},
     "deepseek_v3": {"o_proj.weight": 2.0, "experts.down_proj": 0.5},
 }
-# The share of an expert's weights that differs between experts. Rounding swaps experts with almost equal scores: with
-# independent experts these swaps would be the largest error by far.
+# The share of an expert's weights that differs from other experts. Rounding may change the choice between experts with
+# almost equal scores. With independent experts, these changes would be the largest error by far.
 OWN_SHARE = 0.4
 LOGIT_STD = 2.0
 NUM_SUCCESSORS = 2
-# How far the logits of a token's successors exceed other logits, in standard deviations, before the layers dilute the
-# embedding.
+# Lead of a successor's logit over other logits, in standard deviations, for a hidden state that equals the embedding.
 SUCCESSOR_LEAD = 12.0
 
 
 def make_wide_model(family: str, *, reduced: bool, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of `family` with two layers and seeded weights that bfloat16 holds exactly.
-
-    reduced: widths of `REDUCED` instead of the published ones.
-    """
+    """A seeded model of `family` with two layers. reduced: widths of `REDUCED` instead of published widths."""
     fields = COMMON | PUBLISHED[family] | (REDUCED[family] if reduced else {})
     with torch.device(device):
         model = build_model(family, fields, dtype)
@@ -183,11 +179,11 @@ def make_wide_model(family: str, *, reduced: bool, device: str, dtype: torch.dty
 
 
 def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
-    """Overwrite or perturb one weight; the buffers of rotary embeddings stay as they are."""
+    """Draw one weight; rotary frequencies do not change."""
     if "rotary_emb" in name:
         return
     if name.endswith("A_log"):
-        # The state decays to 0.3..0.99 of itself per token. transformers' initial weights forget within a few tokens.
+        # Each token scales the state by 0.3 to 0.99. With transformers' initial weights, it decays within a few tokens.
         weight.uniform_(-5, 0)
     elif name.endswith("e_score_correction_bias"):
         weight.normal_(0, 0.1)
@@ -207,10 +203,10 @@ def _draw_weight(name: str, weight: Tensor, gains: dict[str, float]) -> None:
 
 
 def _draw_head(head: Tensor, embedding: Tensor) -> None:
-    """Draw a head that gives each token two likely successors; the layers decide between them.
+    """Draw a head that gives each token two likely successors; the layers decide between the two.
 
-    Independent logits of 2,048 tokens have a small gap between the two largest: rounding to bfloat16 swaps them every
-    few dozen tokens. The gap between the two successors is several times larger.
+    Without this, the two largest of 2,048 logits are so close that rounding to bfloat16 swaps them every few dozen
+    tokens. The logits of the two successors differ several times more.
     """
     vocab_size, hidden_size = head.shape
     head.normal_(0, LOGIT_STD / math.sqrt(hidden_size))

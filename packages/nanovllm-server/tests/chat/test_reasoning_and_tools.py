@@ -1,6 +1,7 @@
 """Reasoning and tool calls over HTTP: inputs of the template, and answers, streamed and complete."""
 
 import json
+from dataclasses import replace
 
 import openai
 import pytest
@@ -314,8 +315,8 @@ async def test_undecided_text_is_held_back(post, set_reply, engine):
 async def test_special_tokens_that_are_tags_are_read(post_chat, engine, set_reply, service):
     # A tokenizer may have a tag as one special token, which is no text otherwise.
     set_reply(ChatFormat(None, LLAMA), '{"name": "other", "parameters": {}}')
-    tag = {**{name: getattr(LLAMA, name) for name in LLAMA.__slots__}, "begin": "<|start|>"}
-    service.model_format = ModelFormat(ChatFormat(None, type(LLAMA)(**tag)), service.vocabulary)
+    tagged_format = replace(LLAMA, begin="<|start|>")
+    service.model_format = ModelFormat(ChatFormat(None, tagged_format), service.vocabulary)
     engine.reply = [258, *engine.reply]
     choice, _ = await post_chat()
     assert choice["message"]["tool_calls"] == [make_call("other", "{}")]

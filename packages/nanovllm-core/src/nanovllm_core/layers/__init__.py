@@ -1,1 +1,1 @@
-"""The layers of models, for inference only. Each layer knows its rank's share of the weights."""
+"""Layers for inference. Each layer holds only its rank's share of the weights."""

@@ -1,4 +1,4 @@
-"""Causal self-attention over the paged cache, with or without grouped query heads."""
+"""Causal self-attention over the paged KV cache."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """This rank's query, key and value heads, which follow one another in a row of a fused projection."""
+    """Number and size of this rank's heads. A fused projection holds query, then key, then value heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -21,7 +21,7 @@ class HeadLayout:
 
     @staticmethod
     def for_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "HeadLayout":
-        """This rank's share of a layer's heads. Raises ValueError if the heads can't be split evenly."""
+        """Split a layer's heads over the ranks. Raises ValueError if the ranks' shares would differ."""
         return HeadLayout(
             parallel.split_evenly(num_heads, "num_attention_heads"),
             parallel.split_evenly(num_kv_heads, "num_key_value_heads"),
@@ -34,12 +34,12 @@ class HeadLayout:
         return PagedSpec(self.num_kv_heads, self.head_dim, self.num_heads)
 
     def split(self, qkv: Tensor) -> Tensor:
-        """A view of `qkv` [T, all heads * head_dim] as [T, all heads, head_dim]: query, key, then value heads."""
+        """View `qkv` [T, all heads * head_dim] as [T, all heads, head_dim]."""
         return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[LinearPart, ...]:
-    """The linears of a layer's fused projection, over all ranks, with the usual checkpoint names."""
+    """The parts of a layer's fused projection, with the usual checkpoint names."""
     num_heads_by_name = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     return tuple(LinearPart(name, count * head_dim, bias) for name, count in num_heads_by_name.items())
 
@@ -47,17 +47,15 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -
 def attend(
     qkv: Tensor, rotation: Rotation, ctx: ForwardContext, cache_index: int, qk_norm: QKNorm | None = None
 ) -> Tensor:
-    """Rotate queries and keys, write keys and values to the cache, and attend to the cached context.
+    """Rotate queries and keys, write keys and values to the cache, and attend; returns [T, num_heads * head_dim].
 
     qkv: [T, num_heads + 2 * num_kv_heads, head_dim], overwritten.
-    rotation: rotation of this step's positions.
     cache_index: index of this layer in `ctx.kv_caches`.
     qk_norm: norm of query and key heads before the rotation; None for no norm.
-    Returns [T, num_heads * head_dim].
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    # Attention that is launched between graph pieces reads all keys and values from the cache.
+    # Attention that is launched between two CUDA graphs must read all keys and values from the cache.
     keep_keys = ctx.launch_attention is None and ctx.attention_batch.reads_own_keys
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
     step_keys_values = qkv[:, q.shape[1] :] if keep_keys else None

@@ -1,4 +1,4 @@
-"""torch.compile for the code between attention operators: one compiled function for all layers and row counts."""
+"""torch.compile for functions that all layers of a model share."""
 
 import os
 from collections.abc import Callable
@@ -15,21 +15,21 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 BACKEND = "inductor"
-# For fewer rows, our kernels that fuse norm, gate and residual with the product are faster.
+# For fewer rows, the project's fused matmul kernels are faster than compiled code.
 MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
 
 
 def compile_for_rows(
     function: Callable[Concatenate[Tensor, Params], Result], min_rows: int
 ) -> Callable[Concatenate[Tensor, Params], Result]:
-    """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run it uncompiled.
+    """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run uncompiled.
 
-    All tensor arguments have the same number of rows, which may change between calls. Other arguments (modules, tuples)
-    may differ only in the contents of their tensors. Compilation happens at the first call with several rows, and if
-    `min_rows` is 1 also at the first call with one row. Make these calls before serving.
+    All tensor arguments of a call must have the same number of rows. Calls may differ in this number, and in the
+    contents of tensors that other arguments hold. Compilation happens at the first call with several rows. If
+    `min_rows` is 1, it also happens at the first call with one row.
     """
     _set_cache_directory()
-    # torch.compile caches by code object. A copy of the code object keeps models separate.
+    # torch.compile caches by code object. A copy gives each model its own cache.
     python_function = cast(FunctionType, function)
     copied_function = FunctionType(python_function.__code__.replace(), python_function.__globals__)
     compiled_function = torch.compile(copied_function, fullgraph=True, dynamic=False, backend=BACKEND)
@@ -50,10 +50,9 @@ def compile_for_rows(
 
 
 def _set_cache_directory() -> None:
-    """Let Inductor keep its results in our cache directory; if that does not exist, it uses a temporary one."""
     directory = make_cache_directory("inductor")
     if directory is None:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    # A few kernels do not need a pool of processes, each of which would import torch.
+    # Each process of Inductor's pool would import torch, which is not worth it for a few kernels.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

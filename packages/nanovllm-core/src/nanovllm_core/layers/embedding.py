@@ -1,4 +1,4 @@
-"""The embedding of token ids and the projection to logits, with the vocabulary split over ranks."""
+"""Token embedding and output head, with the vocabulary split over ranks."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from torch.nn import functional
 
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
 from nanovllm_core.model import BuildContext
+from nanovllm_core.parallel import own_slice
 from nanovllm_kernels.gemm import PackedWeight, logits, pack_linear
 from nanovllm_kernels.platform import residual_dtype
 
 
 class VocabEmbedding(WeightedModule):
-    """A table with one vector per token: [T] -> [T, hidden_size]. Each rank holds an even share of the tokens.
+    """Token ids [T] -> vectors [T, hidden_size] in the dtype of the residual stream.
 
-    The result is the start of the residual stream and has the stream's dtype.
     Raises ValueError if the ranks can't share the vocabulary evenly.
     """
 
@@ -38,8 +38,7 @@ class VocabEmbedding(WeightedModule):
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """The table."""
-        start = self._parallel.rank * self._rows_per_rank
-        own_rows = slice(start, start + self._rows_per_rank)
+        own_rows = own_slice(self._parallel, self._rows_per_rank)
         yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -48,10 +47,9 @@ class VocabEmbedding(WeightedModule):
 
 
 class LMHead(WeightedModule):
-    """Hidden states to logits: [n, hidden_size] -> float32 [n, vocab_size], gathered over ranks.
+    """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size], the same on every rank.
 
-    tied_embedding: the embedding whose table this head uses; None for a separate table. The storage is shared, except
-        on a CPU, where a packed copy is faster and worth its memory.
+    tied_embedding: embedding whose table is also this head's weight; None for a separate weight.
     """
 
     def __init__(
@@ -72,17 +70,16 @@ class LMHead(WeightedModule):
         return self._parallel.all_gather(logits(hidden, self._packed, self.weight))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, unless it is the embedding's."""
+        """The weight; none if the head is tied."""
         if not self._is_tied:
-            start = self._parallel.rank * self._rows_per_rank
-            own_rows = slice(start, start + self._rows_per_rank)
+            own_rows = own_slice(self._parallel, self._rows_per_rank)
             yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draw normal weights, unless they are the embedding's."""
+        """Draw normal weights, unless the head is tied."""
         if not self._is_tied:
             fill_normal(self.weight, generator)
 
     def finish_loading(self) -> None:
-        """Pack the weight where that is faster."""
+        """Pack the weight, also a tied one: on a CPU the faster product is worth a second copy."""
         self._packed = pack_linear(self.weight)

@@ -1,4 +1,4 @@
-"""The projection of gated attention (Qiu et al. 2025, https://arxiv.org/abs/2505.06708)."""
+"""The input projection of gated attention (Qiu et al. 2025, https://arxiv.org/abs/2505.06708)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,16 +11,17 @@ from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
 
-# Name of the gates among the fused linears. Checkpoints have no tensor of this name.
+# Name of the gates among the parts. Checkpoints store the gates in `q_proj`.
 GATE_PART_NAME = "q_gate"
 
 
 class GatedQKVLinear(ColumnParallelLinear):
-    """Queries, keys, values and gates in one matmul: [T, hidden_size] -> [T, shares of all heads * head_dim].
+    """Projects [T, hidden_size] to this rank's queries, keys, values and gates, in this order, in one matmul.
 
-    Checkpoints hold the gates in `q_proj`: per head the rows of the query, then the rows of the gate. Here all gates
-    come last, so that queries, keys and values are contiguous. If quantised, `head_dim` must be a multiple of 128.
+    The checkpoint's `q_proj` holds, for each head, the rows of its queries and then the rows of its gate.
     Raises ValueError if the ranks can't share the heads evenly.
+
+    quantization: None for the model's dtype; otherwise `head_dim` must be a multiple of 128.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class GatedQKVLinear(ColumnParallelLinear):
         self._num_heads = num_heads
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The slots of queries, keys and values. The slots of queries also fill the gates."""
+        """The slots of queries, keys and values. A slot of queries also fills the gates."""
         prefix = name[: name.rfind(".") + 1]
         query_prefix, gate_prefix = f"{prefix}q_proj.", f"{prefix}{GATE_PART_NAME}."
         slot_by_name = dict(super().weight_slots(name))

@@ -1,7 +1,4 @@
-"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464), used in most layers of Qwen3-Next.
-
-Each rank has an even share of the key heads, with the value heads of each.
-"""
+"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464). Key heads are split over ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, make_share_copier
 from nanovllm_core.model import BuildContext, ForwardContext, StateSpec
+from nanovllm_core.parallel import own_slice
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net
 
 # Range of the decay A in random weights.
@@ -22,10 +20,12 @@ MIN_DECAY, MAX_DECAY = 0.01, 16.0
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """The shape of a layer over all ranks.
+    """The sizes of a layer over all ranks.
 
-    num_v_heads: a multiple of num_k_heads. k_dim, v_dim: head sizes.
-    width: taps of the convolution. eps: added to the norm's variance.
+    num_v_heads: number of value heads, a multiple of num_k_heads.
+    k_dim, v_dim: sizes of a key head and of a value head.
+    width: number of taps of the convolution.
+    eps: added to the norm's variance.
     """
 
     num_k_heads: int
@@ -37,19 +37,18 @@ class DeltaShape:
 
     @property
     def v_heads_per_k_head(self) -> int:
-        """Number of value heads that share a key head."""
+        """Number of value heads per key head."""
         return self.num_v_heads // self.num_k_heads
 
 
 class GatedDeltaNet(WeightedModule):
-    """A recurrent layer without its residual: [T, hidden_size] -> [T, hidden_size], with a state per request.
+    """A recurrent layer. Callers run `project`, `forward` and `out_proj` in this order.
 
-    It has three parts, `project`, `forward` and `out_proj`, so that the code between the recurrences of two layers can
-    be compiled as one function. The checkpoint's fused projections stay interleaved by key head.
+    The three are separate so that one compiled function can span from `out_proj` to the next layer's `project`.
+    Raises ValueError if the ranks can't share the heads evenly.
 
     cache_index: index of the layer in `ForwardContext.state_caches`.
-    in_quantization, out_quantization: how `in_proj_qkvz` and `out_proj` are stored; None for the model's dtype.
-    Raises ValueError if the ranks can't share the heads evenly.
+    in_quantization, out_quantization: format of `in_proj_qkvz` and `out_proj`; None for the model's dtype.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class GatedDeltaNet(WeightedModule):
         super().__init__(build)
         self._shape = shape
         self._cache_index = cache_index
-        self._rank = build.parallel.rank
+        self._parallel = build.parallel
         self._num_k_heads = build.parallel.split_evenly(shape.num_k_heads, "linear_num_key_heads")
         num_v_heads = self._num_k_heads * shape.v_heads_per_k_head
         channels = self._num_k_heads * (2 * shape.k_dim + shape.v_heads_per_k_head * shape.v_dim)
         qkvz = LinearPart("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
         ba = LinearPart("in_proj_ba", 2 * shape.num_v_heads)
         self._split_sizes = (channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
-        # Both projections share one matmul unless one of them is quantised.
+        # A weight can't be quantised in part, and `in_proj_ba` never is.
         is_fused = in_quantization is None
         self.in_proj = ColumnParallelLinear(
             hidden_size, (qkvz, ba) if is_fused else (qkvz,), build, quantization=in_quantization
@@ -91,13 +90,12 @@ class GatedDeltaNet(WeightedModule):
 
     @property
     def cache_spec(self) -> StateSpec:
-        """The spec of the layer's state per sequence."""
-        width, channels = self.weights.conv.shape
-        shape = self._shape
+        """The shapes of the layer's state."""
+        shape, (width, channels) = self._shape, self.weights.conv.shape
         return StateSpec((self._num_k_heads * shape.v_heads_per_k_head, shape.v_dim, shape.k_dim), (width, channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """The inputs of `forward`, projected from norm(x) with x [T, hidden_size]; see `gated_delta_net`."""
+        """Project norm(x), with x [T, hidden_size], to the inputs `qkvz` and `ba` of `forward`."""
         if self.in_proj_ba is None:
             qkvz, ba = self.in_proj.forward(x, norm).split(self._split_sizes, -1)
             return qkvz, ba
@@ -105,33 +103,33 @@ class GatedDeltaNet(WeightedModule):
         return self.in_proj.forward(x), self.in_proj_ba.forward(x)
 
     def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:
-        """The input of `out_proj`, [T, value heads * v_dim], from the projections. Updates the states."""
+        """Update the states; returns the input of `out_proj`, [T, value heads * v_dim]."""
         if ctx.state_batch is None:
             raise ValueError("ctx.state_batch is None: a model with recurrent layers needs its requests' states")
         cache = ctx.state_caches[self._cache_index]
         return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv, ctx.state_batch)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The convolution, the parameters of the gates and the norm. The projections have slots of their own."""
+        """All weights except the projections, which are modules with slots of their own."""
         shape, weights = self._shape, self.weights
         channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
         yield f"{name}.conv1d.weight", WeightSlot((channels, 1, shape.width), self._copy_conv)
         yield f"{name}.A_log", WeightSlot((shape.num_v_heads,), self._copy_decay)
-        own_heads = slice(self._rank * len(weights.dt_bias), (self._rank + 1) * len(weights.dt_bias))
+        own_heads = own_slice(self._parallel, len(weights.dt_bias))
         yield f"{name}.dt_bias", WeightSlot((shape.num_v_heads,), make_share_copier(weights.dt_bias, own_heads))
         yield f"{name}.norm.weight", WeightSlot((shape.v_dim,), weights.norm.copy_)
 
     def _copy_decay(self, log_decay: Tensor) -> object:
         decay = self.weights.decay
-        return decay.copy_(log_decay.narrow(0, self._rank * len(decay), len(decay)).float().exp())
+        return decay.copy_(log_decay[own_slice(self._parallel, len(decay))].float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
-        """Copy the convolution. Channels are ordered queries, keys, values in the checkpoint; here by key head."""
+        # The checkpoint's channels are all queries, all keys, all values. The kernel takes them grouped by key head.
         shape, width = self._shape, self._shape.width
         key_channels = shape.num_k_heads * shape.k_dim
         qkv = weight.split((key_channels, key_channels, shape.num_v_heads * shape.v_dim))
         by_head = torch.cat([part.reshape(shape.num_k_heads, -1, width) for part in qkv], 1)
-        own_heads = by_head.narrow(0, self._rank * self._num_k_heads, self._num_k_heads)
+        own_heads = by_head[own_slice(self._parallel, self._num_k_heads)]
         return self.weights.conv.copy_(own_heads.reshape(-1, width).t())
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are split over ranks by output (column) or by input (row), as in Megatron-LM.
+"""Linear layers that are split over ranks by output (column) or by input (row), as in Megatron-LM.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 """
@@ -13,12 +13,13 @@ from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, allocate_fused_weight, block_fp8_slots, randomize_block_fp8
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
 from nanovllm_core.model import BuildContext
+from nanovllm_core.parallel import own_slice
 from nanovllm_kernels.gemm import PackedWeight, linear, norm_linear, pack_linear
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class LinearPart(NamedTuple):
-    """One of the linears that a ColumnParallelLinear fuses: its name in the checkpoint and its number of outputs."""
+    """One linear of the checkpoint that a ColumnParallelLinear fuses with others. name: without the parent's path."""
 
     name: str
     out_features: int
@@ -26,12 +27,12 @@ class LinearPart(NamedTuple):
 
 
 class _Linear(WeightedModule):
-    """A layer with one weight, quantised or not, in the form that the kernels take."""
+    """A layer with one weight, in block FP8 or in the model's dtype."""
 
     weight: PackedWeight | BlockFP8Weight
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draw normal weights. Biases stay 0."""
+        """Draw a normal weight. The bias stays 0."""
         if isinstance(self.weight, BlockFP8Weight):
             randomize_block_fp8(self.weight, generator)
         else:
@@ -45,7 +46,7 @@ class _Linear(WeightedModule):
     def _weight_slots(
         self, name: str, shape: tuple[int, int], rows: slice, source_rows: slice, columns: slice
     ) -> Iterator[tuple[str, WeightSlot]]:
-        """Slots that copy `source_rows` and `columns` of the checkpoint's weight `name` to `rows` of this weight."""
+        """Slots that copy `source_rows` and `columns` of the weight of module `name` to `rows` of this weight."""
         if isinstance(self.weight, BlockFP8Weight):
             yield from block_fp8_slots(name, shape, self.weight, rows, source_rows, columns)
         else:
@@ -53,11 +54,12 @@ class _Linear(WeightedModule):
 
 
 class ColumnParallelLinear(_Linear):
-    """Several linears of the same input in one matmul: [T, in_features] -> [T, sum of every part's share].
+    """Linears with the same input, fused into one matmul. Each rank computes an even share of every part's outputs.
 
-    Each rank has an even share of every part's outputs. In the checkpoint the parts are siblings of this module.
-    quantization: how all weights are stored; None for the model's dtype.
     Raises ValueError if the ranks can't share a part evenly.
+
+    parts: in the checkpoint, siblings of this module.
+    quantization: format of all weights; None for the model's dtype.
     """
 
     def __init__(
@@ -71,30 +73,30 @@ class ColumnParallelLinear(_Linear):
         super().__init__(build)
         self._parts = parts
         self._in_features = in_features
-        self._rank = build.parallel.rank
+        self._parallel = build.parallel
         self._part_sizes = [build.parallel.split_evenly(part.out_features, part.name) for part in parts]
         if quantization is None:
             self.weight = PackedWeight(self.allocate(sum(self._part_sizes), in_features), in_onednn_layout=False)
         else:
-            source_starts = [self._rank * size for size in self._part_sizes]
+            source_starts = [build.parallel.rank * size for size in self._part_sizes]
             self.weight = allocate_fused_weight(source_starts, self._part_sizes, in_features, build.device)
-        # Parts without a bias have zeros in the fused bias.
+        # The fused bias is 0 for a part without a bias.
         self.bias = self.allocate(sum(self._part_sizes)).zero_() if any(part.bias for part in parts) else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """The concatenated outputs of all parts for norm(x), or for x without `norm`: [T, in_features] -> [T, out]."""
+        """Apply all parts to norm(x), [T, in_features], and concatenate their outputs. norm: None for no norm."""
         if norm is None:
             return linear(x, self.weight, self.bias)
-        return norm_linear(x, norm.packed, norm.eps, self.weight, self.bias)
+        return norm_linear(x, norm.packed_weight, norm.eps, self.weight, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Per part the weight, its scales if it is quantised, and its bias if it has one."""
+        """The weights, their scales if they are quantised, and the biases."""
         prefix = name[: name.rfind(".") + 1]
         columns = slice(0, self._in_features)
         start = 0
         for part, size in zip(self._parts, self._part_sizes, strict=True):
             rows = slice(start, start + size)
-            own_rows = slice(self._rank * size, (self._rank + 1) * size)
+            own_rows = own_slice(self._parallel, size)
             shape = (part.out_features, self._in_features)
             yield from self._weight_slots(f"{prefix}{part.name}", shape, rows, own_rows, columns)
             if part.bias and self.bias is not None:
@@ -103,10 +105,11 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear whose input is split over ranks: [T, share of in_features] -> [T, out_features], the same on every rank.
+    """A linear layer. Each rank has an even share of the input features; the result is the same on every rank.
 
-    quantization: how the weight is stored; None for the model's dtype.
-    Raises ValueError if the ranks can't share the input, or a quantised weight's blocks, evenly.
+    Raises ValueError if the ranks can't share the input features, or the blocks of a quantised weight, evenly.
+
+    quantization: format of the weight; None for the model's dtype.
     """
 
     def __init__(
@@ -132,22 +135,19 @@ class RowParallelLinear(_Linear):
             )
         else:
             self.weight = allocate_fused_weight([0], [out_features], self._in_features_per_rank, build.device)
-        # The bias is added on one rank only, because the ranks' results are summed.
+        # The ranks' results are summed: only one rank may add the bias.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, share of in_features] -> [T, out_features], plus `residual` of that shape, which may be overwritten."""
-        # Every rank holds the residual, so it is added on one rank only, like the bias.
+        """[T, share of in_features] -> [T, out_features]. residual: added to the result; may be overwritten."""
+        # The ranks' results are summed: only one rank may add the residual.
         own_residual = residual if self._parallel.rank == 0 else None
         partial_sum = linear(x, self.weight, self.bias, own_residual)
-        # Without a residual the product may have another dtype than the residual stream.
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, with its scales if it is quantised, and the bias if there is one."""
-        columns = slice(
-            self._parallel.rank * self._in_features_per_rank, (self._parallel.rank + 1) * self._in_features_per_rank
-        )
+        """The weight, its scales if it is quantised, and the bias."""
+        columns = own_slice(self._parallel, self._in_features_per_rank)
         rows = slice(0, self._shape[0])
         yield from self._weight_slots(name, self._shape, rows, rows, columns)
         if self._stored_bias is not None:

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), as in DeepSeek-V3.
 
-Heads are split over ranks. The projection to latents and the cache are the same on every rank.
+A latent is a compressed vector from which every head's key and value can be computed. Heads are split over ranks.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from nanovllm_core.layers.quantization import (
 )
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec
-from nanovllm_core.parallel import ParallelContext
+from nanovllm_core.parallel import ParallelContext, own_slice
 from nanovllm_kernels.attention import AttentionBatch
 from nanovllm_kernels.attention.mla import latent_attention
 from nanovllm_kernels.elementwise import Rotation, latent_rope_and_cache
@@ -33,10 +33,13 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
 class LatentShape:
     """The sizes of one layer over all ranks.
 
-    key_dim, rope_dim, value_dim: dimensions per head of a key's unrotated part, of its rotated part, and of a value.
-    query_rank: size of compressed queries; None if queries are projected directly.
-    scale: multiplies the attention scores before the softmax.
-    interleaved: whether the two dimensions that are rotated together are adjacent in checkpoints.
+    key_dim: size of the part of a head's key that is not rotated.
+    rope_dim: size of the part of a head's key that is rotated.
+    value_dim: size of a head's value.
+    query_rank: size of compressed queries; None for queries without compression.
+    latent_dim: size of a latent.
+    scale: factor of the attention scores before the softmax.
+    interleaved: whether checkpoints store the two dimensions of a rotated pair next to each other.
     """
 
     num_heads: int
@@ -52,10 +55,10 @@ class LatentShape:
 
 
 class LatentExpansion(WeightedModule):
-    """The weight that expands a latent to every head's key and value: [H, key_dim + value_dim, latent_dim].
+    """The weight [heads, key_dim + value_dim, latent_dim] that expands a latent to every head's key and value.
 
-    Absorbed attention multiplies queries and results by this weight, along other dimensions than a linear layer does.
-    So the weight is never packed, and a quantised weight is dequantised after loading.
+    Attention multiplies by this weight along other dimensions than a linear layer does. Therefore the weight is never
+    packed, and a quantised weight is dequantised after loading.
     """
 
     def __init__(self, shape: LatentShape, build: BuildContext, quantization: BlockFP8 | None):
@@ -64,25 +67,23 @@ class LatentExpansion(WeightedModule):
         self._rows_per_head = shape.key_dim + shape.value_dim
         self._shape = (shape.num_heads * self._rows_per_head, shape.latent_dim)
         num_own_rows = self._num_heads * self._rows_per_head
-        start = build.parallel.rank * num_own_rows
-        self._own_rows = slice(start, start + num_own_rows)
+        self._own_rows = own_slice(build.parallel, num_own_rows)
         self._fp8_weight = None
         if quantization is not None:
+            start = self._own_rows.start
             self._fp8_weight = allocate_fused_weight([start], [num_own_rows], shape.latent_dim, build.device)
         self.weight = self.allocate(
             self._num_heads if quantization is None else 0, self._rows_per_head, shape.latent_dim
         )
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, head after head, and its scales if it is quantised."""
+        """The weight, and its scales if it is quantised."""
         if self._fp8_weight is not None:
             rows, columns = slice(0, self._fp8_weight.data.shape[0]), slice(0, self._shape[1])
             yield from block_fp8_slots(name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
         else:
-            yield (
-                f"{name}.weight",
-                WeightSlot(self._shape, make_share_copier(self.weight.flatten(0, 1), self._own_rows)),
-            )
+            copy = make_share_copier(self.weight.flatten(0, 1), self._own_rows)
+            yield f"{name}.weight", WeightSlot(self._shape, copy)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""
@@ -99,14 +100,12 @@ class LatentExpansion(WeightedModule):
 
 
 class LatentAttention(WeightedModule):
-    """Latent attention with its projections. Attributes have the usual checkpoint names.
+    """Latent attention with its projections. Every rank computes all latents, because they are shared by all heads.
 
-    `finish_loading` reorders the rotated rows for the kernels. It runs before the projections are packed, because
-    `finish_loading` of a module runs before that of the modules within it.
+    Raises ValueError if FP8 blocks cut the rotated rows, which `finish_loading` reorders.
 
-    quantization: how the model's weights are stored; None for the model's dtype.
-    name: this module's name in the checkpoint, to look up its quantisation.
-    Raises ValueError if FP8 blocks cut the rows that are reordered.
+    quantization: format of the model's weights; None for the model's dtype.
+    name: this module's name in the checkpoint.
     """
 
     def __init__(
@@ -124,11 +123,9 @@ class LatentAttention(WeightedModule):
         self._cache_index = cache_index
         self._num_heads = build.parallel.split_evenly(shape.num_heads, "num_attention_heads")
         self._head_dim = shape.key_dim + shape.rope_dim
-        # The projection to latents is not split over ranks.
         unsplit_build = replace(build, parallel=ParallelContext())
         latent_part = LinearPart("kv_a_proj_with_mqa", shape.latent_dim + shape.rope_dim, shape.bias)
         query_features = shape.num_heads * self._head_dim
-        # The expansion of compressed queries; None if queries are projected directly.
         self.q_b_proj: ColumnParallelLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
         find_scheme = partial(find_quantization, quantization, name)
@@ -158,7 +155,7 @@ class LatentAttention(WeightedModule):
 
     @property
     def cache_spec(self) -> MLASpec:
-        """The cache spec of this layer."""
+        """The shape of this layer's cache."""
         return MLASpec(self._shape.latent_dim, self._shape.rope_dim, self._num_heads)
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -171,28 +168,31 @@ class LatentAttention(WeightedModule):
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Rotate, write to the cache and attend to the cached context: [T, heads * value_dim]. Overwrites inputs."""
+        """Rotate, write to the cache and attend; returns [T, heads * value_dim]. Overwrites `q` and `latents`."""
         kv_cache = ctx.kv_caches[self._cache_index]
         kv_scales = ctx.kv_scales[self._cache_index] if ctx.kv_scales else None
         q = q.view(-1, self._num_heads, self._head_dim)
         norm = self.kv_a_layernorm
-        latent_rope_and_cache(q, latents, norm.packed, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
+        latent_rope_and_cache(q, latents, norm.packed_weight, norm.eps, rotation, ctx.slot_mapping, kv_cache, kv_scales)
         attention = partial(_attend_latents, self.kv_b_proj.weight, kv_cache, kv_scales, self._shape.scale)
         if ctx.launch_attention is None:
             return attention(q, ctx.attention_batch).flatten(1)
         return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """This module has no weights of its own."""
+        """No slots: all weights are in the modules within."""
         del name
         yield from ()
 
     def randomize(self, generator: torch.Generator) -> None:
-        """This module has no weights of its own."""
+        """Do nothing: all weights are in the modules within."""
         del generator
 
     def finish_loading(self) -> None:
-        """Reorder the rotated rows as in GPT-NeoX: the first numbers of all pairs, then the second numbers."""
+        """Reorder the rotated rows for the kernels: the first rows of all pairs, then the second rows.
+
+        `load_weights` finishes a module before the modules within: the projections are not packed yet.
+        """
         shape = self._shape
         if not shape.interleaved:
             return
@@ -207,12 +207,12 @@ class LatentAttention(WeightedModule):
 
 
 def _view_bytes(weight: Tensor) -> Tensor:
-    """A view of a float8 weight as bytes, because torch can't index float8 on a CPU; other weights unchanged."""
+    """View a float8 weight as bytes, because torch can't index float8 on a CPU; returns other weights unchanged."""
     return weight.view(torch.uint8) if weight.dtype == DTYPE else weight
 
 
 def _check_fp8_blocks(shape: LatentShape) -> None:
-    """Raise ValueError if rows that are reordered lie in FP8 blocks with different scales."""
+    """Raise ValueError if a head's rotated rows lie in FP8 blocks with different scales."""
     head_dim = shape.key_dim + shape.rope_dim
     starts = [shape.latent_dim, *(head * head_dim + shape.key_dim for head in range(shape.num_heads))]
     for start in starts:

@@ -11,9 +11,9 @@ from nanovllm_kernels.gemm import norm_gate_up
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up in one matmul. Weights have the usual checkpoint names.
+    """down(silu(gate(x)) * up(x)), with gate and up in one matmul.
 
-    quantization: how the weights are stored; None for the model's dtype.
+    quantization: format of the weights; None for the model's dtype.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias, quantization=quantization)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """The MLP of norm(x), or of x without `norm`, plus `residual`, which may be overwritten; [T, hidden_size]."""
+        """Apply the layer to norm(x), [T, hidden_size]. residual: added to the result; may be overwritten."""
         gate_up = self.gate_up_proj
         if norm is None:
             hidden = silu_and_mul(gate_up.forward(x))
         else:
-            hidden = norm_gate_up(x, norm.packed, norm.eps, gate_up.weight, gate_up.bias)
+            hidden = norm_gate_up(x, norm.packed_weight, norm.eps, gate_up.weight, gate_up.bias)
         return self.down_proj.forward(hidden, residual)

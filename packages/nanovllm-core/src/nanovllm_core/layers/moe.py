@@ -1,7 +1,6 @@
-"""Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): a router, and experts in two tensors.
+"""Mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538).
 
-Experts are split over ranks by their width. If `can_fuse_shared_expert` allows, a shared expert
-is stored behind the routed experts.
+A router chooses a few routed experts for each token. Every token also uses the shared expert, if there is one.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 from nanovllm_kernels.moe import ChosenExperts, Routing, fused_experts, pack_experts, route
 
 __all__ = [
-    "STANDARD_NAMES",
+    "MLP_LINEAR_NAMES",
     "ExpertNames",
     "Experts",
     "Router",
@@ -33,37 +32,36 @@ __all__ = [
     "can_fuse_shared_expert",
 ]
 
-# Maximum width of a shared expert that is computed as a routed expert. For wider experts reading weights takes so long
-# that a saved launch does not matter.
+# Maximum width, per rank, of a shared expert that is fused with the routed experts. Fusing saves a kernel launch, which
+# hardly matters for wider experts.
 MAX_FUSED_SHARED_WIDTH = 1024
-# The number of logits is padded to this multiple, so that each token's logits are aligned to 16 bytes for cuBLAS's
-# fastest kernels.
+# cuBLAS's fastest kernels need rows that are aligned to 16 bytes: a router's output is padded to this multiple.
 LOGITS_ALIGNMENT = 8
 
 
 class ExpertNames(NamedTuple):
-    """The checkpoint's names of the three linears of an expert."""
+    """The checkpoint's names for the three linears of an expert."""
 
     gate: str
     up: str
     down: str
 
     def find_quantization(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
-        """The quantisation of the experts of the module `prefix`, taken from the first expert; None if not quantised.
+        """The format of the experts in module `prefix`, read from the first expert; None for the model's dtype.
 
-        Raises ValueError if only some of its linears are quantised.
+        Raises ValueError if only some linears of the expert are quantised.
         """
         return find_quantization(quantization, f"{prefix}.0", *self)
 
 
-STANDARD_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
+MLP_LINEAR_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
 class SharedExpert(NamedTuple):
     """An expert that every token uses.
 
-    name: its name in the checkpoint, next to the router and the experts.
-    gate: the name of its gate there; None for the weight 1.
+    name: the checkpoint's name of the expert, without the parent's path.
+    gate: the checkpoint's name of the gate that weighs the expert; None for the weight 1.
     """
 
     name: str
@@ -71,23 +69,20 @@ class SharedExpert(NamedTuple):
 
 
 def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
-    """Whether a shared expert can be computed as one of the routed experts.
+    """Whether the shared expert may be stored and run as one more routed expert.
 
-    width, shared_width: widths of a routed and of the shared expert. same_format: both are stored in the same format.
+    width, shared_width: widths of a routed expert and of the shared expert.
+    same_format: whether both have the same quantisation.
     """
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
 
 class Router(WeightedModule):
-    """Chooses the experts of each token: [T, hidden_size] -> weights float32 [T, k], ids int32 [T, k].
+    """Chooses k routed experts for each token. The router is the same on every rank.
 
-    The router is the same on every rank.
-    routing: how the routed experts are chosen.
-    shared: a shared expert that is computed as one of the routed experts; None for no such expert. With a shared expert
-        the results are [T, k + 1], and its gate is one more row of the router's weight.
-    correction_bias: the name of the checkpoint's bias next to this module, for example "gate.name" for a tensor within
-        the module "gate"; None without a bias.
-    uses_float32: whether the checkpoint keeps the weight in float32 for every dtype of the model.
+    shared: a fused shared expert, which every token chooses too; None without one.
+    correction_bias: the checkpoint's name of the bias, without the parent's path; None without a bias.
+    uses_float32: whether the weight is float32 for every dtype of the model.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class Router(WeightedModule):
             routing = replace(routing, shared="always" if shared.gate is None else "gated")
         self._routing = routing
         self._bias_name = correction_bias
-        # On a CPU bf16 products are rounded, which could change the choice of experts, so the weight is float32 there.
+        # A CPU rounds the products of a bf16 weight, which could change the choice of experts.
         dtype = torch.float32 if uses_float32 or build.device.type == "cpu" else build.dtype
         self._num_logits = num_experts + (self._gate_name is not None)
         num_rows = (
@@ -120,17 +115,17 @@ class Router(WeightedModule):
         self._bf16_parts: Tensor | None = None
 
     def finish_loading(self) -> None:
-        """Split a float32 weight into bfloat16 parts for tensor cores, if activations are bfloat16."""
+        """Split a float32 weight into bfloat16 parts, which tensor cores multiply faster."""
         if self._gate_rows.dtype == torch.float32 and self._gate_rows.is_cuda and self.dtype == torch.bfloat16:
             self._bf16_parts = split_float32(self._gate_rows)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] -> weights and ids, each [T, k], or [T, k + 1] with a shared expert."""
+        """[T, hidden_size] -> weights float32 and ids int32, both [T, k], or [T, k + 1] with a shared expert."""
         scores = logits(x, self._packed, self._gate_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, the shared expert's gate and the bias if they exist; the same on every rank."""
+        """The weight, the shared expert's gate and the bias."""
         prefix = name[: name.rfind(".") + 1]
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
@@ -144,12 +139,12 @@ class Router(WeightedModule):
 
 
 class Experts(WeightedModule):
-    """Gated feed-forward experts, a few of which each token uses: [T, hidden_size] -> [T, hidden_size].
+    """Gated feed-forward experts. Each rank has an even share of every expert's width.
 
-    Each rank has an even share of every expert's width. The checkpoint has three linears per expert.
-    shared: a shared expert that is stored as the last one; None without one.
-    quantization: how the weights are stored; None for the model's dtype.
-    Raises ValueError if the ranks can't share the width, or a quantised weight's blocks, evenly.
+    Raises ValueError if the ranks can't share the width, or the blocks of quantised weights, evenly.
+
+    shared: a fused shared expert, stored as the last expert; None without one.
+    quantization: format of the weights; None for the model's dtype.
     """
 
     def __init__(
@@ -158,7 +153,7 @@ class Experts(WeightedModule):
         hidden_size: int,
         intermediate_size: int,
         build: BuildContext,
-        names: ExpertNames = STANDARD_NAMES,
+        names: ExpertNames = MLP_LINEAR_NAMES,
         *,
         shared: SharedExpert | None = None,
         quantization: BlockFP8 | None = None,
@@ -188,17 +183,18 @@ class Experts(WeightedModule):
         self.weights = pack_experts(w13, w2, scales13, scales2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The weighted sum of the experts `ids` of x, plus `residual` [T, hidden_size], which may be overwritten.
+        """The weighted sum, [T, hidden_size], of the results of the experts `ids` for x.
 
-        weights, ids: the results of the router.
+        weights, ids: results of the router.
+        residual: added to the sum; may be overwritten.
         """
-        # Every rank holds the residual. It is added on one rank only, because the ranks' results are summed.
+        # The ranks' results are summed: only one rank may add the residual.
         own_residual = residual if self._parallel.rank == 0 else None
         partial_sum = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Three weights per expert, each with its scales if it is quantised."""
+        """Three weights per expert, and their scales if they are quantised."""
         w13, w2, scales13, scales2, _ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
@@ -218,12 +214,12 @@ class Experts(WeightedModule):
                 yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, (expert,), 1)
 
     def _make_slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> WeightSlot:
-        """A slot that copies this rank's share along `dim` of a tensor of `shape` to `target[index]`."""
+        """A slot for a tensor of `shape`: copies this rank's share along `dim` to `target[index]`."""
         copy = partial(_copy_rank_share, target, index, dim, self._parallel.rank)
         return WeightSlot(shape, copy, DTYPE if target.dtype == DTYPE else None)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draw normal weights, quantised if the weights are."""
+        """Draw normal weights."""
         w13, w2, scales13, scales2, _ = self.weights
         if scales13 is None or scales2 is None:
             fill_normal(w13, generator)
@@ -236,7 +232,7 @@ class Experts(WeightedModule):
 
 
 def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
-    # The view is created when the tensor is loaded, because there are thousands of slots.
+    # There are thousands of slots: creating all views beforehand would take long.
     view = target[index]
     size = view.shape[dim]
     view.copy_(tensor.narrow(dim, rank * size, size))
@@ -251,7 +247,7 @@ def _scales_shape(weight_shape: tuple[int, int]) -> tuple[int, int]:
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in place of a gated feed-forward layer. Attributes have the usual checkpoint names."""
+    """A router and its experts, in place of a GatedMLP."""
 
     def __init__(self, gate: Router, experts: Experts):
         super().__init__()
@@ -259,7 +255,7 @@ class SparseMLP(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """The experts' sum for norm(x), or for x without `norm`, plus `residual`, which may be overwritten."""
+        """Apply the experts to norm(x), [T, hidden_size]. residual: added to the result; may be overwritten."""
         if norm is not None:
             x = norm.forward(x)
         return self.experts.forward(x, *self.gate.forward(x), residual)
@@ -277,7 +273,7 @@ class TokenGate(WeightedModule):
         return linear(x, self.weight).float().sigmoid()
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight; the same on every rank."""
+        """The weight."""
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Root mean square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
 from collections.abc import Iterator
 
@@ -11,25 +11,26 @@ from nanovllm_kernels.elementwise import pack_norm, rms_norm
 
 
 class RMSNorm(WeightedModule):
-    """Root mean square normalisation over the last dimension (Zhang and Sennrich 2019).
+    """Normalisation over the last dimension.
 
-    packed: the weight in the form that the kernels read fastest; set by `finish_loading`.
-    zero_centred: checkpoints hold the weight minus 1. Then the weight is float32, so that the sum is not rounded.
+    packed_weight: the weight in the layout that the kernels take; valid after `finish_loading`.
+    zero_centred: whether checkpoints hold the weight minus 1. The weight is then float32, so that adding 1
+        does not round it.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
         super().__init__(build)
         self.eps = eps
         self.weight = torch.empty(size, device=self.device) if zero_centred else self.allocate(size)
-        self.packed = self.weight
+        self.packed_weight = self.weight
         self._zero_centred = zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""
-        return rms_norm(x, self.packed, self.eps, self.dtype)
+        return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, whole on every rank."""
+        """The weight."""
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self._copy_weight)
 
     def _copy_weight(self, weight: Tensor) -> object:
@@ -41,5 +42,5 @@ class RMSNorm(WeightedModule):
         self.weight.fill_(1.0)
 
     def finish_loading(self) -> None:
-        """Pack the weight where that is faster."""
-        self.packed = pack_norm(self.weight)
+        """Pack the weight for the kernels."""
+        self.packed_weight = pack_norm(self.weight)

@@ -1,4 +1,4 @@
-"""Block FP8 weights: which modules are quantised, and how their weights are loaded, also into fused weights."""
+"""Block FP8 weights: which modules have them, and how they are allocated and loaded."""
 
 import math
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from nanovllm_core.layers.weights import INITIAL_STD, WeightSlot, make_share_cop
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, empty_weight, quantize_blocks
 
-# Maximum number of rows of a random weight that are drawn at once, to bound memory.
+# Rows of a random weight are drawn in portions of this size, which bounds memory.
 MAX_RANDOM_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFP8:
-    """Linear weights in e4m3, with a float32 scale per block of 128 x 128 (`weight_scale_inv`).
+    """A model's linear weights in e4m3, with a float32 scale per block of 128 x 128.
 
-    excluded_modules: modules that are not quantised (`modules_to_not_convert`): names, or beginnings or ends of names.
+    excluded_modules: modules that are not quantised, as full names or as beginnings or ends of names.
     """
 
     excluded_modules: tuple[str, ...] = ()
 
     def excludes(self, name: str) -> bool:
-        """Whether the module of that name is not quantised."""
+        """Whether the module `name` is not quantised."""
         return any(
             name == excluded or name.startswith(f"{excluded}.") or name.endswith(excluded)
             for excluded in self.excluded_modules
@@ -33,9 +33,9 @@ class BlockFP8:
 
 
 def find_quantization(quantization: BlockFP8 | None, prefix: str, *names: str) -> BlockFP8 | None:
-    """The quantisation of the modules `prefix.name`, which are fused into one matmul; None if they are not quantised.
+    """The quantisation of the modules `names` in module `prefix`, which one matmul fuses; None if not quantised.
 
-    Raises ValueError if only some of them are quantised.
+    Raises ValueError if only some of the modules are quantised.
     """
     if quantization is None:
         return None
@@ -55,10 +55,12 @@ def find_quantization(quantization: BlockFP8 | None, prefix: str, *names: str) -
 def allocate_fused_weight(
     source_starts: list[int], part_sizes: list[int], num_columns: int, device: torch.device
 ) -> BlockFP8Weight:
-    """An uninitialised weight that holds this rank's rows of several tensors of the checkpoint, one after another.
+    """An uninitialised weight for this rank's rows of several tensors of the checkpoint, concatenated.
 
-    source_starts: per tensor, the index of this rank's first row. part_sizes: per tensor, this rank's number of rows.
-    If starts or sizes are no multiples of 128, each scale covers fewer than 128 rows.
+    A scale covers fewer than 128 rows if a start or size is not a multiple of 128.
+
+    source_starts: for each tensor, the index of this rank's first row.
+    part_sizes: for each tensor, this rank's number of rows.
     """
     target_starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
     block_rows = math.gcd(GROUP, *target_starts, *source_starts)
@@ -68,11 +70,10 @@ def allocate_fused_weight(
 def block_fp8_slots(
     name: str, shape: tuple[int, int], weight: BlockFP8Weight, rows: slice, source_rows: slice, columns: slice
 ) -> Iterator[tuple[str, WeightSlot]]:
-    """Slots for the weight [N, K] of the module `name` and for its scales.
+    """Slots that fill `rows` of `weight` and their scales from the checkpoint's module `name`.
 
-    shape: [N, K] in the checkpoint.
-    rows: rows of `weight` that are filled.
-    source_rows, columns: this rank's rows and columns of the checkpoint's tensor. Columns start at a multiple of 128.
+    shape: shape of the checkpoint's weight.
+    source_rows, columns: rows and columns of the checkpoint's weight to copy. Columns must start at a multiple of 128.
     """
     yield f"{name}.weight", WeightSlot(shape, make_share_copier(weight.data[rows], source_rows, columns), DTYPE)
     block_rows = weight.block_rows

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864) as one table."""
+"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from nanovllm_kernels.elementwise import Rotation, plan_rotation
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Context extension of Llama 3.1: divides slow frequencies by `factor`, and interpolates towards fast ones.
+    """Context extension of Llama 3.1 (Llama team 2024, https://arxiv.org/abs/2407.21783).
 
-    A frequency is slow if its wavelength exceeds original_max_position / low_freq_factor, and fast if it is below
-    original_max_position / high_freq_factor. Source: Llama team 2024, https://arxiv.org/abs/2407.21783, and its code.
+    Let w be a frequency's wavelength. Frequencies with w > original_max_position / low_freq_factor are divided by
+    `factor`. Frequencies with w < original_max_position / high_freq_factor are unchanged. The others are interpolated.
     """
 
     factor: float
@@ -27,11 +27,11 @@ class Llama3Scaling:
 class YarnScaling:
     """Context extension of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
 
-    factor: divides the frequency of dimensions with less than `beta_slow` turns within the original context. Dimensions
-        with more than `beta_fast` turns keep their frequency; a linear ramp connects both.
+    factor: divides the frequencies with fewer than `beta_slow` turns within the original context. Frequencies with more
+        than `beta_fast` turns are unchanged. A linear ramp connects both ranges.
     attention_factor: multiplies cosines and sines.
-    mscale_all_dim: weight for `yarn_mscale`, by which some families multiply whole heads too; 0 for off.
-    truncate: round the ramp's ends to whole dimensions.
+    mscale_all_dim: weight of `yarn_mscale` for families that also scale the unrotated part of a head; 0 for no scaling.
+    truncate: whether to round the ends of the ramp to whole dimensions.
     """
 
     factor: float
@@ -44,39 +44,37 @@ class YarnScaling:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """The factor by which YaRN multiplies queries and keys if a context is extended by `factor`."""
+    """YaRN's factor of queries and keys for a context that is extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """theta: base of the frequencies. scaling: None for no extension. fraction: rotated share of each head."""
+    """theta: base of the frequencies. scaling: None for no context extension. fraction: rotated share of each head."""
 
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
     fraction: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Number of leading dimensions of a head of `head_dim` that are rotated."""
+        """Number of rotated dimensions, which come first in a head."""
         return round(head_dim * self.fraction)
 
 
 class RotaryEmbedding:
-    """A table of rotations, float32 [max_position, rotary_dim], and its lookup for each step."""
+    """The rotations of all positions."""
 
     def __init__(self, config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device):
         self._table = rotary_table(config, rotary_dim, max_position, device)
 
     def plan(self, positions: Tensor) -> Rotation:
-        """The rotation for all layers of a step. positions: int64 [T]."""
+        """The rotation of a step's tokens, for all layers. positions: int64 [T]."""
         return plan_rotation(self._table, positions)
 
 
 def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device) -> Tensor:
-    """Cosines, then sines, of every position's angles: float32 [max_position, rotary_dim] on `device`.
-
-    Computed on the CPU for every device, so that all ranks and machines have the same table.
-    """
+    """Cosines, then sines, of every position's angles: float32 [max_position, rotary_dim] on `device`."""
+    # Computed on the CPU: every device gets the same table.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / config.theta**exponents
     attention_factor = 1.0
@@ -95,7 +93,6 @@ def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, devic
 def _apply_llama3_scaling(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     periods = scaling.original_max_position * frequencies / (2 * math.pi)
-    # 0 for slow frequencies, 1 for fast frequencies.
     unscaled_share = ((periods - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (unscaled_share + (1.0 - unscaled_share) / scaling.factor)
 
@@ -104,7 +101,7 @@ def _apply_yarn_scaling(frequencies: Tensor, scaling: YarnScaling, theta: float)
     rotary_dim = 2 * frequencies.shape[0]
 
     def dimension_of(turns: float) -> float:
-        """The dimension that makes `turns` turns within the original context."""
+        """The fractional index of the pair of dimensions that turns `turns` times within the original context."""
         period = scaling.original_max_position / (turns * 2 * math.pi)
         return rotary_dim * math.log(period) / (2 * math.log(theta))
 

@@ -1,4 +1,4 @@
-"""Loads weights into a model by name, strictly. Each layer offers slots for the tensors of the checkpoint."""
+"""Loads a checkpoint's tensors into a model. Each layer offers a slot per tensor name; other names are errors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +14,13 @@ INITIAL_STD = 0.02
 
 
 class WeightError(ValueError):
-    """A checkpoint that does not fit the model. The message is one line with the tensor and the expectation."""
+    """A checkpoint that does not fit the model. The message names the tensor in one line."""
 
 
 class WeightSlot(NamedTuple):
     """The target of one tensor of the checkpoint.
 
-    shape: shape of the tensor, over all ranks.
+    shape: shape of the whole tensor.
     copy: copies this rank's share of the tensor into the layer.
     dtype: required dtype of the tensor; None for any floating-point dtype of 16 bits or more.
     """
@@ -30,15 +30,14 @@ class WeightSlot(NamedTuple):
     dtype: torch.dtype | None = None
 
     def accepts(self, dtype: torch.dtype) -> bool:
-        """Whether the tensor may have this dtype."""
+        """Whether the tensor may have `dtype`."""
         return dtype == self.dtype if self.dtype is not None else dtype.is_floating_point and dtype.itemsize > 1
 
 
 class WeightedModule(nn.Module, ABC):
     """A layer that owns weights.
 
-    Weights are plain attributes, not parameters: they need no gradients, `finish_loading` may replace them, and reading
-    a plain attribute is faster.
+    Weights are plain attributes instead of parameters: reading them is faster, and `finish_loading` may replace them.
     """
 
     def __init__(self, build: BuildContext):
@@ -52,25 +51,26 @@ class WeightedModule(nn.Module, ABC):
 
     @abstractmethod
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Pairs (name of a tensor in the checkpoint, its slot). name: dotted path of this module within the model."""
+        """Pairs of a tensor's name in the checkpoint and its slot. name: dotted path of this module in the model."""
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
         """Fill the weights with random numbers that keep activations in range."""
 
     def finish_loading(self) -> None:
-        """Bring the weights into the form that runs fastest. Called once all weights are loaded."""
+        """Prepare the weights for the kernels. Called once, after all weights are loaded."""
         return
 
 
 def load_weights(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], can_skip: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Fill every slot of `module` and its submodules exactly once from `tensors`, then finish them.
+    """Fill every slot of `module` and its submodules from `tensors`, then call each layer's `finish_loading`.
 
-    tensors: pairs (name, whole tensor) in any order, on any device. Only one tensor is held at a time.
-    can_skip: returns whether a tensor without a slot may be skipped, by its name.
-    Raises WeightError for a tensor that is missing, unexpected, repeated, or of another shape or kind of dtype.
+    Raises WeightError for a tensor that is missing, unexpected, repeated, or has another shape or dtype.
+
+    tensors: pairs of name and whole tensor, in any order, on any device.
+    can_skip: returns whether a tensor of this name may be skipped if no slot has the name.
     """
     layers = _named_weighted_modules(module)
     slot_by_name = dict(named_slot for name, layer in layers for named_slot in layer.weight_slots(name))
@@ -91,7 +91,7 @@ def load_weights(
             raise WeightError(f"tensor {name} is of {_dtype_name(tensor.dtype)}, but the model expects {expected}")
         slot.copy(tensor)
         filled_names.add(name)
-        # Free this tensor's memory, or its mapped file, before the next one is read.
+        # Frees the memory or the mapped file before the next tensor is read.
         del tensor
     missing_names = [name for name in slot_by_name if name not in filled_names]
     if missing_names:
@@ -104,7 +104,7 @@ def load_weights(
 
 
 def fill_random(module: nn.Module, seed: int) -> None:
-    """Fill every layer of `module` with random weights, which depend on seed and kind of device, and finish it."""
+    """Fill `module` with random weights and call each layer's `finish_loading`. Weights differ between device types."""
     layers = _named_weighted_modules(module)
     generator = torch.Generator(layers[0][1].device).manual_seed(seed)
     for _, layer in layers:
@@ -114,17 +114,13 @@ def fill_random(module: nn.Module, seed: int) -> None:
 
 
 def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
-    """Draw `weight` in place from N(0, 0.02), the usual initialisation of language models."""
+    """Draw `weight` in place from a normal distribution with the usual standard deviation of language models."""
     weight.normal_(0.0, INITIAL_STD, generator=generator)
 
 
 def make_share_copier(target: Tensor, *source_slices: slice) -> Callable[[Tensor], object]:
-    """A function that copies `source_slices` of a tensor, one slice per leading dimension, into `target`."""
-
-    def copy_share(tensor: Tensor) -> object:
-        return target.copy_(tensor[source_slices])
-
-    return copy_share
+    """A function that copies `tensor[source_slices]` to `target`."""
+    return lambda tensor: target.copy_(tensor[source_slices])
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

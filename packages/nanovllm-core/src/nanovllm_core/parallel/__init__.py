@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks. Only one rank is supported so far; layers already split their weights by rank."""
+"""The ranks of tensor parallelism. So far there is only one rank; layers already split their weights by rank."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,7 @@ class ParallelContext:
             raise ValueError(f"rank {self.rank} of {self.size}: only one rank is supported so far")
 
     def split_evenly(self, total: int, quantity: str) -> int:
-        """This rank's share of `total`. Raises ValueError if `total` is not a multiple of the group's size.
-
-        quantity: name of `total` for the error message.
-        """
+        """This rank's share of `total`. Raises ValueError that names `quantity` if the ranks' shares would differ."""
         if total % self.size:
             raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size
@@ -32,3 +29,8 @@ class ParallelContext:
     def all_gather(self, x: Tensor) -> Tensor:
         """`x` of all ranks, concatenated along the last dimension."""
         return x
+
+
+def own_slice(parallel: ParallelContext, share: int) -> slice:
+    """The rank's indices along a dimension of which every rank has `share` indices."""
+    return slice(parallel.rank * share, (parallel.rank + 1) * share)
