@@ -1,6 +1,6 @@
-"""Rows times a bf16 weight on a CPU in float32, with the norm before and the gate or residual after, in one call.
+"""Rows times a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
-Each sum runs over K in order, so that a row's result does not depend on the other rows.
+Each sum runs over K in order. Hence a row's result does not depend on the other rows.
 """
 
 import numba
@@ -34,7 +34,7 @@ from nanovllm_kernels.numba_tiles import (
     make_tile,
 )
 
-# Indices of the int64 arguments of a region. EPS is stored as the bits of a float64.
+# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. EPS holds the bits of a float64.
 (
     _OPENMP,
     _X_PTR,
@@ -52,20 +52,20 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Depth of a block: its float32 panel fits the first-level cache.
+# Maximum depth of a block: its float32 panel fits the first-level cache.
 BLOCK_DEPTH = 320
 # Maximum number of rows that are packed at once.
 BLOCK_ROWS = 252
-# From this number of rows on, bf16 panels are first copied to float32.
+# Minimum number of rows for which bf16 panels are first converted to float32.
 MIN_CONVERTED_ROWS = 43
-# Maximum number of rows of a tile that processes a whole panel at once. Larger tiles process one group of columns.
+# Tiles with at most this number of rows process a whole panel at once, larger tiles one group of columns.
 MAX_WHOLE_PANEL_ROWS = 3
 
 _ZERO = np.float32(0.0)
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """Copy bf16 `weight` [N, K] into panels: bf16 [panels, K rounded up to UNROLL, PANEL], zeros beyond N and K."""
+    """Copy bf16 `weight` [N, K] into bf16 panels [panels, K rounded up to UNROLL, PANEL], padded with zeros."""
     num_columns, depth = weight.shape
     num_panels, padded_depth = -(-num_columns // PANEL), -(-depth // UNROLL) * UNROLL
     padded_weight = weight.new_zeros((num_panels * PANEL, padded_depth))
@@ -75,7 +75,7 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def can_gate(num_columns: int) -> bool:
-    """Whether a weight with `num_columns` columns, the gate's and the up projection's, may be passed as `gated`."""
+    """Whether `project_rows` supports `gated` for a weight with `num_columns` columns."""
     return num_columns % (2 * PANEL) == 0
 
 
@@ -90,15 +90,13 @@ def project_rows(
     gated: bool,
     add: bool,
 ) -> None:
-    """Write normed rows `x` times a weight plus a bias into `out`.
+    """Norm `x`, multiply by a weight, add a bias, gate, and write the results into `out`.
 
-    x: contiguous float32 [M, K], M >= 1.
-    norm_weight: float32, at least K elements; None for no norm.
-    panels: the weight [N, K], from `pack_panels`.
-    bias: contiguous bf16 [N].
-    out: contiguous float32 [M, N].
-    gated: `out` is [M, N / 2]: silu of the first half's results times the second half's, see `can_gate`.
-    add: add to `out` instead of overwriting it.
+    x: float32 [M, K], contiguous, M >= 1.
+    norm_weight: float32, at least K elements. None: no norm.
+    panels: the weight [N, K], from `pack_panels`. bias: bf16 [N], contiguous.
+    out: float32 [M, N], contiguous. If gated, [M, N / 2]: silu of the first half of the results times the second half.
+    add: add the results to `out`.
     """
     num_rows, width = x.shape
     _project(
@@ -176,14 +174,14 @@ def _pack_on_thread(args_ptr):
 
 @kernel
 def _compute_block_depth(depth):
-    """Return the depth of all blocks but the last."""
+    """Return the depth of all blocks except the last block."""
     num_blocks = -(-depth // BLOCK_DEPTH)
     return -(-depth // (num_blocks * UNROLL)) * UNROLL
 
 
 @ordered_kernel
 def _pack_tiles(args, first_tile, last_tile):
-    """Write normed rows of these tiles, block by block of K, within a block tile by tile, each as [depth, rows]."""
+    """Write normed rows of tiles to the packed buffer, ordered by block of K, tile, k and row."""
     num_rows, width, depth = args[_NUM_ROWS], args[_WIDTH], args[_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
     eps = np.float32(args.view(np.float64)[_EPS])
@@ -249,7 +247,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * depth * PANEL
     copies_panels = num_rows >= MIN_CONVERTED_ROWS
-    # Each pass over a block prefetches an equal part of the next block.
+    # Each pass over a block prefetches part of the next block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
     prefetch_step = LINE * UNROLL // num_passes
     for first_k in range(0, depth, block_depth):
@@ -281,13 +279,8 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
 
 @kernel
 def _finish_panel(args, panel, sums_ptr):
-    """Write a panel's results: its sums with bias, gate or residual."""
-    num_rows, num_columns, gated, add = (
-        args[_NUM_ROWS],
-        args[_NUM_COLUMNS],
-        args[_IS_GATED] != 0,
-        args[_ADDS_TO_OUT] != 0,
-    )
+    """Write a panel's results: the sums with bias, gate and residual."""
+    num_rows, num_columns, gated = args[_NUM_ROWS], args[_NUM_COLUMNS], args[_IS_GATED] != 0
     first = panel * PANEL
     size = min(PANEL, num_columns - first)
     if args[_BIAS_PTR]:
@@ -299,7 +292,7 @@ def _finish_panel(args, panel, sums_ptr):
         if gated:
             gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL, row_out_ptr, PANEL)
         else:
-            _finish_row(row_sums_ptr, row_out_ptr, size, add)
+            _finish_row(row_sums_ptr, row_out_ptr, size, args[_ADDS_TO_OUT] != 0)
 
 
 @ordered_kernel

@@ -3,8 +3,6 @@
 Persistent programs process one tile after another. A separate kernel adds up the pairs' results in a fixed order.
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import torch
 import triton
 import triton.language as tl
