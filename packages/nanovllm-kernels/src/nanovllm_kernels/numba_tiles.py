@@ -149,9 +149,9 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
                 line = builder.add(panel, builder.mul(loop.index, _INT64(2 * PANEL)))
                 words = builder.load(_typed_pointer(builder, line, _INT_VECTOR, 2 * GROUP * group), align=4)
                 target_address = builder.add(target, builder.mul(loop.index, _INT64(4 * GROUP)))
-                for half, numbers in enumerate(_lower_halves(builder, words)):
+                for half, half_values in enumerate(_lower_halves(builder, words)):
                     builder.store(
-                        numbers, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
+                        half_values, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
                     )
         return context.get_dummy_value()
 
@@ -216,12 +216,12 @@ def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
     """Return the largest of `count` float32 values. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        numbers, size = values
+        values_ptr, size = values
         accumulator = cgutils.alloca_once_value(
-            builder, builder.load(_typed_pointer(builder, numbers, _FLOAT_VECTOR), align=4)
+            builder, builder.load(_typed_pointer(builder, values_ptr, _FLOAT_VECTOR), align=4)
         )
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES)), start=_INT64(1)) as loop:
-            number = _load_lanes(builder, numbers, loop.index)
+            number = _load_lanes(builder, values_ptr, loop.index)
             before = builder.load(accumulator)
             builder.store(builder.select(builder.fcmp_ordered(">", before, number), before, number), accumulator)
         function_type = ir.FunctionType(ir.FloatType(), [_FLOAT_VECTOR])
@@ -236,12 +236,12 @@ def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> An
     """Replace `count` float32 values by exp(value - max_value), and return their sum. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        numbers, size, max_number = values
+        values_ptr, size, max_number = values
         accumulator = cgutils.alloca_once_value(builder, ir.Constant(_FLOAT_VECTOR, [0.0] * LANES))
         shift = _broadcast(builder, max_number)
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
-            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, numbers, loop.index), shift))
-            _store_lanes(builder, weight, numbers, loop.index)
+            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, values_ptr, loop.index), shift))
+            _store_lanes(builder, weight, values_ptr, loop.index)
             builder.store(builder.fadd(builder.load(accumulator), weight), accumulator)
         function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOAT_VECTOR])
         reduce = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.vector.reduce.fadd.v{LANES}f32")

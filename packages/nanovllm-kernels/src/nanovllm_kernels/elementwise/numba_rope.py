@@ -44,11 +44,7 @@ _MAX_SINGLE_THREAD_TOKENS = 8
 
 
 def rope_and_cache(
-    qkv: Tensor,
-    factors: RotationFactors,
-    slot_mapping: Tensor,
-    kv_cache: Tensor,
-    qk_norm: QKNorm | None,
+    qkv: Tensor, factors: RotationFactors, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
 ) -> None:
     """Implement the package's `rope_and_cache` for float32 `qkv`, a bf16 cache and float32 weights of `qk_norm`."""
     num_tokens, num_heads, head_dim = qkv.shape
@@ -94,22 +90,11 @@ def _rotate_on_threads(
     num_threads,
 ):
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR], args[_SIN_PTR], args[_SLOTS_PTR] = (
-        openmp,
-        qkv_ptr,
-        stride,
-        cos_ptr,
-        sin_ptr,
-        slots_ptr,
-    )
-    args[_CACHE_PTR], args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args[_NUM_TOKENS], args[_NUM_HEADS] = (
-        cache_ptr,
-        q_weight_ptr,
-        k_weight_ptr,
-        num_tokens,
-        num_heads,
-    )
-    args[_NUM_CACHED], args[_HEAD_DIM], args[_ROT] = num_cached, head_dim, rot
+    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR] = openmp, qkv_ptr, stride, cos_ptr
+    args[_SIN_PTR], args[_SLOTS_PTR], args[_CACHE_PTR] = sin_ptr, slots_ptr, cache_ptr
+    args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR] = q_weight_ptr, k_weight_ptr
+    args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED] = num_tokens, num_heads, num_cached
+    args[_HEAD_DIM], args[_ROT] = head_dim, rot
     args.view(np.float64)[_EPS] = eps
     if num_tokens <= _MAX_SINGLE_THREAD_TOKENS:
         _rotate_tokens(args, 0, num_tokens)
@@ -125,14 +110,14 @@ def _rotate_on_thread(args_ptr):
 
 
 @ordered_kernel
-def _rotate_tokens(args, begin, end):
+def _rotate_tokens(args, first_token, end_token):
     num_tokens, num_heads, num_cached = args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED]
     head_dim, rot, eps = args[_HEAD_DIM], args[_ROT], np.float32(args.view(np.float64)[_EPS])
     cos = numba.carray(pointer(args[_COS_PTR]), (num_tokens, rot), np.float32)
     sin = numba.carray(pointer(args[_SIN_PTR]), (num_tokens, rot), np.float32)
     slots = numba.carray(pointer(args[_SLOTS_PTR]), (num_tokens,), np.int64)
     num_q_heads = num_heads - num_cached
-    for token in range(begin, end):
+    for token in range(first_token, end_token):
         token_ptr = args[_QKV_PTR] + 4 * token * args[_STRIDE]
         heads = numba.carray(pointer(token_ptr), (num_heads, head_dim), np.float32)
         cached_ptr = args[_CACHE_PTR] + 2 * slots[token] * num_cached * head_dim

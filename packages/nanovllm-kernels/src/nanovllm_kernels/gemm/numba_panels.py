@@ -143,20 +143,14 @@ def _project(
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
     args = np.empty(_NUM_ARGS, np.int64)
     args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp, norm_ptr, panels_ptr, bias_ptr
-    args[_PACKED_PTR], args[_WIDTH], args[_DEPTH], args[_NUM_COLUMNS], args[_IS_GATED] = (
-        packed_ptr,
-        width,
-        depth,
-        num_columns,
-        gated,
-    )
-    args[_ADDS_TO_OUT] = add
+    args[_PACKED_PTR], args[_WIDTH], args[_DEPTH] = packed_ptr, width, depth
+    args[_NUM_COLUMNS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_columns, gated, add
     args_ptr = np.int64(args.ctypes.data)
     args.view(np.float64)[_EPS] = eps
-    for begin in range(0, num_rows, block):
-        args[_X_PTR] = x_ptr + 4 * begin * width
-        args[_OUT_PTR] = out_ptr + 4 * begin * num_columns
-        args[_NUM_ROWS] = min(block, num_rows - begin)
+    for first_row in range(0, num_rows, block):
+        args[_X_PTR] = x_ptr + 4 * first_row * width
+        args[_OUT_PTR] = out_ptr + 4 * first_row * num_columns
+        args[_NUM_ROWS] = min(block, num_rows - first_row)
         if num_rows > 2 * TILE_ROWS:
             run_region(pack, args_ptr, num_threads)
         else:
@@ -189,22 +183,22 @@ def _pack_tiles(args, first_tile, last_tile):
     weight = numba.carray(pointer(args[_NORM_PTR]), (width,), np.float32)
     scales = np.empty(TILE_ROWS, np.float32)
     for tile in range(first_tile, last_tile):
-        begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-        num_tile_rows = end - begin
+        first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+        num_tile_rows = end_row - first_row
         if args[_NORM_PTR]:
             for row in range(num_tile_rows):
-                scales[row] = inverse_rms(x, begin + row, 0, width, eps)
+                scales[row] = inverse_rms(x, first_row + row, 0, width, eps)
         for first_k in range(0, depth, block_depth):
             size = min(block_depth, depth - first_k)
-            packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + begin * size)
+            packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + first_row * size)
             packed = numba.carray(pointer(packed_ptr), (size, num_tile_rows), np.float32)
             num_filled = min(size, width - first_k)
             if num_tile_rows == TILE_ROWS:
-                _pack_whole_tile(x[begin:end, first_k : first_k + num_filled], packed)
+                _pack_whole_tile(x[first_row:end_row, first_k : first_k + num_filled], packed)
             else:
                 for row in range(num_tile_rows):
                     for k in range(num_filled):
-                        packed[k, row] = x[begin + row, first_k + k]
+                        packed[k, row] = x[first_row + row, first_k + k]
             packed[num_filled:] = _ZERO
             if args[_NORM_PTR]:
                 for k in range(num_filled):
@@ -261,20 +255,29 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
             for group in range(NUM_GROUPS):
                 group_ptr, shift = copy_ptr + 4 * group * size * GROUP, 4 * group * GROUP
                 for tile in range(num_tiles):
-                    begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL + shift
+                    first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL + shift
                     _multiply_copy(
-                        end - begin, tile_ptr, group_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                        end_row - first_row,
+                        tile_ptr,
+                        group_ptr,
+                        size,
+                        tile_sums_ptr,
+                        first_k,
+                        prefetch_ptr,
+                        prefetch_step,
                     )
                     prefetch_ptr += prefetch_step * size // UNROLL
         else:
             for tile in range(num_tiles):
-                begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                tile_ptr, tile_sums_ptr = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL
+                first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL
                 _multiply_bf16(
-                    end - begin, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                    end_row - first_row, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
                 )
-                prefetch_ptr += (end - begin > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
+                prefetch_ptr += (
+                    (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
+                )
 
 
 @kernel

@@ -134,10 +134,7 @@ FP8_CONFIGS = {
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
 # Used if a launch with these wider tiles still has enough CTAs.
-WIDE_FP8_CONFIGS = {
-    MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4),
-    64: BlockFP8Config(64, 128, 1, 4, 3),
-}
+WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 
 

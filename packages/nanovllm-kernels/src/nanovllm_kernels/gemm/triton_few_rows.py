@@ -134,14 +134,7 @@ def _load_tile(
 
 @triton.jit
 def _load_next_tile(
-    tile,
-    weight_ptr,
-    columns,
-    num_columns,
-    first_k,
-    K: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    tile, weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_CHUNKS: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Load the tile after `first_k`'s tile, or return `tile` if there is only one tile."""
     if K > NUM_CHUNKS * VECTOR:

@@ -147,8 +147,7 @@ def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs"],
-    do_not_specialize_on_alignment=["slots_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+    do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["slots_ptr", "seq_lens_ptr", "query_start_loc_ptr"]
 )
 def _convolve_chunks(
     qkvz_ptr,
@@ -290,10 +289,7 @@ def _invert_unit_lower(a):
     return tl.dot(series, diagonal, input_precision="tf32x3")
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
-)
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _solve_chunks(
     convolved_ptr,
     ba_ptr,

@@ -26,7 +26,7 @@ def _copy_states(states_ptr, sources_ptr, targets_ptr, layer_stride, slot_stride
     states_ptr += tl.program_id(0).to(tl.int64) * layer_stride + offsets
     for copy in tl.range(0, num_copies, num_stages=1):
         source, target = tl.load(sources_ptr + copy), tl.load(targets_ptr + copy)
-        numbers = tl.load(states_ptr + source * slot_stride, mask=inside)
-        tl.store(states_ptr + target * slot_stride, numbers, mask=inside)
+        block = tl.load(states_ptr + source * slot_stride, mask=inside)
+        tl.store(states_ptr + target * slot_stride, block, mask=inside)
         # The next copy may read what this copy wrote.
         tl.debug_barrier()

@@ -22,13 +22,7 @@ BLOCKS_IN_FLIGHT = 4
 
 
 def decode(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    recurrent: Tensor,
-    conv: Tensor,
-    batch: StateBatch,
-    out: Tensor,
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with one token, and write their rows of `out`."""
     sizes = layer_sizes(recurrent, conv)

@@ -23,13 +23,7 @@ BLOCK_V = 32
 
 
 def prefill(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    recurrent: Tensor,
-    conv: Tensor,
-    batch: StateBatch,
-    out: Tensor,
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with several tokens, and write their rows of `out`."""
     sizes = layer_sizes(recurrent, conv)
@@ -150,10 +144,7 @@ def _scan_chunks(
     tl.store(state_ptrs, state.to(recurrent_ptr.dtype.element_ty), mask=state_mask)
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
-)
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _norm_and_gate(
     out_ptr,
     qkvz_ptr,

@@ -29,13 +29,7 @@ GROUP = 128
 
 
 def choose_kernel(
-    num_tokens: int,
-    top_k: int,
-    w2_shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_block_fp8: bool,
+    num_tokens: int, top_k: int, w2_shape: torch.Size, dtype: torch.dtype, device: torch.device, *, is_block_fp8: bool
 ) -> Kernel:
     """Choose the kernel for `num_tokens` tokens of `dtype`. w2_shape: [E, hidden size, intermediate size]."""
     if num_tokens == 1 and is_block_fp8:
