@@ -6,8 +6,6 @@ from typing import NamedTuple
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the fewest that tensor cores multiply without wgmma.
 NARROW_TILE_ROWS = 16
-# Multiprocessors assumed by the interpreter, which has no device: those of a small device.
-INTERPRETER_SMS = 8
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
 
