@@ -447,7 +447,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
 def test_quantize_groups_compiles():
     from nanovllm_kernels.gemm import triton_block_fp8
 
-    types = {"numbers_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
+    types = {"values_ptr": FP8, "scales_ptr": FLOAT, "eps": "fp32"}
     sizes = {"GROUP": 128, "OVERLAP": True}
     for groups, norm in ((56, True), (8, False)):
         shape = {"K": groups * 128, "GROUPS": groups, "BLOCK_GROUPS": 1 << (groups - 1).bit_length(), "NORM": norm}

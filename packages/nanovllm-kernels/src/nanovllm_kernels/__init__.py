@@ -1,5 +1,4 @@
-"""Operators for LLM inference: tensors in, tensors out.
+"""Operators for LLM inference, as functions on torch tensors.
 
-Each subpackage is a family of operators: `__init__.py` has the public functions, `reference.py` the plain torch that is
-both the reference for tests and the CPU path, `triton_*.py` the CUDA kernels. Importing imports no kernel language.
+A subpackage's `__init__.py` has the public functions, `reference.py` the plain torch path, `triton_*.py` CUDA kernels.
 """

@@ -1,8 +1,7 @@
-"""Support for Numba kernels on a CPU: memory by address, bf16, and torch's own threads. Importing it imports Numba.
+"""Support for Numba kernels on a CPU: memory by address, bf16, and the threads of torch's OpenMP runtime.
 
-Kernels take addresses as integers, so that a call costs 1 us; callers keep the tensors alive and check dtypes and
-strides. Compiled kernels are cached until their own file changes: after a change here, touch the kernels' files.
-Threads are those of torch's OpenMP runtime, which are awake; a second pool that spins would cost milliseconds per step.
+Kernels take addresses as integers: a call then costs 1 us. Callers keep the tensors alive and check dtypes and strides.
+Numba caches a compiled kernel until the kernel's own file changes: after a change here, touch the kernels' files.
 """
 
 import ctypes
@@ -21,18 +20,17 @@ from numba.extending import intrinsic
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _VECTOR_NAMES = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
-# The CPU features that Numba compiles for, which are part of its cache key.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 VECTOR_INSTRUCTIONS = next(
     (name for feature, name in _VECTOR_NAMES.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
 )
-# Number of float32 values that are processed together: one or two vector registers.
+# Number of float32 values per vector.
 LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 
-# Fast-math flags that allow reordering sums, which vectorisation needs; infinities and NaN keep their meaning.
+# Fast-math flags that let the compiler reorder sums, as vectorised sums require. NaN and infinities stay valid.
 _SUMS = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-# exp: its range (constant outside), ln 2 in two parts, and the polynomial's coefficients from the sixth power down.
+# exp: its range, ln 2 in two parts, and the polynomial's coefficients from the sixth power down.
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
 EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
@@ -40,7 +38,7 @@ _MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
-# Addresses of OpenMP functions. Numba does not cache kernels that contain addresses, so they get this table's address.
+# Addresses of OpenMP functions. Kernels get this table's address at run time: Numba caches no kernel with addresses.
 _OPENMP = np.array(
     [
         ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
@@ -55,7 +53,7 @@ def _can_cache() -> bool:
     try:
         numba.njit(cache=True)(_can_cache)
     except RuntimeError:
-        # No directory is writable: everything is compiled at each start.
+        # No directory is writable.
         return False
     return True
 
@@ -64,19 +62,19 @@ _CAN_CACHE = _can_cache()
 
 
 def kernel(function: Function) -> Function:
-    """Compile `function`; it runs without the interpreter lock. Kernels may call one another."""
+    """Compile `function` to run without the interpreter lock. Kernels may call one another."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_SUMS)(function)
 
 
 def ordered_kernel(function: Function) -> Function:
-    """Like `kernel`, but sums keep their order, so that results do not depend on vectorisation."""
+    """Compile `function` like `kernel`, but keep the order of its sums: results do not depend on vectorisation."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath={"contract"})(function)
 
 
 def compile_region(function: Callable[[int], None]) -> int:
     """Compile `function` for `run_region` and return its address.
 
-    function: takes the address of its int64 arguments, the first of which is OPENMP.
+    function: takes the address of an int64 array, whose first element is OPENMP.
     """
     address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_SUMS)(function).address
     return address
@@ -84,7 +82,7 @@ def compile_region(function: Callable[[int], None]) -> int:
 
 @intrinsic
 def pointer(_typing: Any, address: Any) -> Any:
-    """Convert an int64 address to what `numba.carray` takes."""
+    """Convert an int64 address to a pointer for `numba.carray`."""
     if address != types.int64:
         return None
     return types.voidptr(address), lambda _, builder, __, args: builder.inttoptr(args[0], ir.IntType(8).as_pointer())
@@ -108,7 +106,7 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 @intrinsic
 def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
-    """Call the region at `region_address` on `num_threads` threads. args: address of its arguments."""
+    """Call a function from `compile_region` on `num_threads` threads. args: address of the function's int64 array."""
     if (region_address, args, num_threads) != (types.int64,) * 3:
         return None
 
@@ -130,13 +128,13 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
 
 @intrinsic
 def thread_index(_typing: Any, args: Any) -> Any:
-    """Return the index of this thread in its region. args: address that the region received."""
+    """Return the index of the calling thread. args: address that the function of `run_region` received."""
     return _openmp_number(args, 1)
 
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
-    """Return the number of threads of a region, possibly fewer than requested. args: as for `thread_index`."""
+    """Return the number of threads, possibly fewer than `run_region` requested. args: as for `thread_index`."""
     return _openmp_number(args, 2)
 
 
@@ -162,12 +160,12 @@ def _openmp_function(builder: Any, args: Any, entry: int, function_type: ir.Func
 
 @kernel
 def keep_alive(array):
-    """Keep `array` alive until this call: Numba frees unused arrays, and does not see uses of their addresses."""
+    """Keep `array` alive until this call. Numba would free it earlier, because it does not see uses of addresses."""
     return array.size
 
 
 def prefetch_line(builder: Any, address: Any) -> None:
-    """Prefetch the cache line at `address`, an LLVM value. The address need not be valid."""
+    """Emit a prefetch of the cache line at `address`, an LLVM value. The address may be invalid."""
     byte_pointer, int32 = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -190,13 +188,13 @@ def fetch_and_increment(_typing: Any, address: Any) -> Any:
 
 @kernel
 def from_bf16(number):
-    """Convert bf16, given as uint16, to float32."""
+    """Convert the uint16 bits of a bf16 number to float32."""
     return float_of_bits(np.uint32(np.uint32(number) << np.uint32(16)))
 
 
 @kernel
 def to_bf16(number):
-    """Convert float32 to bf16 as uint16, rounding to nearest even."""
+    """Round float32 to bf16, to nearest even. Returns the bits as uint16."""
     if number != number:
         return np.uint16(0x7FC0)
     bits = bits_of_float(number)
@@ -205,9 +203,9 @@ def to_bf16(number):
 
 @ordered_kernel
 def exp(x):
-    """Return exp of a float32 to 2 ulp, clamped to [e^-87, e^88]. Loops vectorise, unlike with the library's exp.
+    """Return exp of a float32 to 2 ulp, clamped to [e^-87, e^88] (the method of Cephes' expf).
 
-    2^n times a polynomial of the remainder, as in Cephes' expf.
+    Unlike the library's exp, this function vectorises.
     """
     x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
     n = np.floor(x * LOG2_E + _HALF)
@@ -218,7 +216,7 @@ def exp(x):
 
 @kernel
 def inverse_rms(x, row, begin, size, eps):
-    """Return 1 / sqrt(mean of squares + eps) of `size` elements from `begin` on in a row of x."""
+    """Return 1 / sqrt(mean of squares + eps) of `x[row, begin : begin + size]`."""
     total = _ZERO
     for k in range(size):
         total += x[row, begin + k] * x[row, begin + k]

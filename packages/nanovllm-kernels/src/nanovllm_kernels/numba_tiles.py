@@ -1,6 +1,6 @@
-"""Register tiles of a float32 product on a CPU, as Numba intrinsics: a few rows times the columns of one panel.
+"""Numba intrinsics for float32 products on a CPU: a few rows times a panel, which is PANEL columns of a weight.
 
-Each sum runs over K in order, so that a row's result does not depend on the other rows.
+Each sum runs over K in order. Hence a row's result does not depend on the other rows.
 """
 
 from typing import Any
@@ -12,13 +12,14 @@ from numba.extending import intrinsic
 
 from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
 
-# Columns of a panel: their bf16 values for one k fill a cache line.
+# Columns of a panel: for one k, the columns' bf16 values fill a cache line.
 PANEL = 32
+# Bytes of a cache line.
 LINE = 64
-# Columns whose sums fit two vectors. Their bf16 values are stored in pairs: column i with column i + LANES.
+# Columns of a group: two vectors. In bf16, column i is stored beside column i + LANES.
 GROUP = 2 * LANES
 NUM_GROUPS = PANEL // GROUP
-# Rows multiplied at once: their sums fill 12 of AVX2's 16 registers.
+# Maximum rows of a tile: the sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
 # Steps of K that are unrolled.
 UNROLL = 4
@@ -39,13 +40,15 @@ def make_tile(
     row_stride: int | None = None,
     sums_stride: int = PANEL,
 ) -> Any:
-    """Make an intrinsic tile(rows_ptr, panel_ptr, depth, sums_ptr, more, ahead_ptr, ahead_step) that multiplies.
+    """Make an intrinsic that multiplies `num_rows` rows by a panel.
+
+    The parameters of the intrinsic are:
 
     rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
-    panel_ptr: a bf16 panel [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL.
-    sums_ptr: float32 [num_rows, sums_stride]. continues_sums: 0 to start the sums at zero, else they continue.
-    prefetch_ptr: address from which `num_prefetches` lines are prefetched per UNROLL steps of `depth`.
-    prefetch_step: bytes that this address then advances.
+    panel_ptr: bf16 [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL.
+    sums_ptr: float32 [num_rows, sums_stride]. continues_sums: 0 to overwrite the sums, else products are added.
+    prefetch_ptr: address of `num_prefetches` cache lines, which are prefetched in each UNROLL steps of `depth`.
+    prefetch_step: number of bytes that `prefetch_ptr` then advances.
     """
 
     @intrinsic
@@ -74,7 +77,7 @@ def _typed_pointer(builder: Any, address: Any, function_type: Any, offset: int =
 
 
 def _lower_halves(builder: Any, words: Any) -> list[Any]:
-    """Convert pairs of bf16 to float32: first the lower halves, then the upper halves."""
+    """Convert pairs of bf16 to float32: a vector of the lower halves, and a vector of the upper halves."""
     low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
     high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]
@@ -90,7 +93,7 @@ def _lower_tile(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """strides: from a row's element to its next one along K, and to the next row's element."""
+    """Emit the code of `make_tile`. strides: number of elements to the next k, and to the next row."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step = values
     num_vectors = 2 * num_groups
     step = 2 * PANEL if from_bf16 else 4 * GROUP
@@ -136,7 +139,7 @@ def _lower_tile(
 
 @intrinsic
 def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> Any:
-    """Write `depth` lines of a bf16 panel as float32, one group of columns after another, each [depth, GROUP]."""
+    """Convert a bf16 panel [depth, PANEL] to float32 [NUM_GROUPS, depth, GROUP]."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         panel, depth, copy = values
@@ -146,9 +149,9 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
                 line = builder.add(panel, builder.mul(loop.index, _INT64(2 * PANEL)))
                 words = builder.load(_typed_pointer(builder, line, _INT_VECTOR, 2 * GROUP * group), align=4)
                 target_address = builder.add(target, builder.mul(loop.index, _INT64(4 * GROUP)))
-                for half, numbers in enumerate(_lower_halves(builder, words)):
+                for half, half_values in enumerate(_lower_halves(builder, words)):
                     builder.store(
-                        numbers, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
+                        half_values, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
                     )
         return context.get_dummy_value()
 
@@ -157,7 +160,10 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
-    """Transpose a square of TRANSPOSED_SIZE bf16 rows, `step` bytes apart, to float32 lines 4 * GROUP bytes apart."""
+    """Transpose TRANSPOSED_SIZE x TRANSPOSED_SIZE bf16 values to float32. step: bytes between two rows of keys.
+
+    Rows of the output are 4 * GROUP bytes apart.
+    """
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         keys, step, out = values
@@ -168,7 +174,7 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
             element_ptr = _typed_pointer(builder, builder.add(keys, builder.mul(step, _INT64(i))), halves)
             wide_values = builder.zext(builder.load(element_ptr, align=2), bits)
             rows.append(builder.bitcast(builder.shl(wide_values, ir.Constant(bits, [16] * TRANSPOSED_SIZE)), number))
-        # Three rounds: each swaps elements between rows i and i + distance.
+        # Each round swaps elements of rows i and i + distance.
         distance = 1
         while distance < TRANSPOSED_SIZE:
             first = [i if i & distance == 0 else TRANSPOSED_SIZE + i - distance for i in range(TRANSPOSED_SIZE)]
@@ -176,9 +182,9 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
             swapped = list(rows)
             for i in range(TRANSPOSED_SIZE):
                 if i & distance == 0:
-                    masks = [ir.Constant(bits, mask) for mask in (first, second)]
-                    swapped[i] = builder.shuffle_vector(rows[i], rows[i + distance], masks[0])
-                    swapped[i + distance] = builder.shuffle_vector(rows[i], rows[i + distance], masks[1])
+                    other = i + distance
+                    swapped[i] = builder.shuffle_vector(rows[i], rows[other], ir.Constant(bits, first))
+                    swapped[other] = builder.shuffle_vector(rows[i], rows[other], ir.Constant(bits, second))
             rows = swapped
             distance *= 2
         for i, row in enumerate(rows):
@@ -190,7 +196,7 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
 
 @intrinsic
 def widen_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
-    """Write GROUP bf16 values as float32."""
+    """Convert GROUP bf16 values to float32."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         halves = ir.VectorType(ir.IntType(16), LANES)
@@ -207,15 +213,15 @@ def widen_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
 
 @intrinsic
 def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
-    """Return the largest of `count` float32 values; `count` is a multiple of LANES."""
+    """Return the largest of `count` float32 values. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        numbers, size = values
+        values_ptr, size = values
         accumulator = cgutils.alloca_once_value(
-            builder, builder.load(_typed_pointer(builder, numbers, _FLOAT_VECTOR), align=4)
+            builder, builder.load(_typed_pointer(builder, values_ptr, _FLOAT_VECTOR), align=4)
         )
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES)), start=_INT64(1)) as loop:
-            number = _load_lanes(builder, numbers, loop.index)
+            number = _load_lanes(builder, values_ptr, loop.index)
             before = builder.load(accumulator)
             builder.store(builder.select(builder.fcmp_ordered(">", before, number), before, number), accumulator)
         function_type = ir.FunctionType(ir.FloatType(), [_FLOAT_VECTOR])
@@ -227,18 +233,15 @@ def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
 
 @intrinsic
 def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> Any:
-    """Replace `count` float32 values, a multiple of LANES, by exp(value - most), and return their sum.
-
-    The sum is taken per lane, and then over the lanes, in a fixed order.
-    """
+    """Replace `count` float32 values by exp(value - max_value), and return their sum. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        numbers, size, max_number = values
+        values_ptr, size, max_number = values
         accumulator = cgutils.alloca_once_value(builder, ir.Constant(_FLOAT_VECTOR, [0.0] * LANES))
         shift = _broadcast(builder, max_number)
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
-            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, numbers, loop.index), shift))
-            _store_lanes(builder, weight, numbers, loop.index)
+            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, values_ptr, loop.index), shift))
+            _store_lanes(builder, weight, values_ptr, loop.index)
             builder.store(builder.fadd(builder.load(accumulator), weight), accumulator)
         function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOAT_VECTOR])
         reduce = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
@@ -249,7 +252,7 @@ def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> An
 
 @intrinsic
 def gate_values(_typing: Any, gates_ptr: Any, up_ptr: Any, out_ptr: Any, count: Any) -> Any:
-    """Write silu(gate) * up for `count` float32 values, a multiple of LANES."""
+    """Write silu(gate) * up of `count` float32 values. count: a multiple of LANES."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         gates, ups, out, size = values
@@ -280,7 +283,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 
 def _lower_exp(builder: Any, x: Any) -> Any:
-    """Like `jit.exp`, for a vector: 2^n times a polynomial of the remainder."""
+    """Emit `numba_jit.exp` of a vector."""
 
     def constant(number: Any) -> Any:
         return ir.Constant(_FLOAT_VECTOR, [float(number)] * LANES)

@@ -1,7 +1,7 @@
-"""Controls how long torch's threads wait by spinning: long on idle cores, briefly if other processes need the cores.
+"""Shortens the spinning of torch's threads at barriers while other processes need the cores.
 
-GCC's OpenMP runtime spins for milliseconds at each barrier, which is fastest on idle cores. Beside a busy process each
-barrier waits for a thread that runs only a time slice later, and a decode step has hundreds of barriers.
+GCC's OpenMP runtime spins for milliseconds at each barrier. If another process uses a core, a thread may reach the
+barrier a time slice late, and a decode step has hundreds of barriers.
 """
 
 import contextlib
@@ -14,19 +14,17 @@ from pathlib import Path
 
 import torch
 
-# Time between two samples of other processes' CPU use.
 SAMPLE_INTERVAL_S = 0.2
-# Number of cores that other processes use beyond the cores that our threads leave idle. Above MIN_BUSY_CORES spinning
-# is shortened, below MAX_IDLE_CORES it is long again.
+# Other processes use this many of our threads' cores: above MIN_BUSY_CORES spins are short, below MAX_IDLE_CORES long.
 MIN_BUSY_CORES = 0.4
 MAX_IDLE_CORES = 0.2
-# If one of these variables is set, the user has chosen how threads wait.
+# Environment variables by which a user chooses how threads wait.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 PROC_STAT = Path("/proc/stat")
 
 
 def can_shorten_spins() -> bool:
-    """Whether threads of this process wait by spinning, and this module may shorten the spinning."""
+    """Whether this process's threads spin at barriers, and the user has not chosen how threads wait."""
     return (
         sys.platform == "linux"
         and torch.get_num_threads() > 1
@@ -39,8 +37,8 @@ def can_shorten_spins() -> bool:
 class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
     """While open, threads at a barrier spin for microseconds and then sleep.
 
-    GCC's runtime does this while it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). A
-    thread of this object makes the runtime start the missing threads, which only sleep.
+    GCC's runtime spins briefly if it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). This
+    object makes the runtime start additional threads, which sleep.
     """
 
     def __init__(self) -> None:
@@ -51,14 +49,14 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
         self._has_started.wait()
 
     def __exit__(self, *_: object) -> None:
-        # The runtime ends the team when its thread ends.
+        # When this thread ends, the runtime ends the additional threads.
         self._stop.set()
         self._thread.join()
 
     def _run_team(self) -> None:
         library = ctypes.CDLL(None)
         num_missing = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
-        # The team must run a function: free(NULL) does nothing.
+        # The runtime requires a function, and free(NULL) does nothing.
         no_op = ctypes.cast(library.free, ctypes.c_void_p)
         library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
         self._has_started.set()
@@ -68,10 +66,9 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
 class SpinControl:
     """Shortens spinning while other processes need the cores, from construction until `close`.
 
-    A thread samples the use of the cores every `SAMPLE_INTERVAL_S`, also during steps: a single step that spins beside
-    a busy process takes seconds.
+    A thread samples the use of the cores also during steps, because one step with long spins can take seconds.
 
-    is_on: False to leave spinning alone; see `can_shorten_spins`.
+    is_on: if False, the object does nothing.
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
@@ -96,7 +93,7 @@ class SpinControl:
             self.adapt(others_s / window_s)
 
     def adapt(self, num_busy_cores: float) -> None:
-        """Shorten or restore spinning, given the number of cores that other processes use."""
+        """Shorten or restore spinning. num_busy_cores: number of cores that other processes use."""
         num_missing_cores = num_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
         if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES:
             self._short_spins = ShortSpins()
@@ -104,7 +101,7 @@ class SpinControl:
             self._spin_long()
 
     def close(self) -> None:
-        """Stop watching, and let threads spin as the runtime chooses."""
+        """Stop sampling and restore the runtime's spinning."""
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -117,15 +114,13 @@ class SpinControl:
 
 
 def _sample_cpu_use() -> tuple[float, float]:
-    """Return the time, and the CPU seconds of other processes on this process's cores."""
+    """Return the current time and the CPU time of other processes on this process's cores, in seconds."""
     return time.monotonic(), _busy_seconds() - time.process_time()
 
 
 def _busy_seconds() -> float:
-    """Return the seconds for which this process's cores have been busy.
-
-    Low-priority processes hardly delay others: they count only if this process has low priority itself.
-    """
+    """Return the seconds for which this process's cores have been busy."""
+    # Processes with low priority hardly delay a process with normal priority.
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     ticks = 0

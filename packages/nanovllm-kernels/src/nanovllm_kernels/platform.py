@@ -1,4 +1,4 @@
-"""Detects what a device can do. Other modules branch on the answers and never ask the device themselves."""
+"""Detects what a device can do. Other modules do not query devices themselves."""
 
 import ctypes
 import functools
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-# Major compute capability on which FlashAttention is known to work: Hopper.
+# Major compute capability for which FlashAttention is enabled: Hopper.
 FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
-# Number of SMs that launches are planned for without a GPU, in the interpreter.
+# Number of SMs for which launches are planned in Triton's interpreter.
 INTERPRETER_SMS = 8
-# Maximum number of rows that every CPU computes in float32, see `gemm`.
+# Maximum number of rows that a CPU with bf16 instructions computes in float32.
 MAX_FLOAT32_ROWS = 8
-# Below this hidden size, launches limit the speed of decodes, so that a float32 residual stream costs nothing.
+# Below this hidden size, kernel launches limit the speed of decodes, and a float32 residual stream costs nothing.
 MIN_WIDE_HIDDEN_SIZE = 1024
 # Values of ONEDNN_MAX_CPU_ISA under which oneDNN emulates bf16 products.
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -26,13 +26,7 @@ _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Properties of a device.
-
-    capability: CUDA compute capability, None on a CPU.
-    total_memory: bytes, 0 on a CPU.
-    num_sms: streaming multiprocessors, 0 on a CPU.
-    has_triton: whether Triton is installed, so that its kernels can be compiled.
-    """
+    """Properties of a device. A CPU has no `capability` (CUDA's), and 0 bytes of `total_memory` and 0 `num_sms`."""
 
     name: str
     capability: tuple[int, int] | None
@@ -82,7 +76,7 @@ def has_fp8() -> bool:
 
 @functools.cache
 def describe_device(device: torch.device) -> DeviceInfo:
-    """Return the properties of `device`. Raises RuntimeError for a CUDA device that does not exist."""
+    """Return the properties of `device`. Raises RuntimeError if a CUDA device does not exist."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceInfo(
@@ -96,10 +90,7 @@ def describe_device(device: torch.device) -> DeviceInfo:
 
 
 def make_cache_directory(name: str) -> Path | None:
-    """Create and return a persistent directory for a compiler's output, or None if none is writable.
-
-    The directory is in $NANOVLLM_CACHE, else in the user's cache directory.
-    """
+    """Create a directory for a compiler's output, in $NANOVLLM_CACHE or the user's cache. None: it is not writable."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         directory = Path(os.environ.get("NANOVLLM_CACHE") or Path(home) / "nanovllm") / name
@@ -112,9 +103,8 @@ def make_cache_directory(name: str) -> Path | None:
 def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
     """Return the dtype of the residual stream [T, hidden_size] of a model with weights of `dtype` on `device`.
 
-    16-bit streams are inexact. bf16 rounds twice per layer, often by more than the difference of two logits. float16
-    overflows on outliers of a few models. So models with 16-bit weights get a float32 stream where that is free: narrow
-    models on CUDA, and bf16 on a CPU, where norms and few-row products run in float32 anyway.
+    A float32 stream is chosen where it costs nothing: for narrow models on CUDA, and for bf16 on a CPU. A bf16 stream
+    rounds twice per layer, often by more than the difference of two logits. float16 overflows in a few models.
     """
     uses_float32 = (
         dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < MIN_WIDE_HIDDEN_SIZE
@@ -124,14 +114,14 @@ def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -
 
 @functools.cache
 def can_overlap_launches(device: torch.device) -> bool:
-    """Whether a kernel can start while the previous one drains (programmatic dependent launch: Hopper or newer)."""
+    """Whether a kernel can start before the previous kernel ends (programmatic dependent launch: Hopper or newer)."""
     capability = describe_device(device).capability
     return capability is not None and capability >= (9, 0)
 
 
 @functools.cache
 def can_pack_bf16() -> bool:
-    """Whether oneDNN on this CPU multiplies bfloat16 natively, so that prepacking pays (see `gemm`)."""
+    """Whether oneDNN on this CPU has bfloat16 instructions and accepts packed weights."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -141,10 +131,8 @@ def can_pack_bf16() -> bool:
 
 
 def _bf16_instructions() -> str | None:
-    """Return the name of the instructions with which oneDNN multiplies bf16, or None if it would emulate them.
-
-    torch's own probe is not enough: on x86 it accepts AVX-512 alone.
-    """
+    """Return the name of oneDNN's bf16 instructions on this CPU, or None if oneDNN emulates bf16."""
+    # torch's own probe also accepts x86 CPUs that have AVX-512 but no bf16 instructions.
     if platform.machine() not in ("x86_64", "AMD64"):
         return "BF16"
     limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
@@ -164,15 +152,15 @@ def has_numba() -> bool:
 
 
 def runs_in_float32(num_rows: int) -> bool:
-    """Whether a CPU computes `num_rows` rows with bf16 weights in float32, with Numba kernels.
+    """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
 
-    True for few rows, and for any number on a CPU without bf16 instructions.
+    True for at most MAX_FLOAT32_ROWS rows. Without bf16 instructions true for any number of rows.
     """
     return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not can_pack_bf16())
 
 
 def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Describe, for users, how a model with weights of `dtype` computes products on `device`."""
+    """Return a text for users about how products with weights of `dtype` are computed on `device`."""
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         return name

@@ -14,11 +14,8 @@ MIN_SCALE_EXPONENT = tl.constexpr(fp8.MIN_SCALE_EXPONENT)
 
 @triton.jit
 def quantize_groups(x, axis: tl.constexpr):
-    """Round each group of float32 `x` along `axis` to e4m3, and return its values and its float32 scale.
-
-    The group's largest magnitude becomes 448. Divisions are rounded correctly (Triton's "/" is not on a GPU), so that
-    all kernels and the reference agree bit for bit.
-    """
+    """Round each group of float32 `x` along `axis` to e4m3. Returns the values and the groups' float32 scales."""
+    # `div_rn` rounds as the reference does. Triton's "/" is less exact on a GPU.
     magnitude = tl.maximum(tl.max(tl.abs(x), axis), MIN_GROUP_MAGNITUDE)
     factor = tl.div_rn(MAX_E4M3, magnitude)
     scale = tl.div_rn(magnitude, MAX_E4M3)
@@ -27,12 +24,12 @@ def quantize_groups(x, axis: tl.constexpr):
 
 @triton.jit
 def scale_exponents(magnitude):
-    """Return the biased exponents of the scales of heads with largest `magnitude`, as `fp8.quantize` chooses them."""
+    """Return the biased exponents of the scales that `fp8.quantize` chooses for heads with this largest magnitude."""
     exponents = ((magnitude.to(tl.int32, bitcast=True) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23) - MAX_E4M3_EXPONENT
     return tl.maximum(exponents, MIN_SCALE_EXPONENT)
 
 
 @triton.jit
 def inverse_scales(exponents):
-    """Return the exact inverses of scales with these biased exponents."""
+    """Return the inverses of scales, given the biased exponents of the scales."""
     return ((254 - exponents) << 23).to(tl.float32, bitcast=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm_kernels.attention.plan import flash_requests, tile_configs
+from nanovllm_kernels.attention.plan import flash_requests, tile_configs, work_list
 from nanovllm_kernels.attention.plan.work_list import NO_LIMIT, WorkListFilter, make_work_list, split_query_lens
 
 CONFIG = tile_configs.TileConfig(128, 64, 8, 3, 1)
@@ -191,7 +191,7 @@ def test_more_than_2_to_the_31_blocks_are_counted(device, monkeypatch):
 @pytest.mark.parametrize("num_heads", [2, 8, 16, 32])
 @pytest.mark.parametrize("query_len", [16, 100, 512])
 def test_one_short_chunk_over_a_long_context_fills_the_device(device, monkeypatch, query_len, num_heads):
-    monkeypatch.setattr(tile_configs, "INTERPRETER_SMS", 132)
+    monkeypatch.setattr(work_list, "INTERPRETER_SMS", 132)
     monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe_device", lambda _: CpuDescription)
     # As in a captured step: 512 tokens, 256 entries, lengths known only to the device.
     work, _ = plan(device, [(query_len, 32768)], block_q=32, num_empty=255, num_tokens=512, num_head_blocks=num_heads)
@@ -208,7 +208,7 @@ class CpuDescription:
 
 
 def test_whole_prompts_are_cut_rarely(device, monkeypatch):
-    monkeypatch.setattr(tile_configs, "INTERPRETER_SMS", 132)
+    monkeypatch.setattr(work_list, "INTERPRETER_SMS", 132)
     monkeypatch.setattr("nanovllm_kernels.attention.plan.work_list.describe_device", lambda _: CpuDescription)
     requests = [(2047, 2047)] * 4
     work, _ = plan(device, requests, block_q=64, num_empty=28, num_tokens=8192)

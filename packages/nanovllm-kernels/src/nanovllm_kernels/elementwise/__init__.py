@@ -1,7 +1,6 @@
 """Operators bound by memory traffic: norms, rotary embedding with the cache write, and gates.
 
-On CUDA each is one Triton kernel in a custom operator; elsewhere `reference` computes it in plain torch. torch.compile
-sees the formulas of norms and gates, which it fuses, and the operators for the rotations.
+Each operator is one Triton kernel on CUDA. For torch.compile, norms and gates are plain torch, which it fuses.
 """
 
 import torch
@@ -26,7 +25,7 @@ __all__ = [
 
 
 def pack_norm(weight: Tensor) -> Tensor:
-    """Prepare a norm's `weight` [H] for `rms_norm`: float32 and repeated twice on a CPU, unchanged on CUDA."""
+    """Prepare a norm's `weight` [H] for `rms_norm`: float32 [2 H] on a CPU, unchanged on CUDA."""
     return weight if weight.is_cuda else reference.pack_norm(weight)
 
 
@@ -35,8 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 
     x: [T, H] or [T, n, D], the last dimension contiguous, other dimensions with any stride.
     weight: [H] or [D], plain or from `pack_norm`.
-    dtype: of the result on CUDA; None: the weight's dtype. On a CPU the result has x's dtype.
-    Returns: shape of `x`, the last dimension contiguous. Computed in float32, rounded once.
+    dtype: the result's dtype on CUDA. None: the weight's dtype. On a CPU the result has the dtype of `x`.
     """
     if torch.compiler.is_compiling():
         return reference.rms_norm_formula(x, weight, eps, dtype)
@@ -49,7 +47,7 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
     """Apply `rms_norm` in place to the first `sizes[0]` elements of each row, and separately to the next `sizes[1]`.
 
     x: [T, W], rows contiguous, with any stride.
-    weights: one per part, of the part's size, plain or from `pack_norm`.
+    weights: [sizes[0]] and [sizes[1]], plain or from `pack_norm`.
     """
     if x.is_cuda:
         _norm_parts_op(x, list(sizes), *weights, eps)
@@ -59,7 +57,7 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
 
 
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
-    """Prepare the rotation of a step's tokens once for all layers.
+    """Prepare the rotation of a step's tokens. All layers share the result.
 
     cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second half.
     positions: int64 [T].
@@ -78,24 +76,23 @@ def rope_and_cache(
     *,
     keep_keys: bool = False,
 ) -> Tensor:
-    """Rotate queries and keys by their positions, and write keys and values into the paged cache, all in place.
+    """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
-    qkv: [T, Hq + 2 Hkv, D], each token's query heads, key heads, value heads; heads contiguous, tokens with any stride.
-        The rotated queries overwrite the query heads; the key heads may be overwritten too.
-    rotation: of rot <= D dimensions: the first rot of each head are rotated, dimension i with i + rot / 2 (Su et al.
-        2021, in GPT-NeoX's order).
-    slot_mapping: int64 [T], each token's cache slot, page * page_size + offset; slots of real tokens are unique.
-    kv_cache: [N, P, 2 Hkv, D], contiguous: in each slot the key heads, then the value heads. Of qkv's dtype (on a CPU
-        any, with float32 `qkv`), or float8_e4m3fn, to which `fp8.quantize` rounds.
-    qk_norm: norms of query and key heads before the rotation, or None.
-    kv_scales: uint8 [N, 2 Hkv, P], contiguous, of a quantised cache, else None.
-    keep_keys: also store the keys and values in `qkv` as they are cached. Only on CUDA, and not for a quantised cache.
-    Returns: rotated queries [T, Hq, D] in the cache's dtype; in qkv's own dtype for an FP8 cache and where a CPU
-        computes in float32. A view of `qkv` if the dtype is the same.
-    Raises: ValueError if `keep_keys` is not supported.
+    On CUDA, 0 is written for non-finite values. Otherwise these values could reach the next request of the page.
 
-    Computed in float32 and rounded once; a CPU also rounds after the norm, unless `qkv` is float32. On CUDA the cache
-    gets 0 for non-finite elements of value heads, so that these cannot reach the page's next request.
+    qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous, tokens have any stride. Query heads are
+        overwritten, and key heads may be overwritten.
+    rotation: of the first rot <= D dimensions of each head. Dimensions i and i + rot / 2 form a pair (Su et al. 2021,
+        in GPT-NeoX's order).
+    slot_mapping: int64 [T], each token's cache slot, page * page_size + offset. Unique except for padding.
+    kv_cache: [N, P, 2 Hkv, D], contiguous. A slot has the key heads, then the value heads. The dtype of `qkv`, or e4m3;
+        any dtype on a CPU with float32 `qkv`.
+    qk_norm: norms of query and key heads before the rotation. None: no norms.
+    kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
+    keep_keys: store the cached keys and values in `qkv` too.
+    Returns: rotated queries [T, Hq, D] in the cache's dtype. With an FP8 cache, or float32 arithmetic on a CPU: in the
+        dtype of `qkv`. A view of `qkv` if the dtype is the same.
+    Raises: ValueError if `keep_keys` is set on a CPU or for an FP8 cache.
     """
     if keep_keys and (not qkv.is_cuda or kv_scales is not None):
         raise ValueError("keep_keys needs a CUDA device and a cache that is not quantised")
@@ -121,10 +118,9 @@ def _rope_and_cache_on_cpu(
 ) -> None:
     from nanovllm_kernels.elementwise import numba_rope
 
-    norm = None
     if qk_norm is not None:
-        norm = QKNorm(qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps)
-    numba_rope.rope_and_cache(qkv, factors, slot_mapping, kv_cache, norm)
+        qk_norm = QKNorm(qk_norm.q_weight.float(), qk_norm.k_weight.float(), qk_norm.eps)
+    numba_rope.rope_and_cache(qkv, factors, slot_mapping, kv_cache, qk_norm)
 
 
 def latent_rope_and_cache(
@@ -137,16 +133,16 @@ def latent_rope_and_cache(
     kv_cache: Tensor,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Prepare latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434): rotate the end of each query head
-    in place, norm each latent, rotate the key part beside it, and write both to the paged cache.
+    """Rotate queries in place, and write normed latents and rotated keys into the paged cache, for latent attention.
 
-    q: [T, H, D], heads contiguous, tokens with any stride; the last R <= D dimensions of each head are rotated.
-    latents: [T, L + R], the last dimension contiguous: a latent, then the key part that all heads share.
-    norm_weight: [L], plain or from `pack_norm`. eps: of the norm.
+    Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+
+    q: [T, H, D], heads contiguous, tokens with any stride. The last R <= D dimensions of each head are rotated.
+    latents: [T, L + R], the last dimension contiguous. A latent, then the R key dimensions that all heads share.
+    norm_weight: [L], plain or from `pack_norm`.
     rotation: of R dimensions, in GPT-NeoX's order. slot_mapping: as for `rope_and_cache`.
-    kv_cache: [N, P, 1, L + R], contiguous, of q's dtype (on a CPU any), or float8_e4m3fn: a token's latent and key part
-        then share one scale. kv_scales: uint8 [N, 1, P] for an FP8 cache, else None.
-    Computed in float32 and rounded once; a CPU also rounds after the norm, unless `latents` is float32.
+    kv_cache: [N, P, 1, L + R], contiguous, dtype of `q` (any dtype on a CPU) or e4m3.
+    kv_scales: uint8 [N, 1, P], one scale per token. None: the cache is not FP8.
     """
     if rotation.factors is not None:
         reference.latent_rope_and_cache(
@@ -159,7 +155,7 @@ def latent_rope_and_cache(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Return SwiGLU's gate (Shazeer 2020), `silu(x[:, :I]) * x[:, I:]`, [T, I], for contiguous x [T, 2 I]."""
+    """Return `silu(x[:, :I]) * x[:, I:]` (SwiGLU, Shazeer 2020) for contiguous `x` [T, 2 I]."""
     if torch.compiler.is_compiling():
         return reference.silu_and_mul_formula(x)
     if x.is_cuda:
@@ -168,7 +164,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Return `x * sigmoid(gate)` for contiguous x [T, W] and `gate` [T, W] with contiguous rows of any stride."""
+    """Return `x * sigmoid(gate)`. x: [T, W], contiguous. gate: [T, W], rows contiguous, with any stride."""
     if torch.compiler.is_compiling() or not x.is_cuda:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
     return _sigmoid_and_mul_op(x, gate)

@@ -1,4 +1,4 @@
-"""Query and key norm, rotation and the write to a bf16 cache, for float32 rows on a CPU."""
+"""Norms and rotation of float32 queries and keys, and the write to a bf16 cache, on a CPU."""
 
 import numba
 import numpy as np
@@ -20,7 +20,7 @@ from nanovllm_kernels.numba_jit import (
     to_bf16,
 )
 
-# Indices of the int64 arguments of a region. EPS is stored as the bits of a float64.
+# Indices of the int64 arguments of `_rotate_on_thread`. EPS holds the bits of a float64.
 (
     _OPENMP,
     _QKV_PTR,
@@ -39,21 +39,14 @@ from nanovllm_kernels.numba_jit import (
     _ROT,
 ) = range(15)
 _NUM_ARGS = 15
-# Maximum number of tokens that a single thread rotates: starting other threads would take longer.
+# Maximum number of tokens that a single thread rotates alone: starting other threads takes longer.
 _MAX_SINGLE_THREAD_TOKENS = 8
 
 
 def rope_and_cache(
-    qkv: Tensor,
-    factors: RotationFactors,
-    slot_mapping: Tensor,
-    kv_cache: Tensor,
-    qk_norm: QKNorm | None,
+    qkv: Tensor, factors: RotationFactors, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
 ) -> None:
-    """Implement the package's `rope_and_cache` for float32 qkv [T, Hq + 2 Hkv, D] and a bf16 cache.
-
-    qk_norm: with float32 weights, or None for no norm.
-    """
+    """Implement the package's `rope_and_cache` for float32 `qkv`, a bf16 cache and float32 weights of `qk_norm`."""
     num_tokens, num_heads, head_dim = qkv.shape
     _rotate_on_threads(
         OPENMP,
@@ -97,22 +90,11 @@ def _rotate_on_threads(
     num_threads,
 ):
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR], args[_SIN_PTR], args[_SLOTS_PTR] = (
-        openmp,
-        qkv_ptr,
-        stride,
-        cos_ptr,
-        sin_ptr,
-        slots_ptr,
-    )
-    args[_CACHE_PTR], args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args[_NUM_TOKENS], args[_NUM_HEADS] = (
-        cache_ptr,
-        q_weight_ptr,
-        k_weight_ptr,
-        num_tokens,
-        num_heads,
-    )
-    args[_NUM_CACHED], args[_HEAD_DIM], args[_ROT] = num_cached, head_dim, rot
+    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR] = openmp, qkv_ptr, stride, cos_ptr
+    args[_SIN_PTR], args[_SLOTS_PTR], args[_CACHE_PTR] = sin_ptr, slots_ptr, cache_ptr
+    args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR] = q_weight_ptr, k_weight_ptr
+    args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED] = num_tokens, num_heads, num_cached
+    args[_HEAD_DIM], args[_ROT] = head_dim, rot
     args.view(np.float64)[_EPS] = eps
     if num_tokens <= _MAX_SINGLE_THREAD_TOKENS:
         _rotate_tokens(args, 0, num_tokens)
@@ -128,36 +110,22 @@ def _rotate_on_thread(args_ptr):
 
 
 @ordered_kernel
-def _rotate_tokens(args, begin, end):
-    qkv_ptr, stride, cos_ptr, sin_ptr, slots_ptr, cache_ptr = (
-        args[_QKV_PTR],
-        args[_STRIDE],
-        args[_COS_PTR],
-        args[_SIN_PTR],
-        args[_SLOTS_PTR],
-        args[_CACHE_PTR],
-    )
-    q_weight_ptr, k_weight_ptr, eps = args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR], args.view(np.float64)[_EPS]
-    num_tokens, num_heads, num_cached, head_dim, rot = (
-        args[_NUM_TOKENS],
-        args[_NUM_HEADS],
-        args[_NUM_CACHED],
-        args[_HEAD_DIM],
-        args[_ROT],
-    )
-    cos = numba.carray(pointer(cos_ptr), (num_tokens, rot), np.float32)
-    sin = numba.carray(pointer(sin_ptr), (num_tokens, rot), np.float32)
-    slots = numba.carray(pointer(slots_ptr), (num_tokens,), np.int64)
+def _rotate_tokens(args, first_token, end_token):
+    num_tokens, num_heads, num_cached = args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED]
+    head_dim, rot, eps = args[_HEAD_DIM], args[_ROT], np.float32(args.view(np.float64)[_EPS])
+    cos = numba.carray(pointer(args[_COS_PTR]), (num_tokens, rot), np.float32)
+    sin = numba.carray(pointer(args[_SIN_PTR]), (num_tokens, rot), np.float32)
+    slots = numba.carray(pointer(args[_SLOTS_PTR]), (num_tokens,), np.int64)
     num_q_heads = num_heads - num_cached
-    num_rotated_heads = num_heads - num_cached // 2
-    for token in range(begin, end):
-        heads = numba.carray(pointer(qkv_ptr + 4 * token * stride), (num_heads, head_dim), np.float32)
-        cached_ptr = cache_ptr + 2 * slots[token] * num_cached * head_dim
+    for token in range(first_token, end_token):
+        token_ptr = args[_QKV_PTR] + 4 * token * args[_STRIDE]
+        heads = numba.carray(pointer(token_ptr), (num_heads, head_dim), np.float32)
+        cached_ptr = args[_CACHE_PTR] + 2 * slots[token] * num_cached * head_dim
         cached = numba.carray(pointer(cached_ptr), (num_cached, head_dim), np.uint16)
-        for head in range(num_rotated_heads):
-            weight_ptr = q_weight_ptr if head < num_q_heads else k_weight_ptr
+        for head in range(num_heads - num_cached // 2):
+            weight_ptr = args[_Q_WEIGHT_PTR] if head < num_q_heads else args[_K_WEIGHT_PTR]
             if weight_ptr:
-                _norm(heads, head, weight_ptr, np.float32(eps))
+                _norm(heads, head, weight_ptr, eps)
             _rotate_head(heads[head], cos[token], sin[token])
         for head in range(num_cached):
             for dim in range(head_dim):

@@ -1,6 +1,6 @@
-"""The elementwise operators in plain torch: the reference for the kernels' tests, and the CPU path.
+"""Elementwise operators in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Each uses few torch calls, because for one token a call costs more than its arithmetic.
+For one token a torch call costs more than its arithmetic, so each operator uses few calls.
 """
 
 import torch
@@ -17,11 +17,9 @@ def pack_norm(weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See the package's `rms_norm`.
+    """See the package's `rms_norm`. A LayerNorm of x and -x takes half the time of torch's RMSNorm on a CPU.
 
-    torch's CPU LayerNorm is fused, but its RMSNorm is not. x concatenated with -x has mean zero and x's mean square as
-    variance, so its LayerNorm takes half the time of `functional.rms_norm`. Statistics are float32, and the result is
-    rounded once.
+    The concatenation of x and -x has mean 0 and variance mean(x^2).
     """
     size = x.shape[-1]
     if weight.shape[0] == size:
@@ -30,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationFactors:
-    """Return the factors of the package's `plan_rotation`."""
+    """Return the `factors` of `Rotation`."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     return RotationFactors(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
@@ -43,7 +41,7 @@ def rope_and_cache(
     kv_scales: Tensor | None,
     qk_norm: QKNorm | None,
 ) -> Tensor:
-    """See the package's `rope_and_cache`. Returns all of `qkv`, rotated, in the dtype of the returned queries."""
+    """See the package's `rope_and_cache`. Returns all heads instead of the query heads."""
     _, page_size, num_cached, head_dim = kv_cache.shape
     num_q_heads, num_kv_heads = qkv.shape[1] - num_cached, num_cached // 2
     if qk_norm is not None:
@@ -60,9 +58,9 @@ def rope_and_cache(
         qkv = qkv.to(kv_cache.dtype)
         kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached))
         return qkv
-    numbers, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached))
-    # On a CPU torch cannot copy rows of float8, so copy their bytes.
-    kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
+    values, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached))
+    # On a CPU torch cannot index float8 rows: copy bytes.
+    kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, values.view(torch.uint8))
     kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
     return qkv
 
@@ -88,27 +86,26 @@ def latent_rope_and_cache(
     if kv_scales is None:
         kv_cache.view(-1, width).index_copy_(0, slot_mapping, cached.to(kv_cache.dtype))
         return
-    numbers, exponents = fp8.quantize(cached)
-    # On a CPU torch cannot copy rows of float8, so copy their bytes.
-    kv_cache.view(torch.uint8).view(-1, width).index_copy_(0, slot_mapping, numbers.view(torch.uint8))
+    values, exponents = fp8.quantize(cached)
+    kv_cache.view(torch.uint8).view(-1, width).index_copy_(0, slot_mapping, values.view(torch.uint8))
     kv_scales[slot_mapping // page_size, 0, slot_mapping % page_size] = exponents
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """See the package's `silu_and_mul`. Here the SiLU is rounded to the dtype of `x` before the product."""
+    """See the package's `silu_and_mul`. SiLU is rounded to the dtype of `x` before the product."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
 
 
 def rms_norm_formula(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> Tensor:
-    """See the package's `rms_norm`: the form that a compiler sees."""
-    numbers = x.float()
-    scale = torch.rsqrt(numbers.square().mean(-1, keepdim=True) + eps)
-    normed = numbers * scale * weight.narrow(0, 0, x.shape[-1]).float()
+    """Compute the package's `rms_norm` with operators that torch.compile can fuse."""
+    x_float = x.float()
+    scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
+    normed = x_float * scale * weight.narrow(0, 0, x.shape[-1]).float()
     return normed.to((dtype or weight.dtype) if x.is_cuda else x.dtype)
 
 
 def silu_and_mul_formula(x: Tensor) -> Tensor:
-    """See the package's `silu_and_mul`: the form that a compiler sees."""
+    """Compute the package's `silu_and_mul` with operators that torch.compile can fuse."""
     gate, up = x.float().chunk(2, -1)
     return (functional.silu(gate) * up).to(x.dtype)

@@ -1,6 +1,4 @@
-"""Gates of SwiGLU and of attention on CUDA, computed in float32 and rounded once."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Gates of SwiGLU and of attention on CUDA."""
 
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Prepares latent attention on CUDA in one kernel: the latent's norm, both rotations and the cache write."""
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +9,7 @@ from nanovllm_kernels.elementwise.rotation import Rotation
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
-# Query heads per program: only the end of each head is read, 128 bytes with DeepSeek's sizes.
+# Query heads per program. Only the rotated end of each head is read.
 HEADS_PER_PROGRAM = 16
 
 
@@ -79,7 +77,7 @@ def _latent_rope_and_cache(
     QUANTIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Process one token: the first program its latent and key part, each other program a block of query heads."""
+    """Process one token's latent and shared key in the first program, or else a block of query heads."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,6 +1,4 @@
-"""RMSNorm on CUDA: each row is read once and stays in registers."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""RMSNorm on CUDA. Each row is read once."""
 
 import torch
 import triton
@@ -10,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Elements per program: short rows (one head each) share a program.
+# Elements per program. Several short rows share a program.
 ELEMENTS_PER_PROGRAM = 2048
 
 
@@ -62,7 +60,7 @@ def norm_parts(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: 
 
 
 def _num_warps(num_elements: int) -> int:
-    """Return the warps for eight elements per thread, 16 bytes of a 16-bit type; the longest rows have sixteen."""
+    """Return the number of warps for eight elements per thread, at most 16."""
     return max(1, min(16, triton.next_power_of_2(num_elements) // 256))
 
 

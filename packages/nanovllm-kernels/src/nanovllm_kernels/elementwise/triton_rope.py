@@ -1,6 +1,4 @@
-"""Query and key norm, rotary embedding and the write into the paged cache, FP8 or not, on CUDA in one kernel."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Query and key norm, rotary embedding and the write into the paged cache on CUDA, in one kernel."""
 
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
-# Heads per program: enough bytes in flight for one program, and enough programs for a decode.
+# Heads per program. A larger number gives too few programs for a decode, a smaller number too few loads per program.
 HEADS_PER_PROGRAM = 8
 
 
@@ -88,7 +86,7 @@ def _rope_and_cache(
     KEEP_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Process one token: a block of query heads, or a block of key heads and the value heads of the same numbers."""
+    """Process one token's block of query heads, or a block of key heads and the block of value heads."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -183,11 +181,10 @@ def _rotate_heads(
     QUANTIZE: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
 ):
-    """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, both with contiguous heads.
+    """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, which may be equal.
 
     KEEP_KEYS: store the result at `source_ptr` too.
-    source_ptr, target_ptr: may be equal, because all elements are read before any is written.
-    scales_ptr: with QUANTIZE, address of the token's first scale; further scales follow at distances of PAGE_SIZE.
+    scales_ptr: with QUANTIZE, address of the first head's scale. Scales of a token are PAGE_SIZE elements apart.
     """
     pairs = tl.arange(0, PADDED_HALF)
     dims = tl.arange(0, PADDED_DIM)

@@ -1,9 +1,8 @@
-"""Linear layers, which may include the norm before the product and the gate or the residual after it.
+"""Linear layers, optionally with a norm before the product and a gate or residual after the product.
 
-CUDA: few rows run in one Triton kernel (see `tiles`), more rows operator by operator. torch.compile always sees
-separate operators; compile only for more than MAX_OWN_ROWS rows.
-CPU: bf16 weights are prepacked. Few rows, and any number of rows on a CPU without bf16 units, run in one float32 kernel
-(`numba_panels`).
+CUDA: one Triton kernel computes a layer with few rows (see `tiles`). torch.compile always sees separate operators:
+compile only for more than MAX_OWN_ROWS rows.
+CPU: `numba_panels` computes few rows in float32, and oneDNN more rows if the CPU has bf16 instructions.
 """
 
 import functools
@@ -18,15 +17,15 @@ from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 
-# Maximum number of rows for which our kernels are used on CUDA. With more rows a library computes every product.
+# Maximum number of rows for which our kernels are used on CUDA.
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
-# Number of rows that oneDNN packs weights for: within noise of the best choice up to 64 rows.
+# Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# Maximum N or K of weights that are also packed in panels, for few rows, beside oneDNN's copy.
+# A weight with at most this N or K is packed in panels too, beside oneDNN's copy.
 MAX_PANEL_SIZE = 2048
-# Number of largest logits per row that a CPU computes again in float32.
+# Number of logits per row that a CPU computes again in float32: the largest ones.
 NUM_REFINED_LOGITS = 16
-# Number of neighbouring logits whose maximum is compared first in the search for the largest.
+# Number of neighbouring logits that share a maximum in the search for the largest logits.
 RUN_LOGITS = 64
 
 
@@ -40,11 +39,11 @@ class Panels(NamedTuple):
 class PackedWeight(NamedTuple):
     """A linear layer's weight, prepared for `linear`.
 
-    data: [N, K], in oneDNN's layout if `in_onednn_layout`, else `panels.data` if there are panels.
-    in_onednn_layout: whether oneDNN multiplies `data`.
-    panels: for float32 products, of few rows if `in_onednn_layout`, else of any number of rows. None: no panels.
-    counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
-        share them.
+    data: [N, K]. `panels.data` if `panels` is the only copy.
+    in_onednn_layout: whether `data` is in oneDNN's layout. Panels then serve few rows only.
+    panels: for products in float32. None: not used.
+    counters: int32 zeros before and after each launch, None if no kernel splits K. Concurrent launches must not share
+        them.
     """
 
     data: Tensor
@@ -54,11 +53,7 @@ class PackedWeight(NamedTuple):
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Prepare `weight` [N, K] for `linear`.
-
-    On a CPU bf16 weights are copied: into oneDNN's layout if the CPU multiplies bf16 natively (small ones, with N or K
-    up to MAX_PANEL_SIZE, into panels too), else into panels only. Other weights are kept without a copy.
-    """
+    """Prepare `weight` [N, K] for `linear`. Copies bf16 weights on a CPU, and no others."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         in_onednn_layout = can_pack_bf16()
         panels = None
@@ -79,12 +74,12 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 @functools.cache
 def _onednn_linear() -> torch._ops.OpOverload:
-    """Return oneDNN's operator. Looking it up by name on each call would take longer than a small product."""
+    """Return oneDNN's operator. The lookup by name takes longer than a small product."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 
 def _choose_panels(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
-    """Return the panels with which rows `x` [M, K] are multiplied, or None if another product is used."""
+    """Return the weight's panels if `_project_panels` should multiply `x` [.., K], else None."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
     if weight.in_onednn_layout and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
@@ -102,9 +97,9 @@ def _project_panels(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Multiply rows on a CPU by a weight [N, K] in panels. Returns [.., N], or [.., N / 2] if gated.
+    """Multiply `x` [.., K] by a weight [N, K] in panels. Returns [.., N], or [.., N / 2] if gated.
 
-    x: [.., K]. norm_weight: None for no norm. bias: [N]. residual: added to the result; sets its dtype, else float32.
+    The result has the dtype of `residual`, or float32 without a residual.
     """
     from nanovllm_kernels.gemm import numba_panels
 
@@ -138,10 +133,10 @@ def linear(
 ) -> Tensor:
     """Return `x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
 
-    All have one dtype, except that `residual` may be float32 and on a CPU `x` may be float32 with bf16 weights.
-    residual: sets the result's dtype. May be overwritten, and may share memory with the result. Without a residual the
-        result has the dtype of `x`; on a CPU with bf16 weights it is float32 if products run in float32, else bf16.
-    Sums are float32 and rounded once, or twice with both a bias and a residual. Block FP8: see `block_fp8.linear`.
+    All have one dtype, except that `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
+    residual: may be overwritten, and may share memory with the result.
+    Returns: the residual's dtype, else the dtype of `x`. On a CPU with bf16 weights: float32 if `runs_in_float32`, else
+        bf16. Sums are float32 and rounded once, or twice with both a bias and a residual.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)
@@ -169,12 +164,12 @@ def linear(
 
 
 def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """Implement `linear` in the form that a compiler sees."""
+    """Compute `linear` with operators that torch.compile can fuse."""
     out = functional.linear(x, weight, bias)
     if residual is None:
         return out
-    # The compiler fuses a float32 sum with the following norm. It would move other sums into the product, which would
-    # then begin with a copy of the residual.
+    # The compiler fuses a float32 sum with the following norm. It moves other sums into the product, which then copies
+    # the residual first.
     return (out.float() + residual.float()).to(residual.dtype)
 
 
@@ -185,10 +180,9 @@ def norm_linear(
     weight: Tensor | PackedWeight | BlockFP8Weight,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N].
+    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. The few-row kernel does not round the normed rows.
 
     x: may be float32 with any weight. norm_weight: [K], from `pack_norm`.
-    The few-row kernel does not round the normed rows; two operators do.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
@@ -209,8 +203,7 @@ def norm_gate_up(
 ) -> Tensor:
     """Return `silu_and_mul` of `norm_linear`, the first half of SwiGLU (Shazeer 2020): [T, K] -> [T, I].
 
-    weight: [2 I, K], the gate's rows, then the up projection's. bias: [2 I].
-    The few-row kernel rounds only its result.
+    weight: [2 I, K], the gate's rows, then the up projection's rows. bias: [2 I].
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_gate_up(x, norm_weight, eps, weight, bias)
@@ -223,7 +216,7 @@ def norm_gate_up(
 
 
 def split_float32(weight: Tensor) -> Tensor:
-    """Split float32 [N, K] into bfloat16 [3 N, K], whose thirds add up to `weight`: each has 8 of its 24 bits."""
+    """Split float32 [N, K] into three bfloat16 matrices whose sum is `weight`: [3 N, K]."""
     thirds: list[Tensor] = []
     for _ in range(3):
         thirds.append(weight.to(torch.bfloat16))
@@ -232,14 +225,13 @@ def split_float32(weight: Tensor) -> Tensor:
 
 
 def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None = None) -> Tensor:
-    """Return `x` [n, K] times the transpose of `weight` [N, K], of a vocabulary or a router: float32 [n, N].
+    """Return the logits of a vocabulary or a router: `x` [n, K] times the transpose of `weight` [N, K], float32 [n, N].
 
-    Logits are not rounded to bf16, whose steps near 25 are 1/8: the two likeliest tokens would often tie. bf16 matrix
-    units of CPUs only return bf16: each row's NUM_REFINED_LOGITS largest are then computed again in float32.
+    Logits rounded to bf16 would often tie: near 25, bf16 numbers are 1/8 apart. oneDNN's bf16 product returns bf16, so
+    each row's NUM_REFINED_LOGITS largest logits are computed again in float32.
 
-    table: the unpacked weight [N, K]. If it is float32, `x` is converted to float32.
-    thirds: `split_float32(table)` for tensor cores, given a float32 table and bfloat16 `x` on CUDA. Products are as
-        exact as in float32; sums are truncated by about 3e-6 where float32 would round.
+    table: the unpacked weight [N, K]. If the table is float32, `x` is converted to float32.
+    thirds: `split_float32(table)`, for tensor cores with bfloat16 `x`, or None. The relative error is about 3e-6.
     """
     if table.dtype == torch.float32:
         if thirds is not None and not _is_few_rows_product(x, table):
@@ -251,7 +243,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
         return torch.mm(x, table.t(), out_dtype=torch.float32)
     if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, None, 0.0, panels, None, None)
-    # The search for the largest logits is four times as fast in float32.
+    # Finding the largest logits is four times as fast in float32.
     rough_logits = linear(x, weight).float()
     largest_ids = _find_largest(rough_logits, NUM_REFINED_LOGITS)
     rows = functional.embedding(largest_ids, table).float()
@@ -276,10 +268,10 @@ def _project_few_rows_op(
     gated: bool,
     float32_out: bool,
 ) -> Tensor:
-    """Multiply up to 8 rows `x` [M, K] by a contiguous `weight` [N, K], after a norm if `norm_weight` is given.
+    """Norm up to 8 rows `x` [M, K], multiply by contiguous `weight` [N, K], add `bias`, gate, and add `residual`.
 
-    Adds `bias`, gates if `gated` ([M, N / 2]), adds `residual`, and rounds once, to the dtype of `residual`, else of
-    `weight` (`float32_out`: float32). `x` and `residual` may be float32 with any weight.
+    Rounds once: to float32 if `float32_out`, else to the dtype of `residual`, else of `weight`. `x` and `residual` may
+    be float32 with any weight.
     """
     from nanovllm_kernels.gemm import triton_few_rows
 
@@ -308,8 +300,7 @@ def _project_split_k_op(
 ) -> Tensor:
     """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] for which `tiles.can_split`.
 
-    Adds `bias` and `residual`, and rounds once, to the dtype of `residual` (float32 or x's), else of `x`. `counters`
-    are zeros before and after.
+    Adds `bias` and `residual`, and rounds once: to the dtype of `residual`, else of `x`.
     """
     from nanovllm_kernels.gemm import triton_split_k
 
@@ -327,11 +318,8 @@ _project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: 
 
 
 def _find_largest(values: Tensor, count: int) -> Tensor:
-    """Return the indices of each row's `count` largest values, or of all values if there are fewer: int64 [n, c].
-
-    values: [n, N]. Each of the largest values lies in one of the `count` runs of RUN_LOGITS values with the largest
-    maxima. A direct search of all of 49,152 logits takes ten times as long.
-    """
+    """Return the indices of the `count` largest values of each row of `values` [n, N]: int64 [n, min(count, N)]."""
+    # The largest values lie in the `count` runs with the largest maxima. A direct search takes ten times as long.
     num_rows, size = values.shape
     num_whole = size // RUN_LOGITS * RUN_LOGITS
     if num_whole <= count * RUN_LOGITS:
@@ -340,7 +328,6 @@ def _find_largest(values: Tensor, count: int) -> Tensor:
     runs = run_maxima.topk(count, -1, sorted=False).indices
     candidates = (runs.unsqueeze(-1) * RUN_LOGITS + torch.arange(RUN_LOGITS)).flatten(1)
     if num_whole < size:
-        last_ids = torch.arange(num_whole, size).expand(num_rows, -1)
-        candidates = torch.cat((candidates, last_ids), -1)
+        candidates = torch.cat((candidates, torch.arange(num_whole, size).expand(num_rows, -1)), -1)
     best = values.gather(1, candidates).topk(count, -1, sorted=False).indices
     return candidates.gather(1, best)

@@ -1,7 +1,6 @@
-"""Linear layers with e4m3 weights and one float32 scale per block of 128 x 128, as DeepSeek-V3 publishes them.
+"""Linear layers with e4m3 weights and one float32 scale per block of 128 x 128, as in DeepSeek-V3.
 
-DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3: inputs are quantised per row in groups of 128 along K,
-and sums are float32. On CUDA few rows use Triton kernels, more rows cuBLAS if it supports the shape; see `tiles`.
+Inputs are quantised per row in groups of 128 along K (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3).
 """
 
 import torch
@@ -27,16 +26,13 @@ __all__ = [
     "quantize_groups",
 ]
 
-# cuBLAS requires a multiple of 4 scales along K and a multiple of 16 columns.
+# cuBLAS requires multiples of these numbers: scales along K (and rows), and columns.
 SCALES_MULTIPLE = 4
 COLUMNS_MULTIPLE = 16
 
 
 def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate a weight [num_rows, depth], uninitialised, in the fastest layout.
-
-    Raises: ValueError for a GPU that does not multiply e4m3.
-    """
+    """Allocate an uninitialised weight [num_rows, depth]. Raises ValueError if the GPU does not multiply e4m3."""
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
     num_groups = -(-depth // GROUP)
@@ -50,35 +46,31 @@ def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.devic
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to e4m3 with one scale per 128 elements, the largest of which becomes +-448.
+    """Round rows `x` [T, K] to e4m3 in groups of 128. A group's scale is its largest magnitude / 448, but not 0.
 
-    x: [T, K].
-    Returns: float8_e4m3fn [T, K], contiguous, and float32 scales [T, ceil(K / 128)], stored group by group. A scale is
-        the largest magnitude / 448, never 0. A non-finite element turns its group, or part of it, into NaN.
+    Returns: float8_e4m3fn [T, K], contiguous, and float32 scales [T, ceil(K / 128)], stored column by column. A
+        non-finite element makes elements of its group NaN.
     """
-    if x.is_cuda:
-        return _quantize_groups_op(x)
-    return reference.quantize_groups(x)
+    return _quantize_groups_op(x) if x.is_cuda else reference.quantize_groups(x)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight [N, K] to e4m3 with one scale per block of 128 x 128.
 
-    Returns: float8_e4m3fn [N, K] and float32 [ceil(N / 128), ceil(K / 128)], the `weight` and `weight_scale_inv` of
-        checkpoints.
+    Returns: the checkpoint's `weight` [N, K] and `weight_scale_inv`, float32 [ceil(N / 128), ceil(K / 128)].
     """
     return reference.quantize_blocks(weight)
 
 
 def dequantize(weight: BlockFP8Weight) -> Tensor:
-    """Return values times scales: float32 [N, K]."""
+    """Return the weight in float32 [N, K]."""
     return reference.dequantize_blocks(weight.data, weight.scales, weight.block_rows)
 
 
 def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """Return quantised `x` [T, K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [T, N].
+    """Quantise `x` [T, K], multiply by the transpose of `weight` [N, K], and add `bias` [N] and `residual` [T, N].
 
-    Rounded once, to the dtype of `residual`, else of `x`. `residual` may be overwritten.
+    Rounds once: to the dtype of `residual`, else of `x`. `residual` may be overwritten.
     """
     if x.is_cuda:
         return _block_fp8_linear_op(x, None, 0.0, *weight, bias, residual, False)
@@ -91,10 +83,7 @@ def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residu
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: BlockFP8Weight, bias: Tensor | None = None
 ) -> Tensor:
-    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. norm_weight: from `pack_norm`.
-
-    On CUDA the result has the dtype of `norm_weight`, and the normed rows are rounded only to e4m3.
-    """
+    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. On CUDA the result has the dtype of `norm_weight`."""
     if x.is_cuda:
         return _block_fp8_linear_op(x, norm_weight, eps, *weight, bias, None, False)
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
@@ -111,7 +100,6 @@ def norm_gate_up(
 
 @torch.library.custom_op("nanovllm::quantize_groups", mutates_args=())
 def _quantize_groups_op(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `quantize_groups`."""
     from nanovllm_kernels.gemm import triton_block_fp8
 
     return triton_block_fp8.quantize_groups(x if x.stride(1) == 1 else x.contiguous(), None, 0.0)
@@ -136,10 +124,9 @@ def _block_fp8_linear_op(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """Multiply quantised rows `x` [M, K] by a block FP8 weight [N, K], after a norm if `norm_weight` is given.
+    """Norm rows `x` [M, K], quantise, multiply by a weight [N, K], add `bias`, gate, and add `residual`.
 
-    Adds `bias`, gates if `gated` ([M, N / 2]), adds `residual`, and rounds once (cuBLAS: once more after the product),
-    to the dtype of `residual`, else of `norm_weight`, else of `x`.
+    Rounds to the dtype of `residual`, else of `norm_weight`, else of `x`. cuBLAS also rounds the product to bf16.
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 
@@ -184,7 +171,7 @@ _block_fp8_linear_op.register_fake(
 
 
 def _library_supports(weight: BlockFP8Weight) -> bool:
-    """Whether cuBLAS supports this weight: whole blocks, scales laid out as by `empty_weight`, and Hopper."""
+    """Whether cuBLAS supports this weight: whole blocks, scales from `empty_weight`, and Hopper."""
     data, scales, block_rows, _ = weight
     num_columns, depth = data.shape
     has_whole_blocks = block_rows == GROUP and num_columns % COLUMNS_MULTIPLE == 0 and depth % GROUP == 0
@@ -193,11 +180,10 @@ def _library_supports(weight: BlockFP8Weight) -> bool:
 
 
 def _multiply_with_library(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weight) -> Tensor:
-    """Return the product by cuBLAS, bf16 [M, N]. cuBLAS requires multiples of 4 rows, and of 4 scales along K."""
+    """Return the product by cuBLAS, bf16 [M, N]."""
     num_rows, scales = rows.shape[0], weight.scales
     num_padding = -num_rows % SCALES_MULTIPLE
     if num_padding:
-        # The results of these additional rows are dropped.
         rows = torch.cat((rows.view(torch.uint8), rows[:num_padding].view(torch.uint8))).view(DTYPE)
         x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :num_padding]), 1).t()
     stride = scales.stride(0)

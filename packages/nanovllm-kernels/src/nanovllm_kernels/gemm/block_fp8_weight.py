@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Columns of a group of a row, and rows and columns of a block of a weight, that share a scale.
+# Elements of a row that share a scale. In a weight, blocks of GROUP x GROUP elements share a scale.
 GROUP = 128
 
 
@@ -14,8 +14,7 @@ class BlockFP8Weight(NamedTuple):
     data: float8_e4m3fn [N, K], contiguous.
     scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.
     block_rows: 128, or less if weights with partial blocks were concatenated.
-    counters: int32 zeros if a kernel may split the weight. Each launch leaves them zero; concurrent launches may not
-        share them.
+    counters: as in `PackedWeight`.
     """
 
     data: Tensor

@@ -1,6 +1,6 @@
-"""Rows times a bf16 weight on a CPU in float32, with the norm before and the gate or residual after, in one call.
+"""Rows times a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
-Each sum runs over K in order, so that a row's result does not depend on the other rows.
+Each sum runs over K in order. Hence a row's result does not depend on the other rows.
 """
 
 import numba
@@ -34,7 +34,7 @@ from nanovllm_kernels.numba_tiles import (
     make_tile,
 )
 
-# Indices of the int64 arguments of a region. EPS is stored as the bits of a float64.
+# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. EPS holds the bits of a float64.
 (
     _OPENMP,
     _X_PTR,
@@ -52,20 +52,20 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Depth of a block: its float32 panel fits the first-level cache.
+# Maximum depth of a block: its float32 panel fits the first-level cache.
 BLOCK_DEPTH = 320
 # Maximum number of rows that are packed at once.
 BLOCK_ROWS = 252
-# From this number of rows on, bf16 panels are first copied to float32.
+# Minimum number of rows for which bf16 panels are first converted to float32.
 MIN_CONVERTED_ROWS = 43
-# Maximum number of rows of a tile that processes a whole panel at once. Larger tiles process one group of columns.
+# Tiles with at most this number of rows process a whole panel at once, larger tiles one group of columns.
 MAX_WHOLE_PANEL_ROWS = 3
 
 _ZERO = np.float32(0.0)
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """Copy bf16 `weight` [N, K] into panels: bf16 [panels, K rounded up to UNROLL, PANEL], zeros beyond N and K."""
+    """Copy bf16 `weight` [N, K] into bf16 panels [panels, K rounded up to UNROLL, PANEL], padded with zeros."""
     num_columns, depth = weight.shape
     num_panels, padded_depth = -(-num_columns // PANEL), -(-depth // UNROLL) * UNROLL
     padded_weight = weight.new_zeros((num_panels * PANEL, padded_depth))
@@ -75,7 +75,7 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def can_gate(num_columns: int) -> bool:
-    """Whether a weight with `num_columns` columns, the gate's and the up projection's, may be passed as `gated`."""
+    """Whether `project_rows` supports `gated` for a weight with `num_columns` columns."""
     return num_columns % (2 * PANEL) == 0
 
 
@@ -90,15 +90,13 @@ def project_rows(
     gated: bool,
     add: bool,
 ) -> None:
-    """Write normed rows `x` times a weight plus a bias into `out`.
+    """Norm `x`, multiply by a weight, add a bias, gate, and write the results into `out`.
 
-    x: contiguous float32 [M, K], M >= 1.
-    norm_weight: float32, at least K elements; None for no norm.
-    panels: the weight [N, K], from `pack_panels`.
-    bias: contiguous bf16 [N].
-    out: contiguous float32 [M, N].
-    gated: `out` is [M, N / 2]: silu of the first half's results times the second half's, see `can_gate`.
-    add: add to `out` instead of overwriting it.
+    x: float32 [M, K], contiguous, M >= 1.
+    norm_weight: float32, at least K elements. None: no norm.
+    panels: the weight [N, K], from `pack_panels`. bias: bf16 [N], contiguous.
+    out: float32 [M, N], contiguous. If gated, [M, N / 2]: silu of the first half of the results times the second half.
+    add: add the results to `out`.
     """
     num_rows, width = x.shape
     _project(
@@ -145,20 +143,14 @@ def _project(
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
     args = np.empty(_NUM_ARGS, np.int64)
     args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp, norm_ptr, panels_ptr, bias_ptr
-    args[_PACKED_PTR], args[_WIDTH], args[_DEPTH], args[_NUM_COLUMNS], args[_IS_GATED] = (
-        packed_ptr,
-        width,
-        depth,
-        num_columns,
-        gated,
-    )
-    args[_ADDS_TO_OUT] = add
+    args[_PACKED_PTR], args[_WIDTH], args[_DEPTH] = packed_ptr, width, depth
+    args[_NUM_COLUMNS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_columns, gated, add
     args_ptr = np.int64(args.ctypes.data)
     args.view(np.float64)[_EPS] = eps
-    for begin in range(0, num_rows, block):
-        args[_X_PTR] = x_ptr + 4 * begin * width
-        args[_OUT_PTR] = out_ptr + 4 * begin * num_columns
-        args[_NUM_ROWS] = min(block, num_rows - begin)
+    for first_row in range(0, num_rows, block):
+        args[_X_PTR] = x_ptr + 4 * first_row * width
+        args[_OUT_PTR] = out_ptr + 4 * first_row * num_columns
+        args[_NUM_ROWS] = min(block, num_rows - first_row)
         if num_rows > 2 * TILE_ROWS:
             run_region(pack, args_ptr, num_threads)
         else:
@@ -176,14 +168,14 @@ def _pack_on_thread(args_ptr):
 
 @kernel
 def _compute_block_depth(depth):
-    """Return the depth of all blocks but the last."""
+    """Return the depth of all blocks except the last block."""
     num_blocks = -(-depth // BLOCK_DEPTH)
     return -(-depth // (num_blocks * UNROLL)) * UNROLL
 
 
 @ordered_kernel
 def _pack_tiles(args, first_tile, last_tile):
-    """Write normed rows of these tiles, block by block of K, within a block tile by tile, each as [depth, rows]."""
+    """Write normed rows of tiles to the packed buffer, ordered by block of K, tile, k and row."""
     num_rows, width, depth = args[_NUM_ROWS], args[_WIDTH], args[_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
     eps = np.float32(args.view(np.float64)[_EPS])
@@ -191,22 +183,22 @@ def _pack_tiles(args, first_tile, last_tile):
     weight = numba.carray(pointer(args[_NORM_PTR]), (width,), np.float32)
     scales = np.empty(TILE_ROWS, np.float32)
     for tile in range(first_tile, last_tile):
-        begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-        num_tile_rows = end - begin
+        first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+        num_tile_rows = end_row - first_row
         if args[_NORM_PTR]:
             for row in range(num_tile_rows):
-                scales[row] = inverse_rms(x, begin + row, 0, width, eps)
+                scales[row] = inverse_rms(x, first_row + row, 0, width, eps)
         for first_k in range(0, depth, block_depth):
             size = min(block_depth, depth - first_k)
-            packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + begin * size)
+            packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + first_row * size)
             packed = numba.carray(pointer(packed_ptr), (size, num_tile_rows), np.float32)
             num_filled = min(size, width - first_k)
             if num_tile_rows == TILE_ROWS:
-                _pack_whole_tile(x[begin:end, first_k : first_k + num_filled], packed)
+                _pack_whole_tile(x[first_row:end_row, first_k : first_k + num_filled], packed)
             else:
                 for row in range(num_tile_rows):
                     for k in range(num_filled):
-                        packed[k, row] = x[begin + row, first_k + k]
+                        packed[k, row] = x[first_row + row, first_k + k]
             packed[num_filled:] = _ZERO
             if args[_NORM_PTR]:
                 for k in range(num_filled):
@@ -249,7 +241,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * depth * PANEL
     copies_panels = num_rows >= MIN_CONVERTED_ROWS
-    # Each pass over a block prefetches an equal part of the next block.
+    # Each pass over a block prefetches part of the next block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
     prefetch_step = LINE * UNROLL // num_passes
     for first_k in range(0, depth, block_depth):
@@ -263,31 +255,35 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
             for group in range(NUM_GROUPS):
                 group_ptr, shift = copy_ptr + 4 * group * size * GROUP, 4 * group * GROUP
                 for tile in range(num_tiles):
-                    begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL + shift
+                    first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL + shift
                     _multiply_copy(
-                        end - begin, tile_ptr, group_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                        end_row - first_row,
+                        tile_ptr,
+                        group_ptr,
+                        size,
+                        tile_sums_ptr,
+                        first_k,
+                        prefetch_ptr,
+                        prefetch_step,
                     )
                     prefetch_ptr += prefetch_step * size // UNROLL
         else:
             for tile in range(num_tiles):
-                begin, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                tile_ptr, tile_sums_ptr = rows_ptr + 4 * begin * size, sums_ptr + 4 * begin * PANEL
+                first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL
                 _multiply_bf16(
-                    end - begin, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                    end_row - first_row, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
                 )
-                prefetch_ptr += (end - begin > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
+                prefetch_ptr += (
+                    (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
+                )
 
 
 @kernel
 def _finish_panel(args, panel, sums_ptr):
-    """Write a panel's results: its sums with bias, gate or residual."""
-    num_rows, num_columns, gated, add = (
-        args[_NUM_ROWS],
-        args[_NUM_COLUMNS],
-        args[_IS_GATED] != 0,
-        args[_ADDS_TO_OUT] != 0,
-    )
+    """Write a panel's results: the sums with bias, gate and residual."""
+    num_rows, num_columns, gated = args[_NUM_ROWS], args[_NUM_COLUMNS], args[_IS_GATED] != 0
     first = panel * PANEL
     size = min(PANEL, num_columns - first)
     if args[_BIAS_PTR]:
@@ -299,7 +295,7 @@ def _finish_panel(args, panel, sums_ptr):
         if gated:
             gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL, row_out_ptr, PANEL)
         else:
-            _finish_row(row_sums_ptr, row_out_ptr, size, add)
+            _finish_row(row_sums_ptr, row_out_ptr, size, args[_ADDS_TO_OUT] != 0)
 
 
 @ordered_kernel

@@ -1,39 +1,35 @@
-"""Launch configurations of our GEMM kernels, and rules for when they beat a library: nothing is tuned at run time.
+"""Launch configurations of our GEMM kernels, and rules that choose between our kernels and cuBLAS.
 
-The constants were measured on one H200 in bf16 with cold weights. The baseline runs norm, cuBLAS and gate as separate
-kernels. A weight is [num_columns, depth]: N x K.
+The constants were measured on one H200 in bf16 with cold weights. A weight is [num_columns, depth]: N x K.
 """
 
 from typing import NamedTuple
 
-# Maximum size (in elements) of a weight for which the few-row kernel is faster, by rows rounded up to a power of two.
+# Maximum elements of a weight for which the few-row kernel is faster, by number of rows rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
-# Up to this number of columns, each CTA of the few-row kernel computes few columns, so that every SM has work.
+# Bounds of the kinds of weights in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
-# Likewise, if the depth is at least MIN_LONG_DEPTH.
 MAX_LONG_COLUMNS = 4096
 MIN_LONG_DEPTH = 4096
-# From this number of columns on (a vocabulary), a launch has many waves of CTAs.
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
-# Splitting K is faster for weights of at most MAX_SPLIT_COLUMNS columns and at least MIN_SPLIT_DEPTH depth, and up to
-# MAX_SPLIT_ROWS rows.
+# Splitting K is faster within these bounds.
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
-# Columns and depth must be multiples of these, so that every tile in SPLIT_CONFIGS divides them evenly.
+# The tiles in SPLIT_CONFIGS must divide columns and depth evenly.
 SPLIT_COLUMNS_MULTIPLE = 64
 SPLIT_DEPTH_MULTIPLE = 512
 
 
 class FewRowsConfig(NamedTuple):
-    """Tile of a launch of the few-row kernel. block_n: columns per CTA (pairs of columns if gated)."""
+    """Tile of the few-row kernel. block_n: columns per CTA, or pairs of a gate and an up column."""
 
     block_n: int
     num_warps: int
 
 
-# By kind of weight, then by rows rounded up to a power of two.
+# Keys: kind of weight, then number of rows rounded up to a power of two.
 FEW_ROWS_CONFIGS = {
     "narrow": {1: FewRowsConfig(2, 8), 2: FewRowsConfig(2, 8), 4: FewRowsConfig(2, 8), 8: FewRowsConfig(4, 4)},
     "long": {1: FewRowsConfig(2, 4), 2: FewRowsConfig(4, 4), 4: FewRowsConfig(8, 4), 8: FewRowsConfig(4, 4)},
@@ -44,12 +40,12 @@ FEW_ROWS_CONFIGS = {
 
 
 def is_few_rows_faster(num_rows: int, num_columns: int, depth: int) -> bool:
-    """Whether the few-row kernel, which includes the norm, beats a separate norm and cuBLAS."""
+    """Whether the few-row kernel is faster than a norm and cuBLAS."""
     return num_columns * depth <= MAX_FEW_ROWS_ELEMENTS.get(padded_rows(num_rows), 0)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows that the few-row kernel computes: the next power of two, or 0."""
+    """Round up to a power of two. Returns 0 for 0."""
     return 1 << (num_rows - 1).bit_length() if num_rows else 0
 
 
@@ -95,25 +91,19 @@ def split_config(num_rows: int) -> SplitConfig:
 
 
 def can_split(num_columns: int, depth: int) -> bool:
-    """Whether splitting K beats a library's product of up to MAX_SPLIT_ROWS rows with this 16-bit weight.
-
-    Rows for which `is_few_rows_faster` use the few-row kernel instead.
-    """
+    """Whether splitting K is faster than cuBLAS for up to MAX_SPLIT_ROWS rows and a 16-bit weight of this size."""
     if num_columns > MAX_SPLIT_COLUMNS or depth < MIN_SPLIT_DEPTH:
         return False
     return num_columns % SPLIT_COLUMNS_MULTIPLE == 0 and depth % SPLIT_DEPTH_MULTIPLE == 0
 
 
 def num_split_counters(num_columns: int) -> int:
-    """Return the number of counters of a weight: one per tile of the largest launch that splits K."""
+    """Return the number of tiles of the largest launch that splits K."""
     return max(-(-rows // config.block_m) * (num_columns // config.block_n) for rows, config in SPLIT_CONFIGS.items())
 
 
 class BlockFP8Config(NamedTuple):
-    """Tile of a block FP8 launch, which covers 128 elements of K: one group of scales.
-
-    block_n: columns (pairs of columns if gated). num_splits: parts of K.
-    """
+    """Tile of a block FP8 launch. block_n: columns, or pairs of a gate and an up column. num_splits: parts of K."""
 
     block_m: int
     block_n: int
@@ -122,21 +112,19 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Maximum number of rows that the kernel quantises itself, if no norm precedes. On an H200, 4096 x 4096 with one row
-# takes 10.7 us this way, and 14.4 us with a separate quantising kernel. After a norm the separate kernel is faster.
+# Maximum number of rows that the product quantises itself. After a norm, a separate quantising kernel is faster.
 MAX_FUSED_FP8_ROWS = 16
-# Our kernel computes at most MAX_FP8_ROWS rows for weights of at most MAX_NARROW_FP8_COLUMNS columns, and at most
-# MAX_WIDE_FP8_ROWS rows for wider weights. With more rows cuBLAS is faster, if it supports the shape.
+# cuBLAS is faster with more rows than MAX_FP8_ROWS, or MAX_WIDE_FP8_ROWS above MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
 MAX_NARROW_FP8_COLUMNS = 4096
 MAX_WIDE_FP8_ROWS = 64
-# K is split until a launch has MIN_FP8_CTAS CTAs, or MIN_FUSED_FP8_CTAS if the kernel quantises rows. A CTA sums at
-# least MIN_FP8_GROUPS groups.
+# K is split until a launch has MIN_FP8_CTAS CTAs, or MIN_FUSED_FP8_CTAS if the product quantises rows.
 MIN_FUSED_FP8_CTAS = 192
 MIN_FP8_CTAS = 128
+# Minimum number of groups per split.
 MIN_FP8_GROUPS = 4
 MAX_FP8_SPLITS = 8
-# Pipeline stages if gated: pairs of tiles must leave shared memory for several CTAs per SM.
+# Gated launches hold two tiles of the weight per pipeline stage, so they have fewer stages.
 GATED_FP8_STAGES = 4
 # Keys: maximum number of rows.
 FP8_CONFIGS = {
@@ -145,18 +133,15 @@ FP8_CONFIGS = {
     64: BlockFP8Config(64, 64, 1, 4, 6),
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Tiles with twice as many columns, used if a launch still has enough CTAs.
-WIDE_FP8_CONFIGS = {
-    MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4),
-    64: BlockFP8Config(64, 128, 1, 4, 3),
-}
+# Used if a launch with these wider tiles still has enough CTAs.
+WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 
 
 def block_fp8_config(
     num_rows: int, num_columns: int, num_groups: int, *, gated: bool, may_split: bool
 ) -> BlockFP8Config:
-    """Return the tile for a weight of `num_columns` (pairs if gated) and `num_groups` groups of 128 along K."""
+    """Return the tile for a weight of `num_columns` columns (pairs if gated) and `num_groups` groups along K."""
     if num_rows > MAX_FP8_ROWS:
         return FP8_CONFIG_OF_MORE_ROWS._replace(block_n=64) if gated else FP8_CONFIG_OF_MORE_ROWS
     max_rows = next(max_rows for max_rows in FP8_CONFIGS if num_rows <= max_rows)
@@ -179,10 +164,10 @@ def block_fp8_config(
 
 
 def is_own_fp8_faster(num_rows: int, num_columns: int) -> bool:
-    """Whether our kernel beats the library's product of `num_rows` rows with a weight of `num_columns` columns."""
+    """Whether our kernel is faster than cuBLAS."""
     return num_rows <= (MAX_FP8_ROWS if num_columns <= MAX_NARROW_FP8_COLUMNS else MAX_WIDE_FP8_ROWS)
 
 
 def num_fp8_counters(num_columns: int) -> int:
-    """Return the number of counters of a weight: one per tile of the largest launch that may split K."""
+    """Return the number of tiles of the largest launch that may split K."""
     return max(-(-rows // config.block_m) * -(-num_columns // config.block_n) for rows, config in FP8_CONFIGS.items())

@@ -1,11 +1,8 @@
-"""Block FP8 on CUDA: quantises rows in groups of 128, and multiplies them by a weight in blocks of 128 x 128.
+"""Block FP8 on CUDA: quantises rows in groups of 128, and multiplies the rows by a weight in blocks of 128 x 128.
 
-Few rows without a norm are quantised inside the product: each CTA repeats this, hidden behind the loads of the weight.
-Tensor cores sum within a group; sums across groups are float32, because the tensor cores' accumulators are narrower.
-Weights with few columns are split along K as in `triton_split_k`.
+Without a norm, each CTA of a product quantises the few rows itself while the weight loads. Tensor cores sum within a
+group only, because their accumulators have less than float32's precision. K is split as in `triton_split_k`.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -17,13 +14,14 @@ from nanovllm_kernels import triton_fp8
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
 from nanovllm_kernels.gemm.tiles import BlockFP8Config
+from nanovllm_kernels.gemm.triton_split_k import prefetch
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Groups of a row that a program quantises, if there is no norm.
+# Groups per program that quantises rows without a norm.
 GROUPS_PER_PROGRAM = 8
-# Hopper's e4m3 products have 64 rows: for tiles with fewer rows, the weight is the left operand.
+# Hopper's e4m3 products have 64 rows. In tiles with fewer rows, the weight is the left operand.
 MIN_LEFT_ROWS = 64
-# Number of tiles of the weight that are prefetched before the previous kernel has ended.
+# Tiles of the weight that a program prefetches before the previous kernel ends.
 NUM_PREFETCHED_TILES = 4
 
 
@@ -31,15 +29,14 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
     """Implement `block_fp8.quantize_groups`, after RMSNorm of `x` if `norm_weight` is given."""
     num_rows, depth = x.shape
     groups = triton.cdiv(depth, GROUP)
-    numbers = torch.empty((num_rows, depth), dtype=DTYPE, device=x.device)
+    values = torch.empty((num_rows, depth), dtype=DTYPE, device=x.device)
     scales = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
-    groups_per_program = triton.next_power_of_2(groups) if norm_weight is not None else min(GROUPS_PER_PROGRAM, groups)
-    groups_per_program = triton.next_power_of_2(groups_per_program)
+    groups_per_program = triton.next_power_of_2(groups if norm_weight is not None else min(GROUPS_PER_PROGRAM, groups))
     overlap = can_overlap_launches(x.device)
     _norm_and_quantize_groups[(num_rows, triton.cdiv(groups, groups_per_program))](
         x,
         x if norm_weight is None else norm_weight,
-        numbers,
+        values,
         scales,
         num_rows,
         x.stride(0),
@@ -53,7 +50,7 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
         num_warps=max(1, min(16, groups_per_program * GROUP // 256)),
         launch_pdl=overlap,
     )
-    return numbers, scales.t()
+    return values, scales.t()
 
 
 def project(
@@ -67,10 +64,9 @@ def project(
     *,
     gated: bool,
 ) -> None:
-    """Write the product of rows and a weight into `out` [M, N], with bias, gate and residual.
+    """Write `x` [M, K] times a weight, with bias, gate and residual, into `out` [M, N].
 
-    x: e4m3 [M, K] with `x_scales`; without these, values that this kernel quantises.
-    weight: with one counter per tile if `config` splits K.
+    x_scales: scales of e4m3 `x`. None: this kernel quantises `x`.
     """
     num_rows, depth = x.shape
     num_columns = out.shape[1]
@@ -122,7 +118,7 @@ def project(
 def _norm_and_quantize_groups(
     x_ptr,
     norm_weight_ptr,
-    numbers_ptr,
+    values_ptr,
     scales_ptr,
     num_rows,
     x_stride,
@@ -144,31 +140,22 @@ def _norm_and_quantize_groups(
     if NORM:
         factor = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / K + eps)
         x *= factor * tl.load(norm_weight_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
-    numbers, scales = triton_fp8.quantize_groups(x, 1)
-    tl.store(numbers_ptr + row * K + ks, numbers, mask=ks < K)
+    values, scales = triton_fp8.quantize_groups(x, 1)
+    tl.store(values_ptr + row * K + ks, values, mask=ks < K)
     tl.store(scales_ptr + groups.to(tl.int64) * num_rows + row, scales, mask=groups < GROUPS)
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Prefetch the lines at `pointers` into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _prefetch_tiles(weight_ptr, rows, column_mask, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
-    """Prefetch the first TILES tiles of the weight's `rows`, one cache line per row and tile."""
+    """Prefetch TILES tiles of the weight's `rows`, from group `first` on, one cache line per row and tile."""
     for tile in tl.static_range(TILES):
         ks = (first + tile) * GROUP
-        _prefetch(weight_ptr + tl.where(column_mask & (ks < K), rows * K + ks, 0))
+        prefetch(weight_ptr + tl.where(column_mask & (ks < K), rows * K + ks, 0))
 
 
 @triton.jit
 def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
     """Load one group of each row: e4m3 values [M, 128] and their scales [M]."""
-    # Past the end of a row the next row begins: mask it.
     tile = tl.load(x_ptr + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
@@ -179,7 +166,7 @@ def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.c
 
 @triton.jit
 def _multiply(
-    numbers,
+    values,
     x_scales,
     weight_ptr,
     scales_ptr,
@@ -193,9 +180,9 @@ def _multiply(
     ALIGNED: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Multiply one group of rows by the weight's rows from `first` on, of this tile's columns.
+    """Multiply one group of each row by this tile's columns, which are rows of the weight from `first` on.
 
-    Returns [M, N], or [N, M] with SWAP, which makes the weight the left operand.
+    Returns [M, N]. With SWAP the weight is the left operand, and the result is [N, M].
     """
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -210,15 +197,15 @@ def _multiply(
         scales = tl.load(scales_ptr + blocks * scales_stride, mask=column_mask, other=0.0)
         scales = scales[:, None] if SWAP else scales[None, :]
     if SWAP:
-        products = tl.dot(weight, numbers.T) * (x_scales[None, :] * scales)
+        products = tl.dot(weight, values.T) * (x_scales[None, :] * scales)
     else:
-        products = tl.dot(numbers, weight.T) * (x_scales[:, None] * scales)
+        products = tl.dot(values, weight.T) * (x_scales[:, None] * scales)
     return products
 
 
 @triton.jit
 def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr):
-    """Store this split's sums, and return whether it is the last split to arrive at its tile."""
+    """Store this split's sums. Returns whether all other splits of the tile have stored their sums."""
     size: tl.constexpr = sums.shape[0] * sums.shape[1]
     split = tl.program_id(2)
     if GATED:
@@ -226,7 +213,7 @@ def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constex
         tl.store(partial_ptr + split * (2 * size) + size, up_sums)
     else:
         tl.store(partial_ptr + split * size, sums)
-    # All threads of this program must have stored their sums before the counter is raised.
+    # All threads of this program must store their sums before the counter is incremented.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == NUM_SPLITS - 1
     if is_last:
@@ -327,9 +314,9 @@ def _project(
     ):
         ks = group * GROUP + tl.arange(0, GROUP)
         group_ptr = x_scales_ptr + group * x_scales_group_stride
-        numbers, x_scales = _load_rows(x_ptr, group_ptr, ks, is_row, K, QUANTIZED)
+        values, x_scales = _load_rows(x_ptr, group_ptr, ks, is_row, K, QUANTIZED)
         sums += _multiply(
-            numbers,
+            values,
             x_scales,
             weight_ptr,
             scales_ptr + group,
@@ -345,7 +332,7 @@ def _project(
         )
         if GATED:
             up_sums += _multiply(
-                numbers,
+                values,
                 x_scales,
                 weight_ptr,
                 scales_ptr + group,

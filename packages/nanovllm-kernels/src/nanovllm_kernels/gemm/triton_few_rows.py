@@ -1,12 +1,8 @@
-"""A few rows times a weight on CUDA, with the norm before and the gate or residual after in one kernel.
+"""A few rows times a weight on CUDA, with norm, gate and residual in one kernel. Loading the weight takes most time.
 
-Decoding few requests is bound by loading weights. The lanes of a warp split K, without tensor cores, and exchange sums
-only at the end of a column. The first weights are loaded before the kernel waits for the previous kernel (programmatic
-dependent launch): no kernel that lets the next kernel start early may write weights. Other inputs are loaded after the
-wait.
+The lanes of a warp split K, without tensor cores. The first weights are loaded before the kernel waits for the previous
+kernel (programmatic dependent launch). Hence no kernel that lets the next kernel start early may write weights.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -28,7 +24,7 @@ def project_few_rows(
     *,
     gated: bool,
 ) -> None:
-    """Write the result of the package's `_project_rows_op` into `out` [M, N]."""
+    """Write the result of the package's `_project_few_rows_op` into `out` [M, N]."""
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = few_rows_config(num_rows, num_columns, depth, gated=gated)
@@ -128,10 +124,8 @@ def _project_few_rows(
 def _load_tile(
     weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_CHUNKS: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Load `columns`' weights from `first_k` on: [CHUNKS, 1, columns, VECTOR], 0 outside.
-
-    Chunks are the first dimension so that neighbouring lanes get neighbouring chunks: Triton breaks ties in this order.
-    """
+    """Load the weights of `columns` from `first_k` on: [NUM_CHUNKS, 1, columns, VECTOR], 0 outside the weight."""
+    # Chunks are the first dimension: Triton then gives neighbouring lanes neighbouring chunks.
     ks = first_k + tl.arange(0, NUM_CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     ks = ks[:, None, None, :]
     columns = columns[None, None, :, None]
@@ -140,16 +134,9 @@ def _load_tile(
 
 @triton.jit
 def _load_next_tile(
-    tile,
-    weight_ptr,
-    columns,
-    num_columns,
-    first_k,
-    K: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    tile, weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_CHUNKS: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Load the tile after the one at `first_k`, overlapping its use; return `tile` if there is only one."""
+    """Load the tile after `first_k`'s tile, or return `tile` if there is only one tile."""
     if K > NUM_CHUNKS * VECTOR:
         tile = _load_tile(weight_ptr, columns, num_columns, first_k + NUM_CHUNKS * VECTOR, K, NUM_CHUNKS, VECTOR)
     return tile
@@ -157,7 +144,7 @@ def _load_next_tile(
 
 @triton.jit
 def _finish_sums(sums, scale, bias_ptr, columns, num_columns, BIAS: tl.constexpr):
-    """Sum over the lanes, multiply by `scale` and add the bias: [CHUNKS, rows, columns] -> [rows, columns]."""
+    """Sum over the chunks, multiply by `scale` and add the bias: [NUM_CHUNKS, rows, columns] -> [rows, columns]."""
     out = tl.sum(sums, 0) * scale
     if BIAS:
         out += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)

@@ -1,11 +1,8 @@
 """Tens or hundreds of rows times a weight with few columns, on CUDA.
 
-Such a product has too few tiles for all SMs, so several CTAs share a tile and each sums a part of K. The last CTA to
-arrive adds up the parts in a fixed order. Weights are prefetched before the kernel waits for the previous one
-(programmatic dependent launch).
+This product has fewer tiles than the GPU has SMs. Therefore several CTAs share a tile, and each CTA sums a part of K.
+The CTA that finishes last adds up the parts in a fixed order.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -20,7 +17,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 def project_split_k(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor, out: Tensor
 ) -> None:
-    """Write the result of the package's `_project_split_op` into `out` [M, N]."""
+    """Write the result of the package's `_project_split_k_op` into `out` [M, N]."""
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = split_config(num_rows)
@@ -59,8 +56,8 @@ def project_split_k(
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Prefetch the lines at `pointers` into the L2 cache."""
+def prefetch(pointers):
+    """Prefetch the cache lines at `pointers` into the L2 cache."""
     tl.inline_asm_elementwise(
         "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -100,7 +97,7 @@ def _project_split_k(
     if OVERLAP:
         if tl.program_id(1) == 0:
             for first_k in tl.static_range(0, split_depth, BLOCK_K):
-                _prefetch(weight_ptr + first_k + tl.arange(0, BLOCK_K // line_elements)[None, :] * line_elements)
+                prefetch(weight_ptr + first_k + tl.arange(0, BLOCK_K // line_elements)[None, :] * line_elements)
         gdc_wait()
     ks = tl.arange(0, BLOCK_K)[None, :]
     weight_ptr += ks
@@ -116,7 +113,7 @@ def _project_split_k(
     tile_offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     partial_ptr += tile_index.to(tl.int64) * (NUM_SPLITS * BLOCK_M * BLOCK_N) + tile_offsets
     tl.store(partial_ptr + split * (BLOCK_M * BLOCK_N), sums)
-    # All threads of this program must have stored their sums before the counter is raised.
+    # All threads of this program must store their sums before the counter is incremented.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tile_index, 1, sem="acq_rel") == NUM_SPLITS - 1:
         tl.store(counter_ptr + tile_index, 0)

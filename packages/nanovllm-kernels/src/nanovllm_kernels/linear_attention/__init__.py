@@ -1,7 +1,6 @@
-"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): linear attention whose memory is one matrix.
+"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): linear attention with a matrix as memory.
 
-A request's state lies in a slot: per layer the recurrent matrices of the heads, and the convolution's last inputs. On
-CUDA a layer is one Triton kernel for decodes, and a few kernels chunk by chunk for prompts; `reference` is plain torch.
+A request's state is stored in a slot of each layer: one matrix per value head, and the last inputs of the convolution.
 """
 
 from typing import Literal
@@ -36,17 +35,17 @@ def plan_states(
     num_tokens: int,
     backend: Backend,
 ) -> StateBatch:
-    """Prepare a step for its recurrent layers, once for all of them.
+    """Prepare a step for its recurrent layers. All layers share the result.
 
-    slots: int32 [B], each request's state slot, unique except slot 0, which is for padding and holds undefined values.
-        A request without computed tokens starts from a state of zeros, whatever its slot holds.
-    saves: int32 [B, S, 2], pairs (position, slot): when a request has processed exactly `position` tokens, within this
-        step, its state is also written to `slot`. Positions are multiples of CHECKPOINT_INTERVAL; 0 for an unused pair.
-    seq_lens: int32 [B], tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], each request's first token in the step.
-    num_decodes: leading requests with exactly one token. None: unknown to the host (not for "torch"); launches then
-        cover every case, so that a captured graph can be replayed for any lengths within the bounds.
-    max_query_len: bound on the tokens per request. num_tokens: bound on the tokens of the step.
+    slots: int32 [B], each request's state slot. Slots are unique except slot 0, which padding requests share. A request
+        without computed tokens starts from a state of zeros.
+    saves: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written to
+        `slot`. Positions are multiples of CHECKPOINT_INTERVAL; 0 for an unused pair.
+    seq_lens: int32 [B], number of each request's tokens, including this step.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
+    num_decodes: number of leading requests with exactly one token. None (not for "torch"): unknown to the host. A
+        captured graph can then be replayed with any query lengths up to `max_query_len`.
+    max_query_len, num_tokens: maximum number of tokens per request, and in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         never waits, and allows requests without tokens.
     """
@@ -61,44 +60,29 @@ def plan_states(
 def gated_delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch
 ) -> Tensor:
-    """Compute a layer from its projections to its gated norm: causal convolution, SiLU, gated delta rule, norm, gate.
+    """Compute a layer between its projections: causal convolution, SiLU, gated delta rule, norm and gate.
 
-    For a value head with its key head's query and key, both normed to length 1 and the query scaled by Dk^-0.5:
-    S = exp(-decay * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q;
-    the result is the RMSNorm of o times silu(z).
+    The recurrence of a value head uses the query q and key k of its key head, both normed to length 1:
+    S = exp(-decay * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q * Dk^-0.5.
+    The result is the RMSNorm of o times silu(z).
 
-    qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], per key head its query, key, value heads, and the value heads' gates z;
-        rows contiguous.
-    ba: [T, 2 Hv], per key head the b of its value heads, then their a; qkvz's dtype.
-    recurrent: [num_slots, Hv, Dv, Dk], the matrices S, of 2 or 4 bytes per element, contiguous; computed in float32.
-    conv: [num_slots, W, C], contiguous; row p % W holds the convolution's input at position p, rounded to conv's dtype.
-    Both states are overwritten in the slots of `batch`. Returns [T, Hv * Dv] in qkvz's dtype.
+    qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], rows contiguous. Each key head has its query, key and value heads, and a
+        gate z per value head.
+    ba: [T, 2 Hv], dtype of `qkvz`. Each key head has the b, then the a of its value heads.
+    recurrent: [num_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element. The matrices S, overwritten.
+    conv: [num_slots, W, C], contiguous. Row p % W holds the convolution's input at position p. Overwritten.
+    Returns: [T, Hv * Dv] in the dtype of `qkvz`.
     """
     if batch.torch_plan is not None:
         return reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.torch_plan)
-    return _gated_delta_net_op(
-        qkvz,
-        ba,
-        weights.conv,
-        weights.decay,
-        weights.dt_bias,
-        weights.norm,
-        weights.eps,
-        recurrent,
-        conv,
-        batch.slots,
-        batch.saves,
-        batch.seq_lens,
-        batch.query_start_loc,
-        batch.num_decodes,
-        batch.max_query_len,
-    )
+    requests = batch.slots, batch.saves, batch.seq_lens, batch.query_start_loc
+    return _gated_delta_net_op(qkvz, ba, *weights, recurrent, conv, *requests, batch.num_decodes, batch.max_query_len)
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy the states of whole slots, in order and in place: each copy sees the results of the copies before it.
+    """Copy states from slots `sources` to slots `targets` (int64 [n]), one after another and in place.
 
-    states: [layers, num_slots, ...], contiguous. sources, targets: int64 [n], the slots to read and to overwrite.
+    states: [layers, num_slots, ...], contiguous.
     """
     if states.is_cuda:
         _copy_states_op(states, sources, targets)
@@ -143,16 +127,8 @@ def _gated_delta_net_op(
     return out
 
 
-@_gated_delta_net_op.register_fake
-def _(
-    qkvz: Tensor,
-    _ba: Tensor,
-    _conv_weight: Tensor,
-    _decay: Tensor,
-    _dt_bias: Tensor,
-    _norm_weight: Tensor,
-    _eps: float,
-    recurrent: Tensor,
-    *_: object,
-) -> Tensor:
-    return qkvz.new_empty((qkvz.shape[0], recurrent.shape[1] * recurrent.shape[2]))
+_gated_delta_net_op.register_fake(
+    lambda qkvz, _ba, _conv_weight, _decay, _dt_bias, _norm, _eps, recurrent, *_: qkvz.new_empty(
+        (qkvz.shape[0], recurrent.shape[1] * recurrent.shape[2])
+    )
+)

@@ -1,20 +1,20 @@
-"""What every implementation of Gated DeltaNet takes: a layer's weights and sizes, and the requests of a step."""
+"""Inputs of all implementations of Gated DeltaNet: a layer's weights and sizes, and the requests of a step."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens per chunk. Chunks end at multiples of this position, and states can be saved only there.
+# Tokens per chunk. States can be saved at positions that are multiples of this number.
 CHECKPOINT_INTERVAL = 64
-# Added to the squared length of queries and keys before they are normed.
+# Added to the squared length of a query or key, to avoid a division by 0.
 L2_NORM_EPS = 1e-6
 
 
 class DeltaWeights(NamedTuple):
-    """A layer's weights besides its projections, for Hk key heads of Dk, each with Hv / Hk value heads of Dv.
+    """Weights of a layer without its projections. Hk key heads of size Dk each have Hv / Hk value heads of size Dv.
 
-    conv: float32 [W, C], the oldest tap first; channels are, per key head, its query, its key, and its value heads.
+    conv: float32 [W, C], the oldest tap first. Channels: each key head's query, key and value heads.
     decay: float32 [Hv], exp of the checkpoint's A_log.
     dt_bias: float32 [Hv].
     norm: float32 [Dv], weight of the gated norm.
@@ -29,7 +29,7 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """A layer's numbers of heads, their dimensions, and the convolution's numbers of channels and taps."""
+    """Sizes of a layer: numbers of heads, head sizes, and the convolution's numbers of channels and taps."""
 
     num_k_heads: int
     num_v_heads: int
@@ -45,7 +45,7 @@ class LayerSizes(NamedTuple):
 
 
 def layer_sizes(recurrent: Tensor, conv: Tensor) -> LayerSizes:
-    """Derive the sizes from the shapes of the states, which `gated_delta_net` describes."""
+    """Derive a layer's sizes from its states (see `gated_delta_net`)."""
     _, num_v_heads, v_dim, k_dim = recurrent.shape
     _, num_taps, num_channels = conv.shape
     num_k_heads = (num_channels - num_v_heads * v_dim) // (2 * k_dim)
@@ -55,9 +55,8 @@ def layer_sizes(recurrent: Tensor, conv: Tensor) -> LayerSizes:
 class Prefill(NamedTuple):
     """A request with several tokens, for the plain torch path.
 
-    first_row, end_row: the request's rows in the step; `end_row` is the first row after them.
-    slot: the request's state slot.
-    first_position: position of the request's first token of this step.
+    first_row, end_row: the request's tokens in the step, without `end_row`.
+    first_position: position of the token at `first_row`.
     saves: pairs (position, slot) of states to save within this step.
     """
 
@@ -71,9 +70,9 @@ class Prefill(NamedTuple):
 class TorchPlan(NamedTuple):
     """A step's requests for the plain torch path: n decodes with one token each, then `prefills`.
 
-    slots, positions: int64 [n], of the decodes.
-    save_rows: int64 [m], the decodes whose state is also saved.
-    save_slots: int64 [m], the slots to which these states are saved.
+    slots, positions: int64 [n], each decode's state slot and its token's position.
+    save_rows: int64 [m], indices of the decodes whose state is also saved.
+    save_slots: int64 [m], slots of the saved states.
     """
 
     slots: Tensor
@@ -85,9 +84,9 @@ class TorchPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """A step's requests as recurrent layers see them, the same for every layer. Made by `plan_states`.
+    """A step's requests for recurrent layers, from `plan_states`, which describes the fields.
 
-    torch_plan: plan of the plain torch path, None for "triton". `plan_states` describes the other fields.
+    torch_plan: plan of the plain torch path. None: "triton".
     """
 
     slots: Tensor

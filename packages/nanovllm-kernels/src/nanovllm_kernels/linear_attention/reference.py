@@ -1,7 +1,7 @@
 """Gated DeltaNet in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes run together, prompts one by one in chunks. Within a chunk tokens interact through the inverse of a triangular
-matrix (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484), so that only chunks depend on the previous state.
+Decodes run together. Prompts run one by one in chunks, with a triangular system per chunk instead of a recurrence over
+tokens (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484).
 """
 
 from typing import NamedTuple
@@ -21,18 +21,14 @@ from nanovllm_kernels.linear_attention.layer_inputs import (
 
 
 class _Gates(NamedTuple):
-    """Gates per token and value head.
-
-    log_decay: float32 [.., Hv], logarithm of the state's decay.
-    beta: float32 [.., Hv], step size of the delta rule.
-    """
+    """Logarithm of the state's decay, and step size of the delta rule. Both are float32 [.., Hv]."""
 
     log_decay: Tensor
     beta: Tensor
 
 
 def plan_states(slots: Tensor, saves: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int) -> TorchPlan:
-    """Return the plan of the plain torch path, see the package's `plan_states`."""
+    """Return the `torch_plan` of the package's `plan_states`."""
     row_starts, lengths, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
     pairs: list[list[list[int]]] = saves.tolist()
     decode_saves = [
@@ -91,7 +87,7 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 
 def _compute_gates(ba: Tensor, weights: DeltaWeights) -> _Gates:
-    """Compute the gates from float32 `ba` [T, Hk, 2, Hv / Hk]."""
+    """Compute the gates of all value heads. ba: float32 [T, Hk, 2, Hv / Hk]."""
     b, a = (part.flatten(1) for part in ba.unbind(2))
     return _Gates(-weights.decay * functional.softplus(a + weights.dt_bias), b.sigmoid())
 
@@ -101,7 +97,7 @@ def _slice_gates(gates: _Gates, first_row: int, end_row: int) -> _Gates:
 
 
 def _split_heads(mixed: Tensor, state_shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Split `mixed` [n, C] into queries and keys [n, Hv, Dk], normed and repeated, and values [n, Hv, Dv]."""
+    """Split `mixed` [n, C] into normed queries and keys [n, Hv, Dk], one per value head, and values [n, Hv, Dv]."""
     _, num_v_heads, v_dim, k_dim = state_shape
     num_k_heads = (mixed.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
     group_size = num_v_heads // num_k_heads
@@ -112,25 +108,19 @@ def _split_heads(mixed: Tensor, state_shape: torch.Size) -> tuple[Tensor, Tensor
 
 
 def _convolve_decodes(inputs: Tensor, weight: Tensor, conv: Tensor, plan: TorchPlan) -> Tensor:
-    """Apply convolution and SiLU to one token per request, and store the inputs in `conv`.
-
-    inputs: [n, C]. Returns float32 [n, C].
-    """
+    """Apply convolution and SiLU to one token per request, and store `inputs` [n, C]. Returns float32 [n, C]."""
     num_taps = len(weight)
     conv[plan.slots, plan.positions % num_taps] = inputs
     positions = plan.positions.unsqueeze(1) + torch.arange(1 - num_taps, 1, device=inputs.device)
     window = conv[plan.slots.unsqueeze(1), positions % num_taps].float()
-    # Inputs before a sequence's first token are zero; the slot may hold inputs of another request.
+    # Before position 0 the slot may hold inputs of another request.
     window = torch.where((positions >= 0).unsqueeze(-1), window, 0.0)
     conv[plan.save_slots] = conv[plan.slots[plan.save_rows]]
     return functional.silu((window * weight).sum(1))
 
 
 def _update_decodes(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, plan: TorchPlan) -> Tensor:
-    """Apply the delta rule to one token per request, and store the new states in `recurrent`.
-
-    Returns float32 [n, Hv, Dv].
-    """
+    """Apply the delta rule to one token per request, and store the new states. Returns float32 [n, Hv, Dv]."""
     has_state = (plan.positions > 0).view(-1, 1, 1, 1)
     state = torch.where(has_state, recurrent[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
     recalled = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
@@ -143,10 +133,7 @@ def _update_decodes(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: T
 
 
 def _convolve_prefill(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Prefill) -> Tensor:
-    """Apply convolution and SiLU to one request's tokens, and store the last inputs in `conv`.
-
-    inputs: [n, C]. Returns float32 [n, C].
-    """
+    """Apply convolution and SiLU to one request, and store the last of `inputs` [n, C]. Returns float32 [n, C]."""
     num_taps, first_position, device = len(weight), prefill.first_position, inputs.device
     history_positions = torch.arange(first_position - num_taps + 1, first_position, device=device)
     stored = conv[prefill.slot, history_positions % num_taps]
@@ -165,13 +152,12 @@ def _convolve_prefill(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Pre
 def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, prefill: Prefill) -> Tensor:
     """Apply the delta rule to one request's tokens, chunk by chunk, and store the new state. Returns [n, Hv, Dv].
 
-    In a chunk with log decays G_i from its beginning to token i, let A be the strictly lower part of
-    beta_i k_i k_j exp(G_i - G_j), and T = (1 + A)^-1. The changes to a state S are then
-    T (beta v) - T (beta exp(G) k) S^T.
+    G_i is the logarithm of the decay from the chunk's beginning to token i, and A is the strictly lower part of
+    beta_i k_i k_j exp(G_i - G_j). With T = (1 + A)^-1, the changes to a state S are T (beta v) - T (beta exp(G) k) S^T.
     """
     num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
     back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL
-    # Pad to whole chunks with tokens that change nothing: [Hv, chunks, CHECKPOINT_INTERVAL, ..].
+    # Padding completes the first and the last chunk: zeros leave the state unchanged.
     q, k, v = (_split_chunks(functional.pad(x, (0, 0, 0, 0, front_padding, back_padding))) for x in (q, k, v))
     log_decay, beta = (_split_chunks(functional.pad(x, (0, 0, front_padding, back_padding))) for x in gates)
     cumulative = log_decay.cumsum(-1)
@@ -202,4 +188,5 @@ def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tens
 
 
 def _split_chunks(x: Tensor) -> Tensor:
+    """Split [n, Hv, ..] into [Hv, chunks, CHECKPOINT_INTERVAL, ..]."""
     return x.unflatten(0, (-1, CHECKPOINT_INTERVAL)).movedim(2, 0)

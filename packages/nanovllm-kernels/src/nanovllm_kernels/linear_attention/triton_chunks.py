@@ -1,10 +1,8 @@
-"""Computes, for all chunks of all requests at once on CUDA, what does not depend on the recurrent states.
+"""Solves all chunks of all requests in parallel on CUDA, without the recurrent states.
 
-These are convolution, gates, and a triangular system per chunk and value head (see `reference`). A tile is a whole
-chunk: rows before the request's first token or after its last are masked.
+A program computes the convolution, or the gates and the triangular system (see `reference`), of one chunk. Rows of the
+chunk that are not in the request's tokens of this step are masked.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 from typing import NamedTuple
 
@@ -17,23 +15,20 @@ from nanovllm_kernels.linear_attention.layer_inputs import CHECKPOINT_INTERVAL, 
 from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
 
 CHUNK = tl.constexpr(CHECKPOINT_INTERVAL)
-# Rows of the diagonal blocks of a triangular matrix, which are inverted row by row.
+# Rows of a diagonal block of a triangular matrix.
 BLOCK = tl.constexpr(16)
-# Minimum side of a tile of a matrix product. With 16, Triton 3.6 miscompiles `_solve_chunks` of 16-bit elements for
-# Hopper.
+# With tiles of 16, Triton 3.6 miscompiles `_solve_chunks` of 16-bit elements for Hopper.
 MIN_TILE_SIDE = 32
 CHANNEL_BLOCK = 1024
 
 
 class Chunks(NamedTuple):
-    """Results for every chunk that do not depend on states: T tokens, Hv value heads of dimension V, keys of K.
+    """Solutions of all chunks, which change a state S by value_solutions - key_solutions S^T.
 
-    All but `log_decays` have the dtype of the projections.
-
-    convolved: [T, channels], convolved queries, keys and values.
-    key_solutions: [T, Hv, K], solutions of the triangular system.
-    value_solutions: [T, Hv, V], likewise: a state S changes by value_solutions - key_solutions S^T.
-    scores: [T, Hv, CHECKPOINT_INTERVAL], weights with which a token reads its chunk's changes.
+    All tensors except `log_decays` have the dtype of the projections.
+    convolved: [T, C], convolved queries, keys and values.
+    key_solutions: [T, Hv, Dk]. value_solutions: [T, Hv, Dv].
+    scores: [T, Hv, CHECKPOINT_INTERVAL], products of a token's query with the keys of its chunk, decayed.
     log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
 
@@ -45,19 +40,19 @@ class Chunks(NamedTuple):
 
 
 def padded_side(dim: int) -> int:
-    """Return the side of the smallest tile of a matrix product that holds `dim`."""
+    """Return the smallest supported tile side that is at least `dim`."""
     return max(MIN_TILE_SIDE, triton.next_power_of_2(dim))
 
 
 def max_chunk_tiles(num_tokens: int, num_reqs: int) -> int:
-    """Return the number of tile numbers of `find_chunk`: at least the number of chunks, for requests of any length."""
+    """Return the number of tiles of a launch, an upper bound of the number of chunks. See `find_chunk`."""
     return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
 
 
 def compute_chunks(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv: Tensor, batch: StateBatch, sizes: LayerSizes
 ) -> Chunks:
-    """Compute `Chunks`, and store the convolution's last inputs in the requests' slots and in slots of saved states."""
+    """Solve all chunks, and store the convolution's last inputs in the slots of requests and of saved states."""
     num_tokens, num_reqs = len(qkvz), len(batch.slots)
     num_tiles = max_chunk_tiles(num_tokens, num_reqs)
     padded_k, padded_v = padded_side(sizes.k_dim), padded_side(sizes.v_dim)
@@ -129,11 +124,11 @@ def compute_chunks(
 def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
     """Find the chunk with number `tile`.
 
-    Returns the request; the row and the position of the request's first token in this step; the request's length (0 if
-    no chunk has this number); the position at which the chunk begins.
+    The chunks of request r have the numbers from first_row_r // CHUNK + 2 r on. Adding 2 r leaves numbers for
+    incomplete first and last chunks. A binary search finds the last request whose first number is at most `tile`.
 
-    The chunks of request r have the numbers from first_row_r // CHUNK + 2 r on, which leaves numbers for an incomplete
-    first and last chunk. A binary search finds the last request whose first number is at most `tile`.
+    Returns: the request, the row and the position of its first token in this step, its length (0 if no chunk has this
+        number), and the position at which the chunk begins.
     """
     low = 0
     high = num_reqs - 1
@@ -152,8 +147,7 @@ def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs"],
-    do_not_specialize_on_alignment=["slots_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+    do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["slots_ptr", "seq_lens_ptr", "query_start_loc_ptr"]
 )
 def _convolve_chunks(
     qkvz_ptr,
@@ -172,7 +166,7 @@ def _convolve_chunks(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to a chunk's query, key or value head; norm queries and keys."""
+    """Apply convolution and SiLU to a query, key or value head of a chunk. Queries and keys are also normed."""
     request, first_row, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )
@@ -197,9 +191,8 @@ def _convolve_chunks(
         x = tl.load(qkvz_ptr + (tokens - lag)[:, None] * qkvz_stride + source_columns[None, :], mask=mask, other=0.0)
         x = x.to(conv_ptr.dtype.element_ty)
         if chunk_position < first_position + lag:
-            mask = (row_mask & (input_positions < first_position) & (input_positions >= 0))[:, None] & column_mask[
-                None, :
-            ]
+            is_stored = row_mask & (input_positions < first_position) & (input_positions >= 0)
+            mask = is_stored[:, None] & column_mask[None, :]
             offsets = (input_positions + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS
             x += tl.load(slot_ptr + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
         weight = tl.load(weight_ptr + (NUM_TAPS - 1 - lag) * NUM_CHANNELS + channels, mask=column_mask, other=0.0)
@@ -232,7 +225,7 @@ def _save_conv_inputs(
     NUM_TAPS: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
-    """Store one request's last inputs in its slot, and the inputs before each saved position in that state's slot."""
+    """Store one request's last inputs in its slot, and the inputs before each saved position in the saved slot."""
     request = tl.program_id(0)
     first_row = tl.load(query_start_loc_ptr + request)
     num_new = tl.load(query_start_loc_ptr + request + 1) - first_row
@@ -242,7 +235,7 @@ def _save_conv_inputs(
     first_position = seq_len - num_new
     channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     mask = channels < NUM_CHANNELS
-    # Offset so that adding a position gives that token's row.
+    # `row_ptr` plus a position times the stride is the address of the token at this position.
     source_columns = channels + channels // PER_KEY * GATES
     row_ptr = qkvz_ptr + (first_row - first_position).to(tl.int64) * qkvz_stride + source_columns
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
@@ -259,7 +252,7 @@ def _save_conv_inputs(
                     tl.store(save_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
                 else:
                     tl.store(save_slot_ptr + offset, tl.load(slot_ptr + offset, mask=mask, other=0.0), mask=mask)
-    # If there are fewer than NUM_TAPS - 1 new inputs, the slot already holds the older ones.
+    # The loads of the slot above must precede the stores below.
     tl.debug_barrier()
     for lag in tl.static_range(1, NUM_TAPS):
         if lag <= num_new:
@@ -271,8 +264,9 @@ def _save_conv_inputs(
 def _invert_unit_lower(a):
     """Return (1 + a)^-1 for float32 a [CHUNK, CHUNK] that is 0 on and above its diagonal.
 
-    Diagonal blocks are inverted row by row, all at once. With D the diagonal of their inverses and L the blocks below,
-    n = D L is nilpotent of order 4 (the number of blocks), so the inverse is (1 + n)^-1 D = (1 - n) (1 + n^2) D.
+    The diagonal blocks are inverted row by row, in parallel. D is the block diagonal of these inverses, and L holds the
+    blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. Hence the inverse is
+    (1 + n)^-1 D = (1 - n) (1 + n^2) D.
     """
     blocks: tl.constexpr = CHUNK // BLOCK
     tl.static_assert(blocks == 4)
@@ -295,10 +289,7 @@ def _invert_unit_lower(a):
     return tl.dot(series, diagonal, input_precision="tf32x3")
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
-)
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _solve_chunks(
     convolved_ptr,
     ba_ptr,
@@ -320,7 +311,7 @@ def _solve_chunks(
     PADDED_V: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
 ):
-    """Solve one chunk of one value head, without the state before it; the formulas are in `reference`."""
+    """Solve one chunk of one value head (formulas: `reference._scan_chunks`)."""
     _, first_row, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )

@@ -1,12 +1,10 @@
-"""Copies of whole states between slots on CUDA, without additional memory."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Copies states between slots on CUDA, without additional memory."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a state that one program copies at a time.
+# Elements of a state per program.
 BLOCK = 4096
 
 
@@ -22,13 +20,13 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["num_copies"], do_not_specialize_on_alignment=["sources_ptr", "targets_ptr"])
 def _copy_states(states_ptr, sources_ptr, targets_ptr, layer_stride, slot_stride, num_copies, BLOCK: tl.constexpr):
-    """Copy the same block of one layer's state for all pairs of slots, one after another."""
+    """Copy one block of one layer's state for all pairs of slots, pair by pair."""
     offsets = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < slot_stride
     states_ptr += tl.program_id(0).to(tl.int64) * layer_stride + offsets
     for copy in tl.range(0, num_copies, num_stages=1):
         source, target = tl.load(sources_ptr + copy), tl.load(targets_ptr + copy)
-        numbers = tl.load(states_ptr + source * slot_stride, mask=inside)
-        tl.store(states_ptr + target * slot_stride, numbers, mask=inside)
+        block = tl.load(states_ptr + source * slot_stride, mask=inside)
+        tl.store(states_ptr + target * slot_stride, block, mask=inside)
         # The next copy may read what this copy wrote.
         tl.debug_barrier()

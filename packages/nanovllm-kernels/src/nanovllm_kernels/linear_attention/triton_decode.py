@@ -1,11 +1,8 @@
-"""Gated DeltaNet of requests with one token each, on CUDA: from the projections to the gated norm in one kernel.
+"""Gated DeltaNet of requests with one token each, on CUDA: convolution, recurrence and gated norm in one kernel.
 
-A program reads and writes the state of one value head: all rows at once if there are few programs, else in pipelined
-blocks. All programs of a key head compute the convolution of its query and key, and one of them stores the inputs: no
-program reads the position that it writes.
+A program reads and writes the state of one value head. All programs of a key head compute the convolution of its query
+and key, and one of the programs stores the inputs at a position that no program reads.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -16,25 +13,18 @@ from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, StateBa
 from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
 from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe_device
 
-# Elements of a state per warp if a launch has few programs.
+# Elements of a state per warp if a program loads its whole state at once.
 ELEMENTS_PER_WARP = 4096
-# If a launch has several programs per SM, a program loads its state in blocks of rows. BLOCK_ROWS_BY_BYTES: rows of a
-# block by element size in bytes. Chosen on an H200 for Qwen3-Next's layer; other choices were up to 12% slower.
+# In a launch with more than two programs per SM, a program loads its state in blocks of rows. Keys: bytes per element.
 BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
 BLOCKED_ELEMENTS_PER_WARP = 1024
 BLOCKS_IN_FLIGHT = 4
 
 
 def decode(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    recurrent: Tensor,
-    conv: Tensor,
-    batch: StateBatch,
-    out: Tensor,
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
-    """Implement the package's `gated_delta_net` for the rows of `out` of requests with one token."""
+    """Compute the package's `gated_delta_net` for requests with one token, and write their rows of `out`."""
     sizes = layer_sizes(recurrent, conv)
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
@@ -45,11 +35,7 @@ def decode(
     _decode_requests[(sizes.num_v_heads, num_reqs)](
         qkvz,
         ba,
-        weights.conv,
-        weights.decay,
-        weights.dt_bias,
-        weights.norm,
-        weights.eps,
+        *weights,
         recurrent,
         conv,
         batch.slots,
@@ -89,14 +75,10 @@ def _convolve(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to one token's inputs at `new_input_ptrs`.
-
-    write_mask: channels whose inputs are stored in the slot.
-    """
+    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs are stored in the slot."""
     new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
-    total = new_input.to(tl.float32) * tl.load(
-        weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0
-    )
+    weight = tl.load(weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0)
+    total = new_input.to(tl.float32) * weight
     for tap in tl.static_range(NUM_TAPS - 1):
         tap_position = position - (NUM_TAPS - 1) + tap
         old_input_ptrs = slot_ptr + (tap_position + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS + channels
@@ -167,7 +149,7 @@ def _decode_requests(
     rows = tl.arange(0, BLOCK_V)
     state_ptr = recurrent_ptr + slot * (HEADS * V_DIM * K_DIM)
     state_offsets = head * (V_DIM * K_DIM) + rows[:, None] * K_DIM + k_dims[None, :]
-    # A sequence starts from zeros, whatever the slot holds.
+    # A request's first token uses a state of zeros.
     load_mask = k_mask[None, :] & (position > 0)
 
     qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP_SIZE * V_DIM)
@@ -203,17 +185,15 @@ def _decode_requests(
     state_decay = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
     k_dot_q = tl.sum(k * q, 0)
     out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
-    # This loop loads only states: other loads between them made it slower.
+    # Loads of other tensors between the loads of states would make this loop slower.
     for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
         first_row = block * BLOCK_V
         inside = (first_row + rows < V_DIM)[:, None]
-        state = (
-            tl.load(state_ptr + state_offsets + first_row * K_DIM, mask=inside & load_mask, other=0.0).to(tl.float32)
-            * state_decay
-        )
+        state = tl.load(state_ptr + state_offsets + first_row * K_DIM, mask=inside & load_mask, other=0.0)
+        state = state.to(tl.float32) * state_decay
         v_block = v if NUM_BLOCKS == 1 else tl.gather(v, first_row + rows, 0)
         delta = (v_block - tl.sum(state * k[None, :], 1)) * beta
-        # Uses the state before its change, so that one pass computes both sums.
+        # The new state times q, without a second pass over the state.
         block_out = tl.sum(state * q[None, :], 1) + delta * k_dot_q
         out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
         new_state = (state + delta[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
@@ -221,14 +201,12 @@ def _decode_requests(
 
     dims = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_V + rows[None, :]
     norm = tl.load(norm_ptr + dims, mask=dims < V_DIM, other=0.0)
-    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP_SIZE + head_in_group) * V_DIM + dims, mask=dims < V_DIM, other=0.0).to(
-        tl.float32
-    )
-    out *= tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / V_DIM + eps) * norm * silu(z)
+    z = tl.load(qkvz_ptr + 2 * K_DIM + (GROUP_SIZE + head_in_group) * V_DIM + dims, mask=dims < V_DIM, other=0.0)
+    out *= tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / V_DIM + eps) * norm * silu(z.to(tl.float32))
     out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
 
-    # After this barrier all threads can read what this program wrote to its slot.
+    # The copies below read the slot that other threads of this program have written.
     tl.debug_barrier()
     for save_index in range(num_saves):
         save_ptr = saves_ptr + (request * num_saves + save_index) * 2

@@ -1,4 +1,4 @@
-"""Device functions of the gates of Gated DeltaNet."""
+"""Device functions for the gates of Gated DeltaNet."""
 
 import triton
 import triton.language as tl
@@ -6,18 +6,18 @@ import triton.language as tl
 from nanovllm_kernels.linear_attention.layer_inputs import L2_NORM_EPS
 
 L2_EPS = tl.constexpr(L2_NORM_EPS)
-# Above this, log(1 + exp(x)) is x in float32.
+# log(1 + exp(x)) of a larger x is x in float32.
 LINEAR_SOFTPLUS = tl.constexpr(20.0)
 
 
 @triton.jit
 def log_decay(a, decay, dt_bias):
-    """Return the logarithm of a state's decay, -decay * softplus(a + dt_bias), from its gate `a`."""
+    """Return the logarithm of a state's decay, -decay * softplus(a + dt_bias)."""
     x = a + dt_bias
     return -decay * tl.where(x > LINEAR_SOFTPLUS, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
 def silu(x):
-    """Return x times its sigmoid."""
+    """Return SiLU of `x`."""
     return x * tl.sigmoid(x)

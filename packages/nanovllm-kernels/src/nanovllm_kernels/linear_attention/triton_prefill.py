@@ -1,10 +1,8 @@
 """Gated DeltaNet of requests with several tokens on CUDA: whole prompts and chunks of prompts.
 
-`triton_chunks` computes what does not depend on states, for all chunks at once. Then one program per request, value
-head and block of value dimensions goes from chunk to chunk with the state in registers. The device finds the requests.
+`triton_chunks` first solves all chunks in parallel. Then one program per request, value head and block of value
+dimensions processes chunk after chunk, with the state in registers.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -20,20 +18,14 @@ from nanovllm_kernels.linear_attention.triton_chunks import (
 )
 from nanovllm_kernels.linear_attention.triton_gates import silu
 
-# Value dimensions per program: a small number, so that there are enough programs.
+# Value dimensions per program. A small number gives enough programs.
 BLOCK_V = 32
 
 
 def prefill(
-    qkvz: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    recurrent: Tensor,
-    conv: Tensor,
-    batch: StateBatch,
-    out: Tensor,
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
-    """Implement the package's `gated_delta_net` for the rows of `out` of requests with several tokens."""
+    """Compute the package's `gated_delta_net` for requests with several tokens, and write their rows of `out`."""
     sizes = layer_sizes(recurrent, conv)
     num_reqs = len(batch.slots)
     padded_k, padded_v = padded_side(sizes.k_dim), padded_side(sizes.v_dim)
@@ -41,11 +33,7 @@ def prefill(
     chunks = compute_chunks(qkvz, ba, weights, conv, batch, sizes)
     block_v = min(BLOCK_V, padded_v)
     _scan_chunks[(triton.cdiv(sizes.v_dim, block_v), sizes.num_v_heads, num_reqs)](
-        chunks.convolved,
-        chunks.key_solutions,
-        chunks.value_solutions,
-        chunks.scores,
-        chunks.log_decays,
+        *chunks,
         recurrent,
         batch.slots,
         batch.saves,
@@ -100,7 +88,7 @@ def _scan_chunks(
     BLOCK_V: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
 ):
-    """Process one request's chunks in order, for some of the value dimensions of one head."""
+    """Process one request's chunks in order, for one block of value dimensions of one head."""
     head = tl.program_id(1)
     request = tl.program_id(2)
     first_row = tl.load(query_start_loc_ptr + request)
@@ -156,10 +144,7 @@ def _scan_chunks(
     tl.store(state_ptrs, state.to(recurrent_ptr.dtype.element_ty), mask=state_mask)
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"],
-)
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _norm_and_gate(
     out_ptr,
     qkvz_ptr,

@@ -1,7 +1,6 @@
-"""Mixtures of experts: `route` chooses each token's experts; `fused_experts` runs SwiGLU experts and sums the results.
+"""Mixtures of experts: `route` chooses each token's experts, and `fused_experts` runs SwiGLU experts.
 
-On CUDA nothing waits for the device, and no launch depends on which experts were chosen. `policy` chooses the kernel by
-the numbers of tokens and experts. A CPU runs `reference`.
+On CUDA nothing waits for the device, and launches depend on the number of tokens only, not on the chosen experts.
 """
 
 from dataclasses import astuple
@@ -20,11 +19,11 @@ def pack_experts(
 ) -> PackedExperts:
     """Prepare experts for `fused_experts`, without a copy.
 
-    w13: [E, 2 I, H], contiguous; for each expert the gate's I rows, then the up projection's I rows.
-    w2: [E, H, I], contiguous; the down projection.
-    scales13: for float8_e4m3fn weights, float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous, one per 128 x 128
-        block. The up projection's blocks start at its own first row. None: weights are not FP8.
-    scales2: likewise, float32 [E, ceil(H / 128), ceil(I / 128)].
+    w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, then I rows of the up projection.
+    w2: [E, H, I], contiguous. The down projection.
+    scales13: float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous. Scales of e4m3 `w13`: one per 128 x 128 block of
+        the gate and of the up projection. None: the weights are not FP8.
+    scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`, or None.
     """
     counters = None
     if w2.is_cuda:
@@ -35,12 +34,12 @@ def pack_experts(
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ChosenExperts:
     """Choose each token's experts, in float32. On CUDA the lowest id wins a tie, and NaN logits give valid ids.
 
-    logits: [T, E], or [T, E + 1] if the shared expert is gated; the last is then that expert's gate logit.
-    routing: E must be a multiple of `num_groups`, and the best groups must hold at least `top_k` experts.
-    bias: float32 [E], added to the scores to choose experts and groups, but not in the weights (Wang et al. 2024,
-        https://arxiv.org/abs/2408.15664).
-    Returns: with a shared expert, k + 1 experts per token: each token's last id is E, and its weight (1, or the gate
-        logit's sigmoid) is neither renormalized nor scaled.
+    logits: [T, E]. If the shared expert is gated, [T, E + 1]: the last logit is the shared expert's gate.
+    routing: E must be a multiple of `num_groups`, and `top_groups` groups must have at least `top_k` experts.
+    bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
+        https://arxiv.org/abs/2408.15664). None: no bias.
+    Returns: `top_k` experts per token, and the shared expert as last expert with id E. The shared expert's weight (1,
+        or the sigmoid of its gate) is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
         return reference.route(logits, routing, bias)
@@ -50,13 +49,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
 def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None = None) -> Tensor:
     """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
 
-    chosen: the weights and ids, from `route`.
-
-    x: [T, H], rows contiguous, T >= 1. Its dtype is the experts', or any if these are FP8; a CPU also takes float32.
-        FP8 experts quantise their inputs in groups of 128, as `block_fp8.quantize_groups` does.
-    residual: [T, H], float32 or `x`'s dtype. May be overwritten, and may share memory with the result.
-    Returns: the sum in the residual's dtype, else in `x`'s. Sums are float32; for many tokens on CUDA their terms are
-        first rounded to `x`'s dtype.
+    x: [T, H], rows contiguous, T >= 1. With FP8 experts any dtype, and inputs are quantised as by
+        `block_fp8.quantize_groups`. With other experts the weights' dtype, or float32 on a CPU.
+    residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
+    Returns: the residual's dtype, else the dtype of `x`. Sums are float32, but with many tokens on CUDA each expert's
+        result is first rounded to the dtype of `x`.
     """
     if x.is_cuda or torch.compiler.is_compiling():
         return _fused_experts_op(x, *experts, *chosen, residual)
@@ -99,7 +96,7 @@ def _fused_experts_op(
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
-    """Implement `fused_experts` with a new tensor as result. `counters` are zeros before and after."""
+    """Implement `fused_experts` with a new tensor as result."""
     experts, chosen = PackedExperts(w13, w2, scales13, scales2, counters), ChosenExperts(weights, ids)
     if counters is None:
         return reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())

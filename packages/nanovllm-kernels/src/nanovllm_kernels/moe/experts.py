@@ -1,4 +1,4 @@
-"""Types of mixtures of experts: the routing's options, the experts' weights, and the experts that tokens chose."""
+"""Types of mixtures of experts: options of the routing, weights of the experts, and the chosen experts."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -8,14 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token chooses its `top_k` experts and their weights.
+    """Options of the choice of `top_k` experts per token, and of their weights.
 
-    scoring: function that turns logits into scores.
+    scoring: function from logits to scores.
     renormalize: divide the chosen scores by their sum.
-    num_groups, top_groups: only experts of a token's `top_groups` best groups are eligible (DeepSeek-AI 2024,
-        https://arxiv.org/abs/2412.19437). A group's score is the sum of its two best scores.
-    scale: factor for the weights, applied after renormalizing.
-    shared: whether each token also uses a shared expert: with weight 1 ("always") or a gate logit's sigmoid ("gated").
+    num_groups, top_groups: a token chooses experts from its `top_groups` best groups only. A group's score is the sum
+        of its two best scores (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437).
+    scale: factor of the weights after renormalizing.
+    shared: each token also uses a shared expert, with weight 1 ("always") or the sigmoid of a gate logit ("gated").
     """
 
     top_k: int
@@ -28,9 +28,9 @@ class Routing:
 
 
 class PackedExperts(NamedTuple):
-    """The weights of E experts as `fused_experts` takes them. `pack_experts` describes w13, w2 and the scales.
+    """Weights of E experts, from `pack_experts`, which describes the other fields.
 
-    counters: int32 zeros on CUDA, else None. Each launch leaves them zero; concurrent launches may not share them.
+    counters: int32 zeros before and after each launch on CUDA, else None. Concurrent launches must not share them.
     """
 
     w13: Tensor
@@ -41,10 +41,10 @@ class PackedExperts(NamedTuple):
 
 
 class ChosenExperts(NamedTuple):
-    """The experts that `route` chose for each token, k per token.
+    """The k experts that `route` chose for each token.
 
     weights: float32 [T, k], factors of the experts' results.
-    ids: int32 [T, k], contiguous; a token's ids differ.
+    ids: int32 [T, k], contiguous, unique per token.
     """
 
     weights: Tensor

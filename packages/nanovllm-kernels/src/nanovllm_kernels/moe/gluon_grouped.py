@@ -1,10 +1,8 @@
-"""Grouped products of block FP8 experts with many rows per expert, on Hopper, with specialised warps, in Gluon.
+"""Grouped products of block FP8 experts with many rows per expert, on Hopper, in Gluon.
 
-One warp per program copies tiles into a ring buffer, ahead of the products. Two groups of four warps multiply 64 rows
-each, so that one group's scaling and stores overlap the other group's products. `policy` chooses this kernel.
+One warp per program copies tiles into a ring buffer. Two groups of four warps multiply 64 rows each. While one group
+scales and stores sums, the other group multiplies.
 """
-
-# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -28,13 +26,12 @@ from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# A tile has SPECIALIZED_TILE_ROWS rows (half per group of warps) and two blocks of 128 columns; a step is 128 deep.
+# A tile has GROUP_ROWS rows per group of warps and two blocks of columns. Products loop over K in steps of STEP_DEPTH.
 GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = SPECIALIZED_TILE_ROWS // 2, 128, 128
 STAGES = 4
 # Shared memory layout that the tensor cores require.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
-# Registers per thread: at launch, in the copying warp, and in the multiplying warps (192 of which hold sums). The
-# latter get what the copying warp and its three idle neighbours release.
+# Registers per thread: at launch, in the copying warp, and in the multiplying warps, which use 192 for sums.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 24, 240
 GATHER_ROWS = 16
 GATHER_BLOCK = 1024
@@ -43,9 +40,9 @@ GATHER_BLOCK = 1024
 def run_products(
     x: Tensor, x_scales: Tensor, experts: PackedExperts, weights: Tensor, pairs: SortedPairs, pair_results: Tensor
 ) -> None:
-    """Write each pair's weighted expert result into `pair_results` [T k, H], 16-bit. `x` [T, H] is quantised.
+    """Write the expert's result times the weight of each pair into 16-bit `pair_results` [T k, H].
 
-    pairs: sorted, in tiles of SPECIALIZED_TILE_ROWS rows. Rows are first gathered in this order.
+    x: e4m3 [T, H]. pairs: in tiles of SPECIALIZED_TILE_ROWS rows.
     """
     num_pairs, hidden_size = pair_results.shape
     intermediate_size = experts.w2.shape[2]
@@ -53,7 +50,7 @@ def run_products(
     launch = {"OVERLAP": overlap, "launch_pdl": overlap}
     floats = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
-    # A tile's loads may reach SPECIALIZED_TILE_ROWS past a group's last row; these values are not used.
+    # Loads of the last tile may reach up to SPECIALIZED_TILE_ROWS elements past the last row.
     scales_stride = num_pairs + SPECIALIZED_TILE_ROWS
     row_scales = torch.empty((hidden_size // GROUP, scales_stride), **floats)
     hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)
@@ -109,7 +106,7 @@ def run_products(
 
 
 def _describe_rows(matrix: Tensor, num_rows: int) -> TensorDescriptor:
-    """Return the TMA descriptor of a matrix that copies `num_rows` rows at once."""
+    """Return the matrix's TMA descriptor for copies of `num_rows` rows."""
     return TensorDescriptor.from_tensor(matrix, [num_rows, STEP_DEPTH], SHARED_LAYOUT)
 
 

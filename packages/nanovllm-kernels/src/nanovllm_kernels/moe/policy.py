@@ -1,4 +1,4 @@
-"""Chooses the expert kernel for a step's sizes, and its tiles: nothing is tuned at run time.
+"""Chooses the expert kernel for a step's sizes, and the kernel's tiles.
 
 | tokens | weights | kernel |
 |---|---|---|
@@ -18,30 +18,20 @@ from nanovllm_kernels.platform import describe_device
 
 Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]
 
-# Maximum number of tokens for which a tile's rows are the tokens themselves and nothing is sorted. The limit is lower
-# for block FP8, because each program quantises all rows.
+# Maximum number of tokens for `triton_unsorted`. The limit for block FP8 is lower: each program quantises all rows.
 MAX_UNSORTED_TOKENS = 32
 MAX_UNSORTED_FP8_TOKENS = 8
-# Average number of rows per expert from which the warp-specialised kernel is faster, and rows of its tiles.
+# Minimum average number of rows per expert for `gluon_grouped`, and rows of its tiles.
 MIN_SPECIALIZED_AVERAGE_ROWS = 16
 SPECIALIZED_TILE_ROWS = 128
-# Size of an FP8 scale's block, and depth of FP8 tiles.
+# Rows and columns that share an FP8 scale, and depth of FP8 tiles.
 GROUP = 128
 
 
 def choose_kernel(
-    num_tokens: int,
-    top_k: int,
-    w2_shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_block_fp8: bool,
+    num_tokens: int, top_k: int, w2_shape: torch.Size, dtype: torch.dtype, device: torch.device, *, is_block_fp8: bool
 ) -> Kernel:
-    """Choose the kernel for `num_tokens` tokens with `top_k` experts each.
-
-    w2_shape: [E, hidden size, intermediate size]. dtype: of the tokens before they are quantised.
-    """
+    """Choose the kernel for `num_tokens` tokens of `dtype`. w2_shape: [E, hidden size, intermediate size]."""
     if num_tokens == 1 and is_block_fp8:
         return "matvec"
     if num_tokens <= (MAX_UNSORTED_FP8_TOKENS if is_block_fp8 else MAX_UNSORTED_TOKENS):
@@ -53,18 +43,15 @@ def choose_kernel(
     return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
 
 
-# Columns per program of `triton_matvec` (a divisor of GROUP), and maximum number of weights that it loads at once.
+# Columns per program of `triton_matvec` (a divisor of GROUP), and maximum elements of a weight's tile.
 MATVEC_COLUMNS = 4
 MAX_MATVEC_TILE_ELEMENTS = 16 * 1024
-# Above this depth `triton_matvec` sums with eight warps instead of four.
+# Maximum depth for which `triton_matvec` uses four warps instead of eight.
 MAX_FOUR_WARP_DEPTH = 2048
 
 
 class MatvecConfig(NamedTuple):
-    """Tile of a launch of `triton_matvec`.
-
-    num_groups: groups of 128 of the depth that are loaded at once.
-    """
+    """Tile of `triton_matvec`. num_groups: groups of 128 along K that are loaded at once."""
 
     block_n: int
     num_groups: int
@@ -72,24 +59,24 @@ class MatvecConfig(NamedTuple):
 
 
 def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
-    """Return the tile for sums over `depth`, if each of a program's columns has `rows_per_column` rows of weights."""
+    """Return the tile for sums over `depth`. rows_per_column: number of the weight's rows per column of the result."""
     max_groups = max(1, MAX_MATVEC_TILE_ELEMENTS // (MATVEC_COLUMNS * rows_per_column * GROUP))
     padded_groups = 1 << (-(-depth // GROUP) - 1).bit_length()
     return MatvecConfig(MATVEC_COLUMNS, min(padded_groups, max_groups), 8 if depth > MAX_FOUR_WARP_DEPTH else 4)
 
 
-# Minimum number of programs for which a launch of `triton_unsorted` uses wide tiles, unless FP8: over two per SM of the
-# largest GPUs. Otherwise tiles have MIN_TILE_COLUMNS columns, the minimum of tensor cores.
+# `triton_unsorted` uses its widest tile that gives this number of programs, more than two per SM of the largest GPUs.
 MIN_WIDE_TILE_PROGRAMS = 288
+# Minimum number of columns for tensor cores.
 MIN_TILE_COLUMNS = 16
-# Tiles with more rows have at most 32 columns, so that two tiles fit an SM.
+# Tiles with more rows have at most 32 columns: two tiles then fit an SM.
 MAX_ROWS_OF_WIDE_TILES = 16
-# Sums of at least this depth load four FP8 tiles ahead instead of three.
+# Minimum depth for which FP8 launches have four pipeline stages instead of three.
 MIN_FOUR_STAGE_DEPTH = 4096
 
 
 class UnsortedConfig(NamedTuple):
-    """Tile of a launch of `triton_unsorted`. swapped: columns and rows are exchanged."""
+    """Tile of `triton_unsorted`. swapped: the weight is the left operand."""
 
     block_n: int
     block_k: int
@@ -101,12 +88,9 @@ class UnsortedConfig(NamedTuple):
 def unsorted_config(
     num_rows: int, num_experts: int, num_columns: int, depth: int, *, is_float32: bool, is_block_fp8: bool
 ) -> UnsortedConfig:
-    """Return the tile for products with `num_columns` columns of `num_experts` experts, summed over `depth`.
-
-    num_rows: rows per tile.
-    """
+    """Return the tile for `num_experts` products with `num_columns` columns. num_rows: rows per tile."""
     if is_block_fp8:
-        # Hopper multiplies e4m3 directly if the left operand has 64 rows; otherwise Triton converts it to float16.
+        # Hopper multiplies e4m3 if the left operand has 64 rows. Otherwise Triton converts to float16.
         return UnsortedConfig(64, GROUP, 4, 4 if depth >= MIN_FOUR_STAGE_DEPTH else 3, swapped=True)
     widths = (64, 32) if num_rows <= MAX_ROWS_OF_WIDE_TILES else (32,)
     large_enough = (n for n in widths if num_experts * -(-num_columns // n) >= MIN_WIDE_TILE_PROGRAMS)
@@ -117,16 +101,12 @@ def unsorted_config(
 
 
 def num_counters(num_columns: int) -> int:
-    """Return the maximum number of column tiles of a launch of `triton_unsorted`."""
+    """Return the maximum number of column tiles of `triton_unsorted`."""
     return -(-num_columns // MIN_TILE_COLUMNS)
 
 
 class GroupedConfig(NamedTuple):
-    """Tile of a launch of `triton_grouped`. Rows are pairs of a token and an expert.
-
-    swapped: columns and rows are exchanged, so that the tensor cores' longer side lies along the weight.
-    programs_per_sm: persistent programs per SM.
-    """
+    """Tile of `triton_grouped`. swapped: the weight is the left operand."""
 
     block_m: int
     block_n: int
@@ -145,17 +125,17 @@ GROUPED_BY_MAX_ROWS = {
 }
 GROUPED_OF_MORE_ROWS = GroupedConfig(128, 128, 64, 8, 3, swapped=False)
 GROUPED_FLOAT32 = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
-# A tile's columns form one group, so that the kernel can quantise the group for the next product.
+# A tile's columns form one group, which the kernel quantises for the next product.
 GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
 }
-# For shapes that the warp-specialised kernel does not support.
+# For shapes that `gluon_grouped` does not support.
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 
 def grouped_config(num_pairs: int, num_experts: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
-    """Return the tile for `num_pairs` pairs of a token and one of `num_experts` experts."""
+    """Return the tile for `num_pairs` pairs of a token and an expert."""
     if is_float32:
         return GROUPED_FLOAT32
     table, config_of_more_rows = GROUPED_BY_MAX_ROWS, GROUPED_OF_MORE_ROWS
@@ -166,5 +146,5 @@ def grouped_config(num_pairs: int, num_experts: int, *, is_float32: bool, is_blo
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles of `block_m` pairs, with one expert per tile."""
+    """Return the maximum number of tiles of up to `block_m` pairs, with one expert per tile."""
     return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))

@@ -1,7 +1,4 @@
-"""Mixtures of experts in plain torch: the reference for the kernels' tests, and the CPU path.
-
-It loops over the chosen experts and reads each in place once. A batched product would first copy their weights.
-"""
+"""Mixtures of experts in plain torch: the reference for the kernels' tests, and the CPU path."""
 
 import torch
 from torch import Tensor
@@ -10,7 +7,7 @@ from nanovllm_kernels.elementwise import silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, linear
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts, Routing
 
-# Added to the sum of a token's scores, which is always larger: prevents 0 / 0.
+# Added to the sum of a token's scores, to avoid 0 / 0.
 SCORE_SUM_EPS = 1e-20
 
 
@@ -52,6 +49,7 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     sorted_ids, order = chosen.ids.flatten().sort(stable=True)
     tokens = order // top_k
     rows = x.index_select(0, tokens)
+    # A batched product would copy the experts' weights.
     expert_ids, counts = sorted_ids.unique_consecutive(return_counts=True)
     results = [
         _run_expert(expert_rows, experts, expert)
@@ -69,7 +67,6 @@ def _run_expert(x: Tensor, experts: PackedExperts, expert: int) -> Tensor:
     w13, w2 = experts.w13[expert], experts.w2[expert]
     if experts.scales13 is None or experts.scales2 is None:
         return linear(silu_and_mul(linear(x, w13)), w2)
-    # Scale blocks of the gate and of the up projection start at their own first row.
     gate, up = (block_fp8.BlockFP8Weight(*half) for half in zip(w13.chunk(2), experts.scales13[expert], strict=True))
     hidden = silu_and_mul(torch.cat((block_fp8.linear(x, gate), block_fp8.linear(x, up)), -1))
     return block_fp8.linear(hidden, block_fp8.BlockFP8Weight(w2, experts.scales2[expert]))

@@ -1,10 +1,7 @@
-"""Experts for many tokens on CUDA: pairs of a token and an expert sorted by expert, then two grouped products.
+"""Experts for many tokens on CUDA: sorts pairs of a token and an expert by expert, then runs two grouped products.
 
-The grids depend on the number of tokens only, and persistent programs take one tile after another. Results are written
-pair by pair; a separate kernel adds them up in a fixed order. For many rows per expert Hopper uses `gluon_grouped`.
+Persistent programs process one tile after another. A separate kernel adds up the pairs' results in a fixed order.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -14,12 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
-from nanovllm_kernels.moe.policy import (
-    GROUP,
-    SPECIALIZED_TILE_ROWS,
-    GroupedConfig,
-    grouped_config,
-)
+from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_TILE_ROWS, GroupedConfig, grouped_config
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
 from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
@@ -37,10 +29,7 @@ def run_experts(
     *,
     is_specialized: bool,
 ) -> None:
-    """Write the result of the package's `fused_experts` into `out` [T, H].
-
-    Each expert's result is rounded to the dtype of `x` before it is added up. is_specialized: use `gluon_grouped`.
-    """
+    """Write the result of the package's `fused_experts` into `out` [T, H]. is_specialized: use `gluon_grouped`."""
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, _ = experts.w2.shape
     is_block_fp8 = experts.scales13 is not None
@@ -81,7 +70,7 @@ def _run_products(
     pair_results: Tensor,
     config: GroupedConfig,
 ) -> None:
-    """Write each pair's expert result times its weight into `pair_results` [T k, H]."""
+    """Write the expert's result times the weight of each pair into `pair_results` [T k, H]."""
     num_pairs, intermediate_size = pair_results.shape[0], experts.w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
@@ -151,11 +140,7 @@ def _grouped_product(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute one of the experts' two products.
-
-    GATED: compute `silu(gate) * up` of each pair's token, in sorted order. Otherwise compute each pair's down product
-    times the pair's weight.
-    """
+    """Compute `silu(gate) * up` in sorted order if GATED, else each pair's down projection times the pair's weight."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -206,11 +191,8 @@ def _grouped_product(
         if GATED:
             if QUANTIZED:
                 result, out_scale = quantize_groups(tl.where(mask, result, 0.0), 1)
-                tl.store(
-                    out_scales_ptr + sorted_rows.to(tl.int64) * num_column_blocks + first_column // 128,
-                    out_scale,
-                    mask=row_mask,
-                )
+                out_scale_ptrs = out_scales_ptr + sorted_rows.to(tl.int64) * num_column_blocks + first_column // 128
+                tl.store(out_scale_ptrs, out_scale, mask=row_mask)
             out_ptrs = out_ptr + sorted_rows[:, None].to(tl.int64) * N + columns[None, :]
         else:
             result *= tl.load(weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]

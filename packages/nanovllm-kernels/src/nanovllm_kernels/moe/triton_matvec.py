@@ -1,15 +1,12 @@
 """Block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
 
-Each program loads a few columns over their whole depth, or as much as its threads hold, at once. Tensor-core tiles
-would waste 63 of 64 rows and leave too few loads in flight. Sums are float32; no sum spans programs.
+Each program loads a few columns over as much of their depth as its registers can hold. Tensor cores would use one of
+64 rows only.
 
-Weight loads need masks unknown at compile time, hence the runtime sizes `k` and `top_k`. If the compiler knows that
-masked FP8 values are zero, ptxas 12.8 and 12.9 drop one of two equal conversions and merge an uninitialised register
-into the word (F2FP.E4M3.PACK_AB_MERGE_C): garbage, possibly NaN, that a zero scale does not remove. ptxas 12.8 to 13.0
-also turn the upper half of such a zero word into 0x0008.
+The sizes `k` and `top_k` are runtime values, because masks of weight loads must be unknown to the compiler. If ptxas
+12.8 to 13.0 knows that masked FP8 values are zero, it generates wrong conversions (F2FP.E4M3.PACK_AB_MERGE_C with an
+uninitialised register, or 0x0008 for zero).
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -71,9 +68,9 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
 
 @triton.jit
 def _quantize(x):
-    """Quantise x [..., 128], each row being one group: e4m3 values as float32, and scales [...]."""
-    numbers, scales = quantize_groups(x.to(tl.float32), len(x.shape) - 1)
-    return numbers.to(tl.float32), scales
+    """Quantise rows `x` [..., 128]. Returns the e4m3 values as float32, and scales [...]."""
+    values, scales = quantize_groups(x.to(tl.float32), len(x.shape) - 1)
+    return values.to(tl.float32), scales
 
 
 @triton.jit
@@ -88,7 +85,7 @@ def _multiply_groups(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Return sums [BLOCK_N, GROUPS] of the gate's and of the up projection's products, each over one group."""
+    """Return the sums of each group's products, of the gate and of the up projection: [BLOCK_N, GROUPS] each."""
     num_column_blocks: tl.constexpr = (N + 127) // 128
     num_depth_groups: tl.constexpr = (K + 127) // 128
     groups = first_group + tl.arange(0, GROUPS)
@@ -100,9 +97,9 @@ def _multiply_groups(
     group_mask = groups * 128 < k
     gate_scales = tl.load(scales_ptr + groups, mask=group_mask, other=0.0)
     up_scales = tl.load(scales_ptr + num_column_blocks * num_depth_groups + groups, mask=group_mask, other=0.0)
-    numbers, scales = _quantize(tl.load(x_ptr + ks, mask=ks < k, other=0.0))
-    gates = tl.sum(gate.to(tl.float32) * numbers[None, :, :], 2) * (scales * gate_scales)[None, :]
-    ups = tl.sum(up.to(tl.float32) * numbers[None, :, :], 2) * (scales * up_scales)[None, :]
+    values, scales = _quantize(tl.load(x_ptr + ks, mask=ks < k, other=0.0))
+    gates = tl.sum(gate.to(tl.float32) * values[None, :, :], 2) * (scales * gate_scales)[None, :]
+    ups = tl.sum(up.to(tl.float32) * values[None, :, :], 2) * (scales * up_scales)[None, :]
     return gates, ups
 
 
@@ -133,7 +130,7 @@ def _gate_up(
     expert_scales_ptr = scales_ptr + (expert * 2 * num_column_blocks + first_column // 128) * num_depth_groups
     weight_rows_ptr = weight_ptr + (expert * 2 * N + columns)[:, None, None] * K
     num_whole_groups: tl.constexpr = num_depth_groups // GROUPS * GROUPS
-    # Reduced over groups only after the loop, because the reduction synchronises all warps.
+    # The sum over groups follows the loop, because it synchronises all warps.
     gates = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     ups = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     for first_group in tl.static_range(0, num_whole_groups, GROUPS):
@@ -173,7 +170,7 @@ def _down(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute a few columns of the weighted sum over all slot_mask experts."""
+    """Compute a few columns of the weighted sum over all chosen experts."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -198,9 +195,9 @@ def _down(
         weight_scales = tl.load(expert_scales_ptr + groups[None, :], mask=group_mask, other=0.0)
         x_mask = slot_mask[:, None, None] & (ks < k)[None, :, :]
         x = tl.load(x_ptr + slots[:, None, None] * K + ks[None, :, :], mask=x_mask, other=0.0)
-        numbers, scales = _quantize(x)
+        values, scales = _quantize(x)
         scales *= weight_scales * weights[:, None]
-        sums += tl.sum(tl.sum(tile.to(tl.float32) * numbers[:, None, :, :], 3) * scales[:, None, :], 2)
+        sums += tl.sum(tl.sum(tile.to(tl.float32) * values[:, None, :, :], 3) * scales[:, None, :], 2)
     total = tl.sum(sums, 0)
     if RESIDUAL:
         total += tl.load(residual_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)

@@ -1,6 +1,4 @@
-"""The CUDA kernel of `route`: one program per token makes its choices one after another in registers."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""The CUDA kernel of `route`, with one program per token."""
 
 import torch
 import triton
@@ -21,7 +19,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
     num_slots = routing.top_k + (routing.shared != "none")
     weights = torch.empty((num_tokens, num_slots), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, num_slots), dtype=torch.int32, device=logits.device)
-    # If all groups are eligible, treat them as one group.
+    # If a token may choose from all groups, the groups do not matter.
     num_groups = routing.num_groups if routing.top_groups < routing.num_groups else 1
     group_size = num_experts // num_groups
     overlap = can_overlap_launches(logits.device)
@@ -75,7 +73,7 @@ def _route(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SLOTS: TOP_K, plus one with a shared expert. GATED: the shared expert has a logit, after the experts' logits."""
+    """Choose one token's experts. SLOTS: number of chosen experts, with the shared expert."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -104,12 +102,12 @@ def _route(
         first = tl.min(tl.where(choice == best[:, None], members[None, :], PADDED_SIZE), 1)
         if GROUP_SIZE > 1:
             best += tl.max(tl.where(members[None, :] == first[:, None], none, choice), 1)
-        kept = groups < 0
+        is_kept = groups < 0
         for _ in tl.static_range(TOP_GROUPS):
-            left = tl.where(kept, none, best)
-            group = tl.min(tl.where(left == tl.max(left, 0), groups, PADDED_GROUPS), 0)
-            kept = kept | (groups == group)
-        choice = tl.where(kept[:, None], choice, none)
+            remaining = tl.where(is_kept, none, best)
+            group = tl.min(tl.where(remaining == tl.max(remaining, 0), groups, PADDED_GROUPS), 0)
+            is_kept = is_kept | (groups == group)
+        choice = tl.where(is_kept[:, None], choice, none)
 
     slots = tl.arange(0, PADDED_SLOTS)
     weights = tl.zeros((PADDED_SLOTS,), tl.float32)
@@ -119,7 +117,7 @@ def _route(
         found = tl.min(tl.min(tl.where((choice == best) & inside, experts, num_experts), 1), 0)
         is_found = experts == found
         weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_found, scores, 0.0), 1), 0), weights)
-        # NaN logits match no maximum: use the last expert, so that the id stays valid.
+        # NaN logits equal no maximum: choose the last expert, which is a valid id.
         ids = tl.where(slots == slot, tl.minimum(found, num_experts - 1), ids)
         choice = tl.where(is_found, none, choice)
     if RENORMALIZE:

@@ -1,11 +1,8 @@
-"""Sorts pairs of a token and an expert by expert on the device, and cuts them into tiles of one expert each.
+"""Sorts pairs of a token and an expert by expert on the device, and cuts the pairs into tiles of one expert each.
 
-One program sorts up to MAX_SINGLE_PART_PAIRS pairs: the number of an expert's pairs counted before a pair is the pair's
-rank within the expert. More pairs are split into parts: a first launch counts each part, and a second launch adds the
-counts of the earlier parts.
+One program sorts up to MAX_SINGLE_PART_PAIRS pairs. More pairs are split into parts: a first launch counts each part's
+pairs per expert, and a second launch sorts.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 from typing import NamedTuple
 
@@ -18,9 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.moe.policy import max_tiles
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Maximum number of pairs that one program sorts alone. More pairs are split into parts of SMALL_PART_PAIRS, or of
-# LARGE_PART_PAIRS if there were more than MAX_SMALL_PARTS small parts. On an H200, 2,816 pairs took 8.4 us in one part
-# and 5.5 us in small parts; 90,112 pairs took 17.5 us in small parts and 12.2 us in large parts.
+# Maximum number of pairs that one program sorts alone. More pairs are split into at most MAX_SMALL_PARTS small parts,
+# or into large parts.
 MAX_SINGLE_PART_PAIRS = 2048
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
@@ -32,10 +28,10 @@ PARTS_PER_LOAD = 8
 class SortedPairs(NamedTuple):
     """Pairs sorted by expert, in tiles of one expert each.
 
-    order: int32 [T k], the pairs in sorted order; the order within an expert is unspecified.
+    order: int32 [T k], the sorted pairs. The order within an expert is unspecified.
     starts: int32 [E + 1], index in `order` of each expert's first pair, then the number of pairs.
-    tiles: int32 [.., 2]; the first row holds the number of tiles, the others each tile's expert and the index of its
-        first pair in `order`.
+    tiles: int32 [.., 2]. tiles[0, 0] is the number of tiles n. tiles[1 : n + 1] are each tile's expert, and the index
+        in `order` of the tile's first pair.
     """
 
     order: Tensor
@@ -55,7 +51,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         part_pairs = triton.next_power_of_2(num_pairs)
     num_parts, padded_experts = triton.cdiv(num_pairs, part_pairs), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty((num_parts, padded_experts), **integers)
-    # A single part keeps ranks in registers, and does not use this tensor.
+    # A single part does not use this tensor.
     ranks = order if is_single_part else torch.empty_like(order)
     launch_options = {
         "PADDED_EXPERTS": padded_experts,
@@ -86,7 +82,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
 
 @triton.jit
 def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Return the pairs of this program's part, a mask of those that exist, and their experts."""
+    """Return the indices of this part's pairs, the mask of valid indices, and the pairs' experts."""
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pairs < num_pairs
     return pairs, mask, tl.load(ids_ptr + pairs, mask=mask, other=0)
@@ -94,12 +90,9 @@ def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(counts_ptr, ids, mask, PADDED_EXPERTS: tl.constexpr):
-    """Count each expert's pairs, and return each pair's rank within its expert.
-
-    Triton's histogram gives no ranks and slows down with the number of experts, so atomics count.
-    """
+    """Count each expert's pairs, and return each pair's rank within its expert."""
     tl.store(counts_ptr + tl.arange(0, PADDED_EXPERTS), tl.zeros((PADDED_EXPERTS,), tl.int32))
-    # The zeros must be visible to all threads before they count.
+    # All threads must see the zeros before any thread counts.
     tl.debug_barrier()
     return tl.atomic_add(counts_ptr + ids, 1, mask=mask, sem="relaxed")
 
@@ -108,7 +101,7 @@ def _count(counts_ptr, ids, mask, PADDED_EXPERTS: tl.constexpr):
 def _count_pairs(
     ids_ptr, counts_ptr, ranks_ptr, num_pairs, PADDED_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Store each expert's number of pairs in this part, and each pair's rank within its expert and part."""
+    """Store the number of pairs per expert in this part, and each pair's rank within its expert and part."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -136,10 +129,7 @@ def _sort_pairs(
     SINGLE_PART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Store each expert's start, the sorted pairs of this part, and the tiles whose first pair is in this part.
-
-    An expert's pairs of this part follow its pairs of earlier parts.
-    """
+    """Store each expert's start, the sorted pairs of this part, and the tiles whose first pair is in this part."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -163,7 +153,7 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # Per expert: the index of this part's first pair, in the order and in tiles padded to BLOCK_M pairs.
+    # For each expert: the index of this part's first pair, in `order` and in tiles padded to BLOCK_M pairs.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)
@@ -177,5 +167,5 @@ def _sort_pairs(
     tl.store(entry_ptrs + 1, sorted_rows, mask=is_tile_start)
     if part == 0:
         tl.store(tiles_ptr, tl.sum(num_expert_tiles, 0))
-        # The entry after the last expert's marks the end of that expert's pairs.
+        # The entry after the last expert is the number of pairs.
         tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)

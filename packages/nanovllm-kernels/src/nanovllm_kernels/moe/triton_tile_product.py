@@ -1,6 +1,4 @@
-"""Device functions for one step along K, used by `triton_unsorted` and `triton_grouped`."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Device functions of products of tiles, for `triton_unsorted` and `triton_grouped`."""
 
 import triton
 import triton.language as tl
@@ -8,17 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Load the tile of `columns` [n] and `ks` [1, k] of a weight [WIDTH, K], with 0 outside."""
+    """Load `columns` [n] and `ks` [1, k] of a weight [WIDTH, K], and 0 outside the weight."""
     mask = (columns < WIDTH)[:, None] & (ks < K)
     return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
 
 
 @triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
-    """Return `sums` [rows, columns] plus `x @ weight.T`, the product times `scales` [rows] if SCALED.
-
-    SWAPPED: the sums are [columns, rows].
-    """
+    """Return `sums` plus `x @ weight.T`, times `scales` [rows] if SCALED. SWAPPED: the sums are [columns, rows]."""
     if SWAPPED:
         left = weight
         right = x.T

@@ -1,11 +1,9 @@
-"""Experts for few tokens on CUDA: pairs are not sorted, and each chosen expert is read once.
+"""Experts for few tokens on CUDA. A pair of a token and its chosen expert is not sorted by expert.
 
-A program computes some columns of one expert for all tokens. Rows of tokens that did not choose the expert are zero:
-the time to load the weights dominates. The grid depends on the number of tokens only; programs whose expert belongs to
-an earlier pair exit. The last program of a column tile adds up the experts' results in a fixed order.
+A program computes a tile of columns of one expert for all tokens, with zeros for tokens that did not choose the expert.
+The extra products cost nothing, because loading the weights takes longer. The program of a column tile that finishes
+last adds up the experts' results in a fixed order.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -98,10 +96,10 @@ def _find_expert(
     ROWS: tl.constexpr,
     GRID_BY_EXPERT: tl.constexpr,
 ):
-    """Find the expert that this program computes.
+    """Find the expert of this program.
 
-    Returns the expert; for each token the slot in which the token chose the expert, at least TOP_K if it did not; and
-    whether this program computes the expert: some token chose it, and no program of an earlier pair computes it.
+    Returns: the expert, the slot in which each token chose the expert (TOP_K or more: not chosen), and whether this
+        program must compute the expert. Of several pairs with one expert, the first pair's program computes it.
     """
     group = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
@@ -163,11 +161,11 @@ def _gate_up(
             gate_tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
             up_tile = load_weight(expert_weight_ptr + N * K, columns, k + ks, N, K)
             if QUANTIZED:
-                numbers, scale = quantize_groups(x.to(tl.float32), 1)
+                values, scale = quantize_groups(x.to(tl.float32), 1)
                 gate_scale = scale * tl.load(expert_scales_ptr + k // 128)
                 up_scale = scale * tl.load(expert_scales_ptr + num_column_blocks * num_depth_groups + k // 128)
-                gate = add_product(gate, numbers, gate_tile, gate_scale, True, SWAPPED)
-                up = add_product(up, numbers, up_tile, up_scale, True, SWAPPED)
+                gate = add_product(gate, values, gate_tile, gate_scale, True, SWAPPED)
+                up = add_product(up, values, up_tile, up_scale, True, SWAPPED)
             else:
                 gate = add_product(gate, x, gate_tile, 1.0, False, SWAPPED)
                 up = add_product(up, x, up_tile, 1.0, False, SWAPPED)
@@ -224,13 +222,13 @@ def _down(
             x = tl.load(x_ptr + pairs * K + k + ks, mask=row_mask & (k + ks < K), other=0.0)
             tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
             if QUANTIZED:
-                numbers, scale = quantize_groups(x.to(tl.float32), 1)
-                sums = add_product(sums, numbers, tile, scale * tl.load(expert_scales_ptr + k // 128), True, SWAPPED)
+                values, scale = quantize_groups(x.to(tl.float32), 1)
+                sums = add_product(sums, values, tile, scale * tl.load(expert_scales_ptr + k // 128), True, SWAPPED)
             else:
                 sums = add_product(sums, x, tile, 1.0, False, SWAPPED)
         result = sums.T if SWAPPED else sums
         tl.store(partial_ptr + pairs * N + columns[None, :], result, mask=row_mask & column_mask)
-    # All threads of this program must have stored their sums before the counter is raised.
+    # All threads of this program must store their sums before the counter is incremented.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
         tl.store(counter_ptr + tl.program_id(0), 0)

@@ -1,4 +1,4 @@
-"""Builds a step's inputs on the device from tables of all requests, and records the step's results in them."""
+"""Builds a step's inputs on the device from tables of all requests, and records sampled tokens in the tables."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ def build_inputs(
     num_tokens: int,
     num_pages: int | None = None,
 ) -> BatchInputs:
-    """Gather the inputs of a step in which request b computes its next tokens. Never waits for the device.
+    """Gather the inputs of a step for B requests. Never waits for the device.
 
     rows: int32 [B], each request's row in the tables.
-    query_start_loc: int32 [B + 1], each request's first token in the step. On CUDA a request may have no tokens, and
-        tokens after the last request's are padding: token 0 at position 0 in slot 0.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. On CUDA
+        a request may have no tokens.
     block_table: int32 [R, max_pages], each row's pages in order.
     page_size: tokens per page.
-    num_tokens: T, known to the host: query_start_loc[-1], or more with padding.
-    num_pages: columns of the block table to copy, which must cover every token; None: all.
+    num_tokens: number T of tokens in the step. On CUDA it may include padding: token 0 at position 0 in slot 0.
+    num_pages: number of the block table's columns to copy, enough for every token. None: all.
     """
     num_pages = block_table.shape[1] if num_pages is None else num_pages
     if rows.is_cuda:
@@ -44,15 +44,14 @@ def commit_tokens(
     tables: TokenTables,
     counts: Tensor | None,
 ) -> None:
-    """Record a step in the tables, in place. Never waits for the device.
+    """Add each query length to `num_computed`, and write each sampled token after its row's computed tokens.
 
-    Each request's `num_computed` grows by its query length. Then each sampled token is written after its row's computed
-    tokens, or dropped if the row is full, as for a request that has already finished.
+    Never waits for the device. A sampled token is dropped if its row is full.
 
-    rows, query_start_loc: as for `build_inputs`; only requests without tokens may share a row.
+    rows, query_start_loc: as for `build_inputs`. Only requests without tokens may share a row.
     sampled: int32 [B], each request's new token.
-    is_sampled: int32 [B], 0 if the request's new token is not used.
-    counts: int32 [R, V] (see `sampling.apply_penalties`), incremented for each sampled token, or None.
+    is_sampled: int32 [B], 0 to ignore the request's new token.
+    counts: int32 [R, V], as for `sampling.apply_penalties`, incremented for each sampled token. None: no counts.
     """
     if rows.is_cuda:
         _commit_tokens_op(rows, query_start_loc, sampled, is_sampled, *tables, counts)
@@ -74,9 +73,8 @@ def _build_inputs_op(
     from nanovllm_kernels.request_tables import triton_request_tables
 
     tables = TokenTables(tokens, num_computed)
-    return triton_request_tables.build_inputs(
-        rows, query_start_loc, tables, block_table, page_size, num_tokens, num_pages
-    )
+    shape = page_size, num_tokens, num_pages
+    return triton_request_tables.build_inputs(rows, query_start_loc, tables, block_table, *shape)
 
 
 @_build_inputs_op.register_fake

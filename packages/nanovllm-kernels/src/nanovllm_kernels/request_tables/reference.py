@@ -1,4 +1,4 @@
-"""The operators on request tables in plain torch: the reference for the kernels' tests, and the CPU path."""
+"""Operators on request tables in plain torch: the reference for the kernels' tests, and the CPU path."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ def build_inputs(
     num_computed = tables.num_computed.index_select(0, rows)
     block_tables = block_table[:, :num_pages].index_select(0, rows)
     if num_tokens == rows.shape[0]:
-        # Every request has one token.
         seq_lens = num_computed + 1
         positions = num_computed.long()
         token_rows = rows
@@ -29,7 +28,7 @@ def build_inputs(
         seq_lens = num_computed + query_lens
         requests = torch.arange(rows.shape[0], device=rows.device)
         token_requests = requests.repeat_interleave(query_lens, output_size=num_tokens)
-        # Adding a token's index in the step to its request's offset gives the token's position.
+        # A token's position is its index in the step plus its request's offset.
         offsets = (num_computed - query_start_loc[:-1]).long()
         positions = torch.arange(num_tokens, device=rows.device) + offsets.index_select(0, token_requests)
         token_rows = rows.index_select(0, token_requests)

@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class TokenTables(NamedTuple):
-    """Tables with one row per request, R rows in all.
+    """Tables of R requests.
 
     tokens: int32 [R, max_len], all known tokens of each request.
-    num_computed: int32 [R], number of tokens that are in the cache.
+    num_computed: int32 [R], number of each request's tokens in the cache.
     """
 
     tokens: Tensor
@@ -19,10 +19,9 @@ class TokenTables(NamedTuple):
 class BatchInputs(NamedTuple):
     """Inputs of a step with T tokens of B requests, request after request.
 
-    input_ids: int32 [T].
-    positions: int64 [T].
-    seq_lens: int32 [B], each request's tokens including this step's, 0 for a request without tokens in this step.
-    slot_mapping: int64 [T], the cache slot of each token, page * page_size + offset.
+    input_ids: int32 [T]. positions: int64 [T].
+    seq_lens: int32 [B], number of each request's tokens with this step, 0 for a request without tokens in the step.
+    slot_mapping: int64 [T], each token's cache slot, page * page_size + offset.
     last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
     block_tables: int32 [B, num_pages], each request's pages in order.
     """

@@ -1,6 +1,4 @@
-"""The operators on request tables on CUDA: one kernel before the forward pass and one after it."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Operators on request tables on CUDA: one kernel before the forward pass and one kernel after the pass."""
 
 import torch
 import triton
@@ -157,7 +155,7 @@ def _commit_tokens(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Record all requests in a single program. Skip requests without tokens, which may share a row with any other."""
+    """Record all requests in a single program. Requests without tokens are skipped, because they may share a row."""
     lanes = tl.arange(0, BLOCK)
     for first_index in tl.range(0, num_reqs, BLOCK):
         index = first_index + lanes

@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties, biases, masks, temperature and filters, the draw, and log-probabilities.
+"""Sampling operators: penalties, biases, masks, filters, the draw of tokens, and log-probabilities.
 
-`apply_penalties` returns new logits; functions whose names end in "_" change theirs in place. The draw is a stateless
-function of (seed, position, token id), see `noise`, so it depends on neither the batch nor the device.
+Functions whose names end in "_" change the logits in place. The random numbers depend on (seed, position, token id)
+only, not on the batch or the device.
 """
 
 from typing import NamedTuple
@@ -30,9 +30,9 @@ __all__ = [
 class Logprobs(NamedTuple):
     """Log-probabilities of B rows.
 
-    chosen: float32 [B], of each row's token.
-    top_ids: int32 [B, n], the likeliest tokens, best first.
-    top_logprobs: float32 [B, n], of these tokens.
+    chosen: float32 [B], log-probability of each row's token.
+    top_ids: int32 [B, n], the n likeliest tokens of each row, the likeliest token first.
+    top_logprobs: float32 [B, n], log-probabilities of `top_ids`.
     """
 
     chosen: Tensor
@@ -45,15 +45,12 @@ def apply_penalties(
 ) -> Tensor:
     """Make tokens that already occurred less likely. Returns new float32 logits [B, V].
 
-    logits: [B, V]. rows: int32 [B], the row of each row of logits in the tables, which are the other arguments.
-    counts: int32 [R, V]; the low bits count how often each token was generated; IN_PROMPT_BIT is set
-        for tokens of the prompt.
-    repetition: float32 [R], 1 for off (Keskar et al. 2019): divides positive logits, and multiplies negative ones, of
-        tokens in the prompt or the output.
-    presence, frequency: float32 [R], 0 for off: subtracted once if the token was generated, and once per time it was
-        generated, as OpenAI's API documents. The prompt does not count. Applied after the repetition penalty.
-
-    A row with all three off keeps its logits bit by bit; on CUDA its counts are not read.
+    logits: [B, V]. rows: int32 [B], each request's row in the other arguments.
+    counts: int32 [R, V], how often each token was generated, plus IN_PROMPT_BIT for tokens of the prompt.
+    repetition: float32 [R], 1 for off. Divides positive logits and multiplies negative logits of tokens in the prompt
+        or the output (Keskar et al. 2019).
+    presence: float32 [R], 0 for off. Subtracted from the logits of generated tokens.
+    frequency: float32 [R], 0 for off. Subtracted times the number of times that the token was generated.
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
@@ -65,11 +62,11 @@ def apply_bias_(
 ) -> None:
     """Add biases to logits of single tokens, in place.
 
-    logits: float32 [B, V]. rows: int32 [B], the row of each row of logits in the tables.
-    positions: int32 or int64 [B], of the next token.
-    bias_ids: int32 [R, K], tokens. Values of repeated ids add up.
-    bias_values: float32 [R, K], added to the tokens' logits. -inf forbids a token.
-    bias_until: int32 [R, K], the position from which an entry no longer applies; 0 for unused entries.
+    logits: float32 [B, V]. rows: int32 [B], each request's row in the bias tables.
+    positions: int32 or int64 [B], position of each next token.
+    bias_ids: int32 [R, K], token ids. The biases of equal ids add up.
+    bias_values: float32 [R, K], the biases. -inf forbids a token.
+    bias_until: int32 [R, K], first position at which the bias does not apply. 0 for unused entries.
     """
     if logits.is_cuda:
         _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
@@ -78,12 +75,12 @@ def apply_bias_(
 
 
 def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
-    """Forbid tokens in some rows, in place.
+    """Set the logits of tokens that masks forbid to -inf, in place.
 
-    logits: float32 [B, V]. mask_rows: int32 [M], the row of `logits` for each mask, unique; -1 for an unused mask.
-    masks: int32 [M, ceil(V / 32)]: token t is allowed in row mask_rows[m] if bit t % 32 of masks[m, t // 32] is set.
-        Forbidden logits become -inf. An allowed logit of -inf becomes a large negative number: if a bias forbids all
-        tokens that a mask allows, the mask wins.
+    If a bias forbids all tokens that a mask allows, the mask wins: an allowed logit is at least MIN_ALLOWED_LOGIT.
+
+    logits: float32 [B, V]. mask_rows: int32 [M], each mask's row of `logits`, unique. -1 for an unused mask.
+    masks: int32 [M, ceil(V / 32)]. Bit t % 32 of masks[m, t // 32] allows token t.
     """
     if logits.is_cuda:
         _apply_masks_op(logits, mask_rows, masks)
@@ -94,13 +91,13 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 def forbid_sequences_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
 ) -> None:
-    """Forbid tokens that would complete a forbidden sequence of tokens, in place.
+    """Set the logits of tokens that would complete a forbidden sequence to -inf, in place.
 
-    logits: float32 [B, V]. rows: int32 [B], the row of each row of logits in the tables.
-    positions: int32 or int64 [B], of the next token.
+    logits: float32 [B, V]. rows: int32 [B], each request's row in the other tables.
+    positions: int32 or int64 [B], position of each next token.
     tokens: int32 [R, T], all known tokens of each request.
-    num_prompt: int32 [R], number of prompt tokens, which do not count as part of a sequence.
-    sequences: int32 [R, K, L], each right-aligned and padded with -1; unused ones are all -1.
+    num_prompt: int32 [R], number of prompt tokens. A forbidden sequence must be generated.
+    sequences: int32 [R, K, L], right-aligned forbidden sequences, padded with -1.
     """
     if logits.is_cuda:
         _forbid_sequences_op(logits, rows, positions, tokens, num_prompt, sequences)
@@ -109,13 +106,12 @@ def forbid_sequences_(
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_greedy: bool, any_filter: bool) -> Tensor:
-    """Choose one token per row. Returns int32 [B].
+    """Choose one token per row: int32 [B]. Filters keep the likeliest token.
 
-    logits: [B, V]; -inf forbids a token; each row needs at least one finite logit.
-    settings: of the rows. No filter drops the likeliest token.
-    positions: int32 or int64 [B], of the next token.
-    all_greedy: every temperature is below MIN_TEMPERATURE; other tensors are then not read and may have any length.
-    any_filter: some row has a filter on; if False, top_k, top_p and min_p are not read.
+    logits: [B, V], at least one finite logit per row. -inf forbids a token.
+    positions: int32 or int64 [B], position of each next token.
+    all_greedy: all temperatures are below MIN_TEMPERATURE. `settings` and `positions` are then not read.
+    any_filter: some row has a filter. If False, top_k, top_p and min_p are not read.
     """
     if logits.is_cuda:
         return _sample_op(logits, *settings, positions, all_greedy, any_filter)
@@ -123,20 +119,14 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_gre
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    """Return log-probabilities, float32 log_softmax(logits), of `tokens` and of the `num_top` likeliest tokens.
-
-    logits: [B, V]. tokens: int32 [B]. num_top: 0 .. V.
-    """
+    """Return the log-probabilities of `tokens` (int32 [B]) and of the `num_top` likeliest tokens. logits: [B, V]."""
     if logits.is_cuda:
         return Logprobs(*_logprobs_op(logits, tokens, num_top))
     return Logprobs(*reference.compute_logprobs(logits, tokens, num_top))
 
 
 def compute_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the rank of each of `tokens`: int32 [B], the number of tokens at least as likely, 1 for the likeliest.
-
-    logits: [B, V]. tokens: int32 [B]. Plain torch on every device: ranks are rarely asked for, and take one pass.
-    """
+    """Return the ranks of `tokens` (int32 [B]): int32 [B], 1 for the likeliest token. logits: [B, V]."""
     return reference.compute_ranks(logits, tokens)
 
 

@@ -1,25 +1,24 @@
-"""Settings of the draw, one entry per row, and the constants that all sampling operators share."""
+"""Settings of the draw, and constants that all sampling operators share."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-# Bit of a row's token counts that is set for tokens of the prompt.
+# Bit of a token's count that is set if the prompt contains the token.
 IN_PROMPT_BIT = 1 << 30
-# Rows with a lower temperature choose the likeliest token.
+# With a lower temperature the likeliest token is chosen.
 MIN_TEMPERATURE = 1e-5
-# Smallest logit that a mask leaves for allowed tokens; stays finite when divided by any temperature.
+# Smallest logit of a token that a mask allows: finite even when divided by MIN_TEMPERATURE.
 MIN_ALLOWED_LOGIT = -1e30
 
 
 class DrawSettings(NamedTuple):
-    """How each of B rows draws its token.
+    """Settings of the draw of B rows. The filters top-k, top-p and min-p apply in this order.
 
-    temperature: float32 [B], applied first. Below MIN_TEMPERATURE: the likeliest token (the lowest id among equals).
-    top_k: int32 [B], 0 for off: keeps the logits >= the k-th largest, including ties.
-    top_p: float32 [B], 1 for off: of what top-k keeps, keeps the smallest set {p >= t} with a mass of at least top_p
-        (Holtzman et al. 2020).
-    min_p: float32 [B], 0 for off: keeps p >= min_p * max(p) (Nguyen et al. 2024).
+    temperature: float32 [B]. Below MIN_TEMPERATURE the likeliest token is chosen (of equals the lowest id).
+    top_k: int32 [B], 0 for off. Keeps logits that are at least the k-th largest logit.
+    top_p: float32 [B], 1 for off. Keeps the smallest set {p >= t} with a mass of at least top_p (Holtzman et al. 2020).
+    min_p: float32 [B], 0 for off. Keeps p >= min_p * max(p) (Nguyen et al. 2024).
     seeds: int64 [B].
     """
 

@@ -1,7 +1,7 @@
-"""The sampler's random numbers: a stateless function of (seed, position, token id), with equal bits on all devices.
+"""Random bits as a function of (seed, position, token id), equal on all devices.
 
-Two 32-bit keys are derived from (seed, position), and each token id is hashed under them by multiply and xor-shift
-(after Wang's and Appleby's integer mixers). Hashing is integer arithmetic, so that torch and Triton agree bit for bit.
+Two 32-bit keys are derived from (seed, position). The keys hash each token id by multiplications and xor-shifts (after
+Wang's and Appleby's integer mixers).
 """
 
 import torch
@@ -9,15 +9,15 @@ from torch import Tensor
 
 SEED_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 POSITION_MULTIPLIER = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
-# Without an offset, seed 0, position 0 and token 0 would hash to 0.
+# Without the offset, seed 0, position 0 and token 0 would hash to 0.
 KEY_OFFSET = 2611923443488327891  # 0x243F6A8885A308D3
 MIX_MULTIPLIER = -4658895280553007687  # 0xBF58476D1CE4E5B9
 TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 FIRST_MULTIPLIER = 569420461  # 0x21F0AAAD
 SECOND_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears the sign, bit 31, and bit 7: then the largest value is 2^31 - 129, which float32 does not round up to 2^31, and
-# the uniform number stays below 1.
+# Clears bits 31 (the sign) and 7. The largest value is then 2^31 - 129. float32 would round 2^31 - 1 up to 2^31, and
+# the uniform number would be 1.
 UNIFORM_MASK = 0x7FFFFF7F
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32
@@ -33,7 +33,7 @@ def derive_row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Tensor:
-    """Return 32 random bits, int32, for int32 `token_ids` [n] under keys of shape [] or [B, 1]."""
+    """Return 32 random bits as int32 for each of `token_ids`, int32 [n]. The keys are [] or [B, 1]."""
     bits = (token_ids * TOKEN_MULTIPLIER) ^ first_key
     bits ^= (bits >> 16) & 0xFFFF
     bits *= FIRST_MULTIPLIER
@@ -44,6 +44,6 @@ def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Ten
 
 
 def draw_negative_exponentials(bits: Tensor) -> Tensor:
-    """Return minus a float32 exponential draw for each of `bits`; never zero and always finite."""
+    """Convert `bits` to negative float32 draws from -Exp(1), which are finite and not 0."""
     uniform = (bits & UNIFORM_MASK).to(torch.float32)
     return torch.rsub(uniform, -UNIFORM_OFFSET, alpha=UNIFORM_SCALE).log1p_()

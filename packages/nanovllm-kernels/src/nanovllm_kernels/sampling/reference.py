@@ -1,7 +1,4 @@
-"""The sampling operators in plain torch: the reference for the kernels' tests, and the CPU path.
-
-Passes over the vocabulary dominate: rows without filters are drawn together, others are first reduced to candidates.
-"""
+"""Sampling operators in plain torch: the reference for the kernels' tests, and the CPU path."""
 
 import numpy as np
 import torch
@@ -10,23 +7,18 @@ from torch import Tensor
 from nanovllm_kernels.sampling import noise
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT, MIN_TEMPERATURE, DrawSettings
 
-# Number of candidates per row that are sorted first, and the factor by which it grows at each retry. Most nuclei are
-# small, and sorting the whole vocabulary takes ten times as long as selecting a few hundred tokens.
+# Number of largest logits that the filters search first, and the factor by which the number grows at each retry.
+# Sorting the whole vocabulary takes ten times as long as selecting a few hundred tokens.
 NUM_FIRST_CANDIDATES = 128
 CANDIDATE_GROWTH = 16
-# Additional candidates beyond top-k, for ties with the k-th largest logit.
+# Additional candidates for ties with the k-th largest logit.
 NUM_TIE_CANDIDATES = 64
-# Number of logits processed at once: a dozen passes over them stay in the cache.
+# Number of logits that `_draw` processes at once. These fit the CPU's cache.
 DRAW_ELEMENTS = 1 << 18
 
 
 def apply_penalties(
-    logits: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
+    logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
     """See the package's `apply_penalties`."""
     row_counts = counts.index_select(0, rows)
@@ -56,7 +48,7 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
     for row, mask in zip(mask_rows.tolist(), masks, strict=True):
         if row < 0:
             continue
-        # Lowest bit first: tokens are in order, because all supported CPUs are little-endian.
+        # Bytes and bits are in the order of tokens, because all supported CPUs are little-endian.
         bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
         allowed = torch.from_numpy(bits.view(np.bool_))
         logits[row].clamp_(min=MIN_ALLOWED_LOGIT).masked_fill_(~allowed, -torch.inf)
@@ -71,7 +63,7 @@ def forbid_sequences_(
     offsets = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
     recent_positions = positions.unsqueeze(1) + offsets
     recent_tokens = tokens[rows.unsqueeze(1).long(), recent_positions.clamp(min=0).long()]
-    # No token is -2: tokens of the prompt never match.
+    # Prompt tokens are replaced by -2, which matches no token.
     is_generated = recent_positions >= num_prompt.index_select(0, rows).unsqueeze(1)
     generated = torch.where(is_generated, recent_tokens, -2).unsqueeze(1)
     is_matched = ((prefixes == generated) | (prefixes == -1)).all(-1) & (last_tokens >= 0)
@@ -96,9 +88,9 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 
 
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """Draw a token of each row [B, V]: the token with the minimum of Exp(1) / p is a draw from p (exponential race).
+    """Draw the token with the smallest Exp(1) / p of each row [B, V] (exponential race). temperature: [B, 1].
 
-    This is equivalent to argmax with Gumbel noise, with one logarithm less. temperature: [B, 1].
+    The Gumbel-max trick gives the same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
@@ -116,7 +108,7 @@ def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: 
 def _draw_filtered(
     logits: Tensor, temperature: Tensor, settings: DrawSettings, first_keys: Tensor, second_keys: Tensor
 ) -> Tensor:
-    """Draw like `_draw`, among the tokens that each row's filters keep. temperature: [B, 1], 1 for greedy rows."""
+    """Draw like `_draw` from the tokens that each row's filters keep. temperature: [B, 1], 1 for greedy rows."""
     drawn = []
     filters = zip(settings.top_k.tolist(), settings.top_p.tolist(), settings.min_p.tolist(), strict=True)
     for row, (row_top_k, row_top_p, row_min_p) in enumerate(filters):
@@ -133,7 +125,7 @@ def _draw_filtered(
 
 
 def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """Return the values, in descending order, and the token ids that a row's filters keep.
+    """Return the values, in descending order, and the ids of the tokens that a row's filters keep.
 
     scaled: [V], the row's logits divided by the temperature.
     """
@@ -150,9 +142,9 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
 
 
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
-    """Return how many of `values`, the largest of `scaled` in descending order, the filters keep.
+    """Return how many of `values` the filters keep. values: the largest elements of `scaled`, in descending order.
 
-    If the filters keep all values, they may keep more of `scaled`.
+    If the filters keep all `values`, further elements of `scaled` may be kept too.
     """
     weights = (values - values[0]).exp_().double()
     num_kept = values.shape[0]
@@ -162,12 +154,12 @@ def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p:
         if num_kept < values.shape[0] or num_kept == scaled.shape[0]:
             total = weights[:num_kept].sum()
         elif top_k > 0:
-            # More logits beyond `values` may tie with the k-th: the mass is not known yet.
+            # Further elements of `scaled` may tie with the k-th value: the mass of all kept values is unknown.
             return num_kept
         else:
             total = (scaled - values[0]).exp_().sum(dtype=torch.float64)
         last_index = int((weights[:num_kept].cumsum(0) < top_p * total).sum())
-        # Due to rounding, even the full sum may be below `top_p * total`.
+        # Due to rounding, even the sum of all weights may be below `top_p * total`.
         num_kept = int((values[:num_kept] >= values[min(last_index, num_kept - 1)]).sum())
     if min_p > 0:
         num_kept = min(num_kept, int((weights >= min_p).sum()))

@@ -1,6 +1,4 @@
-"""Penalties, biases, forbidden sequences and masks on CUDA. A row without penalties only costs a copy of its logits."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Penalties, biases, forbidden sequences and masks on CUDA."""
 
 import torch
 import triton
@@ -154,7 +152,7 @@ def _apply_bias(
     is_active = (entries < num_entries) & (position < until)
     ids = tl.load(ids_ptr + row * ids_stride + entries, mask=is_active, other=0)
     values = tl.load(values_ptr + row * values_stride + entries, mask=is_active, other=0.0)
-    # Atomic because ids may repeat.
+    # Ids may repeat.
     tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=is_active)
 
 
@@ -178,11 +176,8 @@ def _apply_masks(
     words = tl.load(masks_ptr + index * masks_stride + tokens // 32, mask=mask, other=0)
     logits = tl.load(out_ptr + row * out_stride + tokens, mask=mask, other=0.0)
     is_allowed = ((words >> (tokens % 32)) & 1) != 0
-    tl.store(
-        out_ptr + row * out_stride + tokens,
-        tl.where(is_allowed, tl.maximum(logits, MIN_ALLOWED_LOGIT), float("-inf")),
-        mask=mask,
-    )
+    logits = tl.where(is_allowed, tl.maximum(logits, MIN_ALLOWED_LOGIT), float("-inf"))
+    tl.store(out_ptr + row * out_stride + tokens, logits, mask=mask)
 
 
 @triton.jit
@@ -212,7 +207,7 @@ def _forbid_sequences(
     num_prompt_tokens = tl.load(num_prompt_ptr + row)
     for distance in tl.range(1, LENGTH):
         recent_position = position - distance
-        # Tokens of the prompt load as -2, which no sequence has. -1 pads sequences and matches anything.
+        # Prompt tokens load as -2, which is in no sequence. The padding of a sequence, -1, matches any token.
         generated = tl.load(
             tokens_ptr + row * tokens_stride + recent_position, mask=recent_position >= num_prompt_tokens, other=-2
         )

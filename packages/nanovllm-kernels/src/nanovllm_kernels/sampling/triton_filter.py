@@ -1,20 +1,17 @@
-"""Draws a token from what a row's filters keep, without sorting and usually without another pass over the row.
+"""Draws the token with the best noisy logit among the tokens that a row's filters keep, without sorting.
 
-Candidates are the tokens of segments whose maximum reaches a cut below which the filters keep nothing. The candidate
-with the best noisy logit is drawn if the filters keep it. If not, tokens with the same or a smaller logit are dropped,
-and the next candidate is tried (rejection sampling, Ye et al. 2025, FlashInfer). The noise is fixed, so that the
-result is exactly the best token that the filters keep.
+Rejection sampling (Ye et al. 2025, FlashInfer): the candidate with the best noisy logit is drawn if the filters keep
+the candidate. Otherwise candidates with at most its logit are dropped, and the next best candidate is tried. Candidates
+come from segments with a large maximum, usually without another pass over the row.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
 
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
-# Lower bound of a row's largest logit: avoids infinity minus infinity in a row without finite logits, and stays finite
-# when divided by any temperature.
+# Lower bound of a row's largest logit, finite even when divided by a temperature. Avoids infinity minus infinity in a
+# row without finite logits.
 MIN_MAX_LOGIT = tl.constexpr(-1.0e30)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
@@ -28,25 +25,25 @@ def is_filtered(temperature, top_k, top_p, min_p, vocab_size, MIN_TEMPERATURE: t
 
 @triton.jit
 def _divide_by_temperature(logits, temperature):
-    """Divide logits by the temperature with the reference's rounding, on which the filters' ties depend."""
+    """Divide logits by the temperature with the reference's rounding: other rounding could create or break ties."""
     return tl.div_rn(logits, temperature)
 
 
 @triton.jit
 def _pivot_between(low, max_value):
-    """Return a value above `low`: halfway to `max_value`, or `max_value` if no float32 is between them."""
+    """Return the middle of `low` and `max_value`, or `max_value` if no float32 is between them."""
     pivot = 0.5 * low + 0.5 * max_value
     return tl.where(pivot > low, pivot, max_value)
 
 
 @triton.jit
 def _raise_cut(values, low, max_value, min_count, max_count):
-    """Raise `low` by bisection until at least `min_count` and at most `max_count` of `values` are at least `low`.
+    """Raise `low` by bisection until `min_count` to `max_count` of `values` are at least `low`.
 
+    If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
+    `values`: otherwise ties could prolong the search.
     max_value: the largest of `values`.
-    Both bounds move to values that occur, so that ties end the search. Then `low` is the min_count-th largest value,
-    and more than `max_count` values may be at least `low`.
-    Returns `low` and the number of values that are at least `low`.
+    Returns: `low`, and the number of values that are at least `low`.
     """
     count = tl.sum((values >= low).to(tl.int32), 0)
     while (count > max_count) & (low < max_value):
@@ -64,9 +61,9 @@ def _raise_cut(values, low, max_value, min_count, max_count):
 def _weigh_tokens_above(
     logits_ptr, vocab_size, temperature, max_logit, low, INCLUSIVE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Weigh a row's tokens with values above `low`, or at least `low` if INCLUSIVE.
+    """Return the number, mass and smallest value of a row's tokens with values above `low`, or >= `low` if INCLUSIVE.
 
-    Returns their number, their mass (1 for the likeliest token) and their smallest value.
+    The likeliest token has mass 1.
     """
     lanes = tl.arange(0, BLOCK)
     scale = LOG2_E / temperature
@@ -85,7 +82,7 @@ def _weigh_tokens_above(
 
 @triton.jit
 def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BLOCK: tl.constexpr):
-    """Return the k-th largest value of a row, or the smallest value >= `low` if fewer than k are >= `low`."""
+    """Return the k-th largest value of a row, or the smallest value that is at least `low`, whichever is larger."""
     lanes = tl.arange(0, BLOCK)
     max_value = _divide_by_temperature(max_logit, temperature)
     count, _, low = _weigh_tokens_above(logits_ptr, vocab_size, temperature, max_logit, low, True, BLOCK)
@@ -114,10 +111,10 @@ def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BL
 def _draw_from_row(
     logits_ptr, vocab_size, temperature, seed, position, max_logit, low, count_limit, mass_limit, BLOCK: tl.constexpr
 ):
-    """Draw the row's token with the best noisy logit among those that the filters keep.
+    """Draw the row's token with the best noisy logit among the tokens that the filters keep.
 
-    A kept token's value is at least `low`, and the tokens with larger values are fewer than `count_limit` and have less
-    mass than `mass_limit`.
+    A token is kept if its value is at least `low`, and the tokens with larger values are fewer than `count_limit` and
+    have a smaller mass than `mass_limit`.
     """
     lanes = tl.arange(0, BLOCK)
     token = vocab_size
@@ -148,7 +145,7 @@ def _draw_from_row(
 
 @triton.jit
 def _draw_from(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
-    """Draw like `_draw_from_row`, from candidates: scaled logits (-inf if dropped), noisy logits, masses and ids."""
+    """Draw like `_draw_from_row`, from candidates. values: scaled logits, -inf for a dropped candidate."""
     token = NO_TOKEN
     is_rejected = True
     while is_rejected:
@@ -192,7 +189,7 @@ def draw_filtered(
     total_mass: mass of the row, with 1 for the likeliest token.
     """
     max_value = _divide_by_temperature(max_logit, temperature)
-    # Tokens with smaller values are never drawn, and their mass is below the rounding of the sum.
+    # Tokens with smaller values are never drawn, and their mass does not change the float32 sum.
     min_drawn_value = max_value - MAX_DRAWN_DISTANCE
     min_kept_value = min_drawn_value
     if min_p > 0:
@@ -206,7 +203,7 @@ def draw_filtered(
     segments = tl.arange(0, PADDED_SEGMENTS)
     segment_values = tl.load(segment_maxima_ptr + segments, mask=segments < num_segments, other=float("-inf"))
     segment_values = _divide_by_temperature(segment_values, temperature)
-    # Each segment whose maximum reaches the cut has at least one token that reaches it.
+    # `min_segments` segments with a maximum of at least the cut contain at least as many tokens.
     min_segments = tl.where(has_top_k & (top_k <= MAX_CANDIDATE_SEGMENTS), top_k, MAX_CANDIDATE_SEGMENTS // 2)
     cut, num_candidate_segments = _raise_cut(segment_values, low, max_value, min_segments, MAX_CANDIDATE_SEGMENTS)
     token = -1

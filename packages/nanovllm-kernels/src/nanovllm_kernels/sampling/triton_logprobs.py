@@ -1,6 +1,4 @@
-"""Log-probabilities on CUDA: one pass computes the normalizer; the likeliest tokens are selected from the logits."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Log-probabilities on CUDA: one pass over the logits computes the normalizer."""
 
 import torch
 import triton
@@ -31,7 +29,7 @@ def _compute_normalizer(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     lanes = tl.arange(0, BLOCK)
-    # Each lane has its own maximum and sum. Start at the lowest finite number: infinities alone would give NaN.
+    # Each lane has its own maximum and sum. The initial maximum is finite, because -inf minus -inf is NaN.
     lane_max = tl.full([BLOCK], -3.0e38, dtype=tl.float32)
     lane_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for first_token in tl.range(0, vocab_size, BLOCK):

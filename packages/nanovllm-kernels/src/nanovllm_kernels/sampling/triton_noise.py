@@ -1,7 +1,4 @@
-"""Noisy logits of tokens for a draw on CUDA: the logit over the temperature plus the Gumbel noise of `noise`.
-
-Every kernel computes the same noisy logit for a token.
-"""
+"""Noisy logits on CUDA: the logit divided by the temperature, plus Gumbel noise from the random bits of `noise`."""
 
 import math
 
@@ -31,23 +28,21 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _log2(x):
-    """Return log2 by the hardware's instruction: tl.log2 is a polynomial of twelve or more terms."""
+    """Return log2 by a hardware instruction. On a GPU tl.log2 is a polynomial."""
     return tl.log2(x) if IS_INTERPRETED else libdevice.fast_log2f(x)
 
 
 @triton.jit
 def load_logits(logits_ptr, tokens, mask):
-    """Load logits as float32; -inf outside the mask and for NaN."""
+    """Load logits as float32. Returns -inf for NaN and outside the mask."""
     logits = tl.load(logits_ptr + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
 
 @triton.jit
 def add_gumbel_noise(logits, tokens, scale, seed, position):
-    """Return logits plus Gumbel noise in base 2: the largest is the draw. scale: log2(e) / temperature.
-
-    The number of instructions limits the speed; a logarithm in base 2 is one instruction.
-    """
+    """Return `logits * scale` plus Gumbel noise in base 2. scale: log2(e) / temperature."""
+    # The number of instructions limits the speed, and only a logarithm in base 2 is one instruction.
     mixed = seed * SEED_MULTIPLIER + position.to(tl.int64) * POSITION_MULTIPLIER + KEY_OFFSET
     mixed ^= mixed >> 32
     mixed *= MIX_MULTIPLIER
@@ -56,10 +51,10 @@ def add_gumbel_noise(logits, tokens, scale, seed, position):
     bits ^= (bits >> 16) & 0xFFFF
     bits *= FIRST_MULTIPLIER
     bits ^= (bits >> 15) & 0x1FFFF
-    # (bits + key) * multiplier, with the key's product computed once per row.
+    # (bits + key) * multiplier. The product with the key is computed once per row.
     bits = bits * SECOND_MULTIPLIER + mixed.to(tl.int32) * SECOND_MULTIPLIER
     u = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
-    # -log1p(-u): a series, exact to 2e-7, where 1 - u would lose the digits of a small u.
+    # -log1p(-u). For a small u, 1 - u would lose digits, so a series with an error of 2e-7 is used.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     exponential = tl.where(u < 0.0625, series, -LN_2 * _log2(1 - u))
     return logits * scale - _log2(exponential)

@@ -1,10 +1,7 @@
-"""The draw on CUDA: one pass over the logits by one program per chunk, then one program per row.
+"""The draw on CUDA: one program per chunk of a row stores the chunk's best token, then one program per row draws.
 
-The pass stores each chunk's best token with Gumbel noise. For rows with filters it stores maxima and masses, see
-`triton_filter`. The device reads the settings of each row, so that a captured graph serves any mixture of rows.
+Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import torch
 import triton
@@ -15,18 +12,16 @@ from nanovllm_kernels.sampling.draw_settings import MIN_TEMPERATURE, DrawSetting
 from nanovllm_kernels.sampling.triton_filter import MIN_MAX_LOGIT, NO_TOKEN, draw_filtered, is_filtered
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
-# Tokens per program.
 CHUNK_TOKENS = 4096
-# Tokens per segment, whose maximum is stored: 64 bytes of float32, so that gathering a segment wastes no bandwidth.
+# Tokens per segment of a chunk. The float32 logits of a segment are 64 bytes: gathering them wastes no bandwidth.
 SEGMENT_TOKENS = 16
 NUM_SCAN_WARPS = 4
 NUM_CHOOSE_WARPS = 16
-# Maximum number of segments that a filtered row gathers: 8192 candidates, which fit the registers of one program.
+# Maximum number of segments with candidates of a filtered row. The 8192 candidates fit the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
-# Tokens processed at once in passes over a row whose gathered candidates are not enough.
+# Tokens per block in passes over rows with more candidates.
 ROW_BLOCK_TOKENS = 8192
-
-# Noise lies between -2.9 and 22.2: logits further below the largest than this are never drawn.
+# Maximum distance of a drawn token's scaled logit from the row's maximum: the noise lies between -2.9 and 22.2.
 MAX_DRAWN_DISTANCE = 30.0
 
 
@@ -106,16 +101,13 @@ def _scan_chunk(
     SEGMENT_TOKENS: tl.constexpr,
     SEGMENTS_PER_CHUNK: tl.constexpr,
 ):
-    """Store one chunk's best token; for a filtered row the chunk's maximum, mass and segment maxima."""
+    """Store one chunk's best token. For a filtered row, store the chunk's maximum, mass and segment maxima instead."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunk_index = row * tl.num_programs(1) + chunk
     segments = tl.arange(0, SEGMENTS_PER_CHUNK)
-    tokens = (
-        chunk * (SEGMENTS_PER_CHUNK * SEGMENT_TOKENS)
-        + segments[:, None] * SEGMENT_TOKENS
-        + tl.arange(0, SEGMENT_TOKENS)[None, :]
-    )
+    segment_tokens = tl.arange(0, SEGMENT_TOKENS)
+    tokens = (chunk * SEGMENTS_PER_CHUNK + segments[:, None]) * SEGMENT_TOKENS + segment_tokens[None, :]
     logits = load_logits(logits_ptr + row * logits_stride, tokens, tokens < vocab_size)
     temperature = 0.0 if ALL_GREEDY else tl.load(temperature_ptr + row)
     is_random = temperature >= MIN_TEMPERATURE
@@ -174,7 +166,7 @@ def _choose_token(
     chunks = tl.arange(0, PADDED_CHUNKS)
     chunk_index = row * num_chunks + chunks
     best = tl.load(best_ptr + chunk_index, mask=chunks < num_chunks, other=float("-inf"))
-    # For a filtered row this id is undefined, and replaced below.
+    # A filtered row has no valid id here, and its token is replaced below.
     token = tl.load(best_ids_ptr + row * num_chunks + tl.argmax(best, 0))
     if HAS_FILTERS:
         temperature = tl.load(temperature_ptr + row)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the minimum of tensor cores without wgmma instructions.
 NARROW_TILE_ROWS = 16
-# Number of multiprocessors for which plans are made under Triton's interpreter, which has no device.
-INTERPRETER_SMS = 8
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.attention.plan import tile_configs
-from nanovllm_kernels.platform import describe_device
+from nanovllm_kernels.platform import INTERPRETER_SMS, describe_device
 
 __all__ = ["NO_LIMIT", "WorkList", "WorkListFilter", "make_work_list", "split_query_lens"]
 
@@ -92,7 +92,7 @@ def make_work_list(
     max_query_len = query_lens.stop - 1
     # The last tile of each request may be partial, which adds less than one tile per request.
     max_tiles = min(num_tokens // block_q + num_reqs, num_reqs * -(-max_query_len // block_q))
-    num_programs = (describe_device(seq_lens.device).num_sms or tile_configs.INTERPRETER_SMS) * config.ctas_per_sm
+    num_programs = (describe_device(seq_lens.device).num_sms or INTERPRETER_SMS) * config.ctas_per_sm
     *work, excluded_query_lens = _plan_work_op(
         seq_lens,
         query_start_loc,
