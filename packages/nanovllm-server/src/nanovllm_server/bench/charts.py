@@ -34,8 +34,7 @@ def draw_panels_of_bars(path: Path, title: str, values_by_unit: Mapping[str, Map
     """Draws one panel of horizontal bars per unit. values_by_unit: for each unit, the values by bar name."""
     num_bars = sum(map(len, values_by_unit.values()))
     figure = _make_figure(9, 1.5 + 0.25 * num_bars)
-    heights = [len(values) for values in values_by_unit.values()]
-    panels = figure.subplots(len(values_by_unit), squeeze=False, height_ratios=heights)
+    panels = figure.subplots(len(values_by_unit), squeeze=False, height_ratios=[*map(len, values_by_unit.values())])
     for axes, (unit, values) in zip(panels[:, 0], values_by_unit.items(), strict=True):
         bars = axes.barh(list(values), list(values.values()))
         axes.bar_label(bars, fmt=_format_value, padding=2)

@@ -17,8 +17,7 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
     """Measures the kernels whose names contain `name_part`. Raises BenchError if there are none, or no GPU."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
-    works = ladder.selected(name_part)
-    if not works:
+    if not (works := ladder.selected(name_part)):
         raise BenchError(f"no kernel has {name_part!r} in its name")
     figures: list[ladder.Figure] = []
     for work in tqdm(works, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):

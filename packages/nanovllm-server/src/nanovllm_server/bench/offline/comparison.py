@@ -146,7 +146,7 @@ def _median_rates(benchmark: OfflineBenchmark, timings_by_case: Sequence[list[Ru
 
 def _case_figures(case: Case, engine_timings: list[RunTiming], peer_timings: list[RunTiming] | None) -> JSON:
     def engine_figures(timings: list[RunTiming]) -> JSON:
-        runs = [
+        runs: list[JSON] = [
             {"num_tokens": run.num_tokens, "last": run.last_token_s, "first": run.first_tokens_s} for run in timings
         ]
         return {"rate": case.median_rate(timings), "rates": [*map(case.compute_rate, timings)], "runs": runs}

@@ -33,23 +33,20 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         _run(peer, batches, job["warm_up_tokens"], f"{case_index} warm-up")
         for repetition in range(job["repeat"]):
             salt = f"{case_index} {repetition}"
-            first_tokens_s = None
+            extra_run_s = None
             if job["times_first_tokens"] and not peer.times_first_tokens:
-                _, _, first_tokens_s = _run(peer, batches, 1, f"{salt} first")
+                _, _, extra_run_s = _run(peer, batches, 1, f"{salt} first")
             num_tokens, prompts_s, last_token_s = _run(peer, batches, None, salt)
-            if peer.times_first_tokens:
-                first_tokens_s = prompts_s
+            first_tokens_s = prompts_s if peer.times_first_tokens else extra_run_s
             yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
 
 
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
-    """Runs one batch after the other. Returns the number of output tokens, the seconds for all prompts, all seconds.
+    """Returns the number of output tokens, the seconds until first tokens, and the seconds of all batches.
 
     max_tokens: further limit of each request, or None.
     """
-    limits = [
-        [min(request["max_tokens"], max_tokens or request["max_tokens"]) for request in batch] for batch in batches
-    ]
+    limits = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
     times = [peer.generate(batch, batch_limits, salt) for batch, batch_limits in zip(batches, limits, strict=True)]
     return sum(map(sum, limits)), sum(prompts_s for prompts_s, _ in times), sum(total_s for _, total_s in times)
 
