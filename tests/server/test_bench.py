@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanovllm_server.bench import cli
+from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.interference.case_sizes import CASE_NAMES
 
 
@@ -12,7 +12,7 @@ def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys
     result, plot = tmp_path / "serve.json", tmp_path / "serve.png"
     load = ("--num-requests", "8", "--input-len", "20", "--output-len", "5..12", "--rate", "inf", "200")
     arguments = ["serve", f"{tiny_server.url}/v1", *load, "--concurrency", "2", "8", "--prefix-len", "40"]
-    assert cli.main([*arguments, "--json", str(result), "--plot", str(plot)]) == 0
+    assert bench_cli.main([*arguments, "--json", str(result), "--plot", str(plot)]) == 0
     figures = json.loads(result.read_bytes())
     assert figures["model"] == "tiny"
     points = figures["points"]
@@ -41,7 +41,7 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
     flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
     with run_server(default_model, *flags) as server:
         arguments = ["interference", f"ours={server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
-        assert cli.main([*arguments, "--json", str(file)]) == 0
+        assert bench_cli.main([*arguments, "--json", str(file)]) == 0
     (measured,) = json.loads(file.read_bytes())["servers"]
     assert measured["token_costs"]["per_word"] == 1
     assert tuple(case["case"] for case in measured["cases"]) == CASE_NAMES

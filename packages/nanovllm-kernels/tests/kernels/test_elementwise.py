@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.elementwise import QKNorm, reference
+from nanovllm_kernels.elementwise import QKNorm, elementwise_reference
 
 SMALL = [torch.float32, torch.float16]
 LARGE = [torch.float32, torch.float16, torch.bfloat16]
@@ -19,7 +19,7 @@ OPS = torch.ops.nanovllm
 def check_rms_norm(shape, dtype, device):
     x, weight = torch.randn(shape, device=device), torch.randn(shape[-1], device=device).to(dtype)
     for rows in (x, x.to(dtype)):
-        expected = reference.rms_norm(rows.float(), weight.float(), 1e-5)
+        expected = elementwise_reference.rms_norm(rows.float(), weight.float(), 1e-5)
         actual = OPS.rms_norm(rows, weight, 1e-5)
         assert actual.dtype == dtype
         assert torch.equal(OPS.rms_norm(rows, weight.float(), 1e-5, dtype), actual)
@@ -28,7 +28,9 @@ def check_rms_norm(shape, dtype, device):
 
 def check_silu_and_mul(shape, dtype, device):
     x = torch.randn(shape, device=device).to(dtype)
-    torch.testing.assert_close(OPS.silu_and_mul(x).float(), reference.silu_and_mul(x.float()), **CLOSE[dtype])
+    torch.testing.assert_close(
+        OPS.silu_and_mul(x).float(), elementwise_reference.silu_and_mul(x.float()), **CLOSE[dtype]
+    )
 
 
 def check_sigmoid_and_mul(shape, dtype, device):
@@ -49,7 +51,9 @@ def check_rope_and_cache(num_tokens, heads, dims, dtype, device, *, with_norm):
     weights = [torch.randn(head_dim, device=device).to(dtype) for _ in range(2)] if with_norm else [None, None]
     norm = QKNorm(weights[0].float(), weights[1].float(), 1e-5) if with_norm else None
     expected, expected_cache = qkv.float(), kv_cache.float()
-    reference.rope_and_cache(expected, reference.gather_rotation(cos_sin, positions), slots, expected_cache, None, norm)
+    elementwise_reference.rope_and_cache(
+        expected, elementwise_reference.gather_rotation(cos_sin, positions), slots, expected_cache, None, norm
+    )
     given = qkv.clone()
     OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, None, *weights, 1e-5, False)
     if qkv.dtype == kv_cache.dtype:
@@ -80,8 +84,8 @@ def check_fp8_cache(num_tokens, heads, dims, dtype, device, *, page_size, exactl
     kv_cache = torch.full((num_blocks, page_size, 2 * num_kv_heads, head_dim), 7.0, device=device).to(fp8.DTYPE)
     kv_scales = fp8.make_scales(kv_cache)
     expected, expected_cache, expected_scales = qkv.float(), kv_cache.cpu(), kv_scales.cpu()
-    rows = reference.gather_rotation(cos_sin.cpu(), positions.cpu())
-    reference.rope_and_cache(expected.cpu(), rows, slots.cpu(), expected_cache, expected_scales, None)
+    rows = elementwise_reference.gather_rotation(cos_sin.cpu(), positions.cpu())
+    elementwise_reference.rope_and_cache(expected.cpu(), rows, slots.cpu(), expected_cache, expected_scales, None)
     OPS.rope_and_cache(qkv, cos_sin, positions, slots, kv_cache, kv_scales, None, None, 0.0, False)
     if exactly:
         assert torch.equal(kv_cache.cpu().view(torch.uint8), expected_cache.view(torch.uint8))
@@ -118,7 +122,7 @@ def test_small_shapes_match_reference(device, dtype):
 def test_norm_accepts_strided_heads(device):
     qkv, weight = torch.randn(3, 6 * 16, device=device), torch.randn(16, device=device)
     heads = qkv[:, 16 : 4 * 16].view(3, 3, 16)
-    torch.testing.assert_close(OPS.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
+    torch.testing.assert_close(OPS.rms_norm(heads, weight, 1e-5), elementwise_reference.rms_norm(heads, weight, 1e-5))
 
 
 @pytest.mark.parametrize("cached", [torch.float16, fp8.DTYPE])

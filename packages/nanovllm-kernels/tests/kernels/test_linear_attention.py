@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_kernels.linear_attention import gated_delta_net, reference
+from nanovllm_kernels.linear_attention import gated_delta_net, linear_attention_reference
 
 OPS = torch.ops.nanovllm
 
@@ -138,7 +138,7 @@ def check_copies(states, copies):
     """A copy may read the results of the copies before it."""
     sources, targets = torch.tensor(copies, dtype=torch.int64, device=states.device).view(-1, 2).t().contiguous()
     expected = states.clone()
-    reference.copy_states(expected, sources, targets)
+    linear_attention_reference.copy_states(expected, sources, targets)
     OPS.copy_states(states, sources, targets)
     assert torch.equal(states, expected)
 

@@ -9,7 +9,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import mla
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.attention.plan import tile_configs
-from nanovllm_kernels.elementwise import reference
+from nanovllm_kernels.elementwise import elementwise_reference
 from nanovllm_kernels.platform import has_flash_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -154,8 +154,8 @@ def check_rope_and_cache(num_tokens, num_heads, dims, dtype, device, *, is_fp8):
     kv_cache = kv_cache.to(fp8.DTYPE if is_fp8 else dtype)
     kv_scales = fp8.make_scales(kv_cache) if is_fp8 else None
     expected_q, expected_cache = q.float(), kv_cache.float()
-    rows = reference.gather_rotation(cos_sin, positions)
-    reference.latent_rope_and_cache(
+    rows = elementwise_reference.gather_rotation(cos_sin, positions)
+    elementwise_reference.latent_rope_and_cache(
         expected_q, latents.float(), weight.float(), 1e-5, rows, slots, expected_cache, None
     )
     OPS.latent_rope_and_cache(q, latents, weight, 1e-5, cos_sin, positions, slots, kv_cache, kv_scales)

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
-from nanovllm_kernels.moe import ChosenExperts, PackedExperts, Routing, _fused_experts_op, _route_op, policy, reference
+from nanovllm_kernels.moe import (
+    ChosenExperts,
+    PackedExperts,
+    Routing,
+    _fused_experts_op,
+    _route_op,
+    moe_reference,
+    policy,
+)
 from nanovllm_kernels.platform import describe_device, has_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -17,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_ties: bool = False) -> None:
     """near_ties: scores may differ by less than their rounding, so that either expert may come first."""
     weights, ids = _route_op(logits, bias, *astuple(routing))
-    expected_weights, expected_ids = reference.route(logits, routing, bias)
+    expected_weights, expected_ids = moe_reference.route(logits, routing, bias)
     if near_ties:
         check_order(logits, routing, bias, ids, expected_ids)
     else:
@@ -136,11 +144,11 @@ def check_experts(
     wide = None if added is None else added.double()
     if quantized:
         experts = PackedExperts(*arguments, None)
-        expected = reference.fused_experts(x.float(), experts, ChosenExperts(weights, ids), None)
+        expected = moe_reference.fused_experts(x.float(), experts, ChosenExperts(weights, ids), None)
         expected = expected + (0 if added is None else added.float())
     else:
         experts = PackedExperts(w13.double(), w2.double(), None, None, None)
-        expected = reference.fused_experts(x.double(), experts, ChosenExperts(weights, ids), wide)
+        expected = moe_reference.fused_experts(x.double(), experts, ChosenExperts(weights, ids), wide)
     # An e4m3 value that is rounded the other way differs by 1/8; such values are rare.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()

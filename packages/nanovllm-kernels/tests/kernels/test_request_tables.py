@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm_kernels.request_tables import TokenTables, reference
+from nanovllm_kernels.request_tables import TokenTables, request_tables_reference
 
 OPS = torch.ops.nanovllm
 
@@ -17,7 +17,7 @@ def check(query_lens, num_rows, max_len, page_size, device):
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
     tables = TokenTables(tokens, num_computed)
     shape_args = (block_table, page_size, num_tokens, block_table.shape[1])
-    expected_inputs = reference.build_inputs(rows, starts, tables, *shape_args)
+    expected_inputs = request_tables_reference.build_inputs(rows, starts, tables, *shape_args)
     *actual_inputs, actual_tables = OPS.build_inputs(rows, starts, *tables, *shape_args)
     for actual, expected in zip(actual_inputs, expected_inputs, strict=False):
         assert actual.dtype == expected.dtype
@@ -35,7 +35,9 @@ def check(query_lens, num_rows, max_len, page_size, device):
         actual, expected = ([None if table is None else table.clone() for table in state] for _ in range(2))
         OPS.commit_tokens(rows, starts, sampled, is_sampled, *actual)
         *expected_tables, expected_counts = expected
-        reference.commit_tokens(rows, starts, sampled, is_sampled, TokenTables(*expected_tables), expected_counts)
+        request_tables_reference.commit_tokens(
+            rows, starts, sampled, is_sampled, TokenTables(*expected_tables), expected_counts
+        )
         for table, expected_table in zip(actual, expected, strict=True):
             assert table is None or torch.equal(table, expected_table)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from nanovllm_kernels.sampling import IN_PROMPT_BIT, DrawSettings, reference, triton_sample
+from nanovllm_kernels.sampling import IN_PROMPT_BIT, DrawSettings, sampling_reference, triton_sample
 
 OPS = torch.ops.nanovllm
 
@@ -25,7 +25,7 @@ def settings_of(num_rows, device):
 def sample_on_cpu(logits, settings, all_greedy, any_filter):
     """Return the reference's tokens. settings: as for the operator, the positions last."""
     *draw_settings, positions = (tensor.cpu() for tensor in settings)
-    return reference.sample(logits.cpu(), DrawSettings(*draw_settings), positions, all_greedy, any_filter)
+    return sampling_reference.sample(logits.cpu(), DrawSettings(*draw_settings), positions, all_greedy, any_filter)
 
 
 def check_sample(num_rows, vocab_size, dtype, device, max_wrong=0):
@@ -120,7 +120,7 @@ def test_penalties_match_reference(device):
     rows = torch.tensor([4, 0, 4], dtype=torch.int32, device=device)
     numbers = [torch.rand(5, device=device) + 0.5 for _ in range(3)]
     arguments = (logits, rows, counts, *numbers)
-    torch.testing.assert_close(OPS.apply_penalties(*arguments), reference.apply_penalties(*arguments))
+    torch.testing.assert_close(OPS.apply_penalties(*arguments), sampling_reference.apply_penalties(*arguments))
 
 
 def test_rows_without_penalties_keep_their_logits(device):
@@ -134,13 +134,13 @@ def test_rows_without_penalties_keep_their_logits(device):
     assert torch.equal(out[0], logits[0])
     for row in (1, 2, 3):
         assert not torch.equal(out[row], logits[row])
-    torch.testing.assert_close(out, reference.apply_penalties(logits, rows, counts, *columns))
+    torch.testing.assert_close(out, sampling_reference.apply_penalties(logits, rows, counts, *columns))
 
 
 def check_in_place(name, logits, *arguments, **close):
     """Compare with the reference on the CPU, bit by bit unless `close` gives tolerances."""
     expected = logits.cpu()
-    getattr(reference, f"{name}_")(expected, *(each.cpu() for each in arguments))
+    getattr(sampling_reference, f"{name}_")(expected, *(each.cpu() for each in arguments))
     getattr(OPS, name)(logits, *arguments)
     torch.testing.assert_close(logits.cpu(), expected, **(close or {"atol": 0, "rtol": 0}))
 
@@ -260,7 +260,7 @@ def test_logprobs_match_reference(device, num_top):
     logits[1, 4096:] = -math.inf
     tokens = torch.tensor([0, 4095, 8999], dtype=torch.int32, device=device)
     for actual, expected in zip(
-        OPS.logprobs(logits, tokens, num_top), reference.compute_logprobs(logits, tokens, num_top), strict=True
+        OPS.logprobs(logits, tokens, num_top), sampling_reference.compute_logprobs(logits, tokens, num_top), strict=True
     ):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from nanovllm_server.bench import cli
+from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.flags import build_parser
 from nanovllm_server.bench.workload import LengthRange
 
@@ -16,9 +16,9 @@ COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interferen
 def test_help_imports_nothing_slow():
     code = (
         "import sys\n"
-        "from nanovllm_server.bench import cli\n"
+        "from nanovllm_server.bench import bench_cli\n"
         f"for command in {COMMANDS}:\n"
-        "    try: cli.main([command, '--help'])\n"
+        "    try: bench_cli.main([command, '--help'])\n"
         "    except SystemExit as exit: assert not exit.code\n"
         "slow = {'torch', 'transformers', 'matplotlib', 'numpy', 'zmq'} & set(sys.modules)\n"
         "sys.exit(f'imported {slow}' if slow else 0)"
@@ -67,7 +67,7 @@ def test_serve_takes_several_rates_and_concurrencies():
 )
 def test_invalid_flags_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        cli.main(arguments)
+        bench_cli.main(arguments)
     assert exit_info.value.code == 2
     assert "usage: nanovllm-bench" in capsys.readouterr().err
 
@@ -75,21 +75,21 @@ def test_invalid_flags_are_refused(arguments, capsys):
 @pytest.mark.parametrize("arguments", [["throughput"], ["serve"], ["trace", "steps.json"], ["kernels"]])
 def test_missing_packages_of_the_extra_name_what_to_install(arguments, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(arguments) == 1
+    assert bench_cli.main(arguments) == 1
     expected = "nanovllm-bench: matplotlib, tqdm not found: pip install 'nanovllm-server[bench]'\n"
     assert capsys.readouterr().err == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_kernels_need_a_gpu(capsys):
-    assert cli.main(["kernels"]) == 1
+    assert bench_cli.main(["kernels"]) == 1
     assert capsys.readouterr().err == "nanovllm-bench: kernels needs an NVIDIA GPU\n"
 
 
 @pytest.mark.gpu
 def test_kernels_are_measured(tmp_path, capsys):
     json, plot = tmp_path / "kernels.json", tmp_path / "kernels.png"
-    assert cli.main(["kernels", "--only", "rms_norm 256", "--json", str(json), "--plot", str(plot)]) == 0
+    assert bench_cli.main(["kernels", "--only", "rms_norm 256", "--json", str(json), "--plot", str(plot)]) == 0
     assert "rms_norm 256 x 4096" in capsys.readouterr().out
     assert json.stat().st_size
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -99,5 +99,5 @@ def test_kernels_are_measured(tmp_path, capsys):
     "url", ["127.0.0.1:8000", "ftp://host/v1", "http://", "http://host:99999/v1", "http://host/?a"]
 )
 def test_invalid_base_url_is_refused(url, capsys):
-    assert cli.main(["serve", url]) == 1
+    assert bench_cli.main(["serve", url]) == 1
     assert url in capsys.readouterr().err

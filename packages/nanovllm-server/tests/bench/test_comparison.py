@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm_server.bench import cli
+from nanovllm_server.bench import bench_cli
 
 # The part of vLLM's `LLM` that the peer uses, with its names and its logs on stdout. Records its arguments.
 FAKE_VLLM = """
@@ -60,7 +60,7 @@ def run_bench(tmp_path, config_only_model):
     def run(command: str, *arguments: str):
         result = tmp_path / "result.json"
         fixed_flags = ["--load-format", "dummy", "--device", "cpu", "--cpu-cache-gib", "0.05", "--json", str(result)]
-        status = cli.main([command, str(config_only_model), *fixed_flags, *arguments])
+        status = bench_cli.main([command, str(config_only_model), *fixed_flags, *arguments])
         return status, json.loads(result.read_bytes()) if result.exists() else None
 
     return run
@@ -96,7 +96,7 @@ def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     trace, figures = tmp_path / "steps.json", tmp_path / "figures.json"
     assert run_bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0
     capsys.readouterr()
-    assert cli.main(["trace", str(trace), "--json", str(figures)]) == 0
+    assert bench_cli.main(["trace", str(trace), "--json", str(figures)]) == 0
     figures_of_trace = json.loads(figures.read_bytes())
     steps = {track["track"]: track["steps"] for track in figures_of_trace["tracks"]}
     # The warm-up has 4 steps, the run for the first token 1, the measured run 6. Steps planned beyond the end of a
@@ -269,5 +269,5 @@ def test_requests_beyond_the_context_are_refused_before_the_peer_starts(run_benc
 
 
 def test_invalid_model_is_a_one_line_error(tmp_path, capsys):
-    assert cli.main(["throughput", str(tmp_path / "none")]) == 2
+    assert bench_cli.main(["throughput", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm_server.bench import cli
+from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.client import parse_base_url
 from nanovllm_server.bench.flags import DEFAULT_URL, build_parser
 from nanovllm_server.bench.interference.case_client import (
@@ -140,7 +140,7 @@ async def test_failed_requests_are_counted_and_set_the_exit_status(options, url,
     service.admission.capacity = 2
     file = tmp_path / "figures.json"
     arguments = ["interference", f"{url}/v1", "--cases=decodes-beside-long", f"--json={file}", *SIZE_FLAGS]
-    assert await asyncio.to_thread(cli.main, arguments) == 1
+    assert await asyncio.to_thread(bench_cli.main, arguments) == 1
     (case,) = json.loads(file.read_bytes())["servers"][0]["cases"]
     assert len(case["errors"]) > 0
     assert all("status 429" in error for error in case["errors"])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from nanovllm_server.bench import cli
+from nanovllm_server.bench import bench_cli
 
 # The part of llama-cpp-python that the peer uses, with its names. The likeliest token after t is t + 1. Records its
 # arguments.
@@ -108,7 +108,7 @@ def run_bench(tmp_path, monkeypatch, config_only_model, random_weights):
 
     def run(command: str, *arguments: str):
         record_file.unlink(missing_ok=True)
-        status = cli.main([command, str(config_only_model), *fixed_flags, *arguments])
+        status = bench_cli.main([command, str(config_only_model), *fixed_flags, *arguments])
         records = [json.loads(line) for line in record_file.read_text().splitlines()]
         return status, json.loads(result.read_bytes()) if result.exists() else None, records
 
@@ -198,5 +198,7 @@ def test_missing_llama_cpp_names_the_package_to_install(run_bench, tmp_path, cap
 def test_unsupported_options_of_llama_cpp_are_refused_before_it_starts(
     arguments, expected_error, config_only_model, random_weights, capsys
 ):
-    assert cli.main(["prefill", str(config_only_model), "--input-len", "5", "--peer", "llamacpp", *arguments]) == 1
+    assert (
+        bench_cli.main(["prefill", str(config_only_model), "--input-len", "5", "--peer", "llamacpp", *arguments]) == 1
+    )
     assert expected_error in capsys.readouterr().err

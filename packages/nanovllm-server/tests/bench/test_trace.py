@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanovllm_server.bench import cli
+from nanovllm_server.bench import bench_cli
 
 TRACKS = ("plan", "launch", "device", "output")
 TRACK_NAME_LINES = [
@@ -29,7 +29,7 @@ def write_trace(tmp_path, *lines: str, end: str = "\n"):
 
 def run_trace(tmp_path, path, *flags: str):
     result = tmp_path / "result.json"
-    assert cli.main(["trace", str(path), *flags, "--json", str(result)]) == 0
+    assert bench_cli.main(["trace", str(path), *flags, "--json", str(result)]) == 0
     figures = json.loads(result.read_bytes())
     return {track.pop("track"): track for track in figures["tracks"]}, figures["rest"]
 
@@ -67,7 +67,7 @@ def test_only_selected_steps_are_reported(tmp_path, trace, capsys):
     assert idle_times == {"p50": 2, "p99": 2, "most": 2, "long": 0}
     assert "steps 1..3" in capsys.readouterr().out
     assert run_trace(tmp_path, trace, "--steps", "4")[1] is None
-    assert cli.main(["trace", str(trace), "--steps", "5..9"]) == 1
+    assert bench_cli.main(["trace", str(trace), "--steps", "5..9"]) == 1
     assert capsys.readouterr().err == f"nanovllm-bench: {trace} has no steps from 5 to 9\n"
 
 
@@ -104,15 +104,15 @@ def test_steps_without_all_host_events_are_not_in_the_host_sums(tmp_path):
 def test_file_that_is_not_a_trace_is_an_error(tmp_path, capsys, text, expected_error):
     path = tmp_path / "steps.json"
     path.write_text(text)
-    assert cli.main(["trace", str(path)]) == 1
+    assert bench_cli.main(["trace", str(path)]) == 1
     assert capsys.readouterr().err.startswith(
         f"nanovllm-bench: {path}{'' if expected_error[0] == ',' else ' '}{expected_error}"
     )
 
 
 def test_unreadable_trace_is_an_error(tmp_path, capsys):
-    assert cli.main(["trace", str(tmp_path / "none.json")]) == 1
+    assert bench_cli.main(["trace", str(tmp_path / "none.json")]) == 1
     assert "can't be read: [Errno 2]" in capsys.readouterr().err
     (tmp_path / "image").write_bytes(b"\x89PNG\r\n")
-    assert cli.main(["trace", str(tmp_path / "image")]) == 1
+    assert bench_cli.main(["trace", str(tmp_path / "image")]) == 1
     assert "image can't be read: 'utf-8'" in capsys.readouterr().err

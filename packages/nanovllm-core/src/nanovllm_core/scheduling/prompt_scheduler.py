@@ -96,7 +96,7 @@ class PromptScheduler:
         is_served = any(chunk.row == oldest.request.row for chunk in prompts.chunks)
         is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * sum(chunk_times_s)
         self._num_unfair_steps = 0 if is_fair else self._num_unfair_steps + 1
-        # After a burst of short prompts, a step may have room for more than MAX_WAITING_CANDIDATES requests.
+        # After a burst of short prompts, a step may have space for more than MAX_WAITING_CANDIDATES requests.
         while may_admit and not budget.is_full and self._rows.num_free_rows:
             num_admitted = len(prompts.new_rows)
             for candidate in sorted(self._waiting_candidates(), key=self._service_order):

@@ -142,7 +142,7 @@ class Scheduler:
         """
         rows = self.rows
         capacity = rows.capacity[decode_rows]
-        # The last output token is not computed, so it needs no room in the cache.
+        # The last output token is not computed, so it needs no cache slot.
         needs_more = capacity < rows.max_total_tokens[decode_rows] - 1
         return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.cache.block_size)]
 

@@ -6,7 +6,7 @@ Each operator is one Triton kernel on CUDA. For torch.compile, norms and gates a
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.elementwise import reference
+from nanovllm_kernels.elementwise import elementwise_reference
 from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation, RotationFactors
 from nanovllm_kernels.platform import runs_in_float32
 
@@ -26,7 +26,7 @@ __all__ = [
 
 def pack_norm(weight: Tensor) -> Tensor:
     """Prepare a norm's `weight` [H] for `rms_norm`: float32 [2 H] on a CPU, unchanged on CUDA."""
-    return weight if weight.is_cuda else reference.pack_norm(weight)
+    return weight if weight.is_cuda else elementwise_reference.pack_norm(weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -37,10 +37,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     dtype: the result's dtype on CUDA. None: the weight's dtype. On a CPU the result has the dtype of `x`.
     """
     if torch.compiler.is_compiling():
-        return reference.rms_norm_formula(x, weight, eps, dtype)
+        return elementwise_reference.rms_norm_formula(x, weight, eps, dtype)
     if x.is_cuda:
         return _rms_norm_op(x, weight, eps, dtype)
-    return reference.rms_norm(x, weight, eps)
+    return elementwise_reference.rms_norm(x, weight, eps)
 
 
 def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
@@ -53,7 +53,7 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
         _norm_parts_op(x, list(sizes), *weights, eps)
         return
     for part, weight in zip(x.split_with_sizes([*sizes, x.shape[1] - sum(sizes)], -1), weights, strict=False):
-        part.copy_(reference.rms_norm(part, weight, eps))
+        part.copy_(elementwise_reference.rms_norm(part, weight, eps))
 
 
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
@@ -62,7 +62,7 @@ def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
     cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second half.
     positions: int64 [T].
     """
-    factors = None if positions.is_cuda else reference.gather_rotation(cos_sin, positions)
+    factors = None if positions.is_cuda else elementwise_reference.gather_rotation(cos_sin, positions)
     return Rotation(cos_sin, positions, factors)
 
 
@@ -100,7 +100,7 @@ def rope_and_cache(
     if not qkv.is_cuda and _has_cpu_kernel(qkv, kv_cache):
         _rope_and_cache_on_cpu(qkv, rotation.factors, slot_mapping, kv_cache, qk_norm)
     elif not qkv.is_cuda:
-        qkv = reference.rope_and_cache(qkv, rotation.factors, slot_mapping, kv_cache, kv_scales, qk_norm)
+        qkv = elementwise_reference.rope_and_cache(qkv, rotation.factors, slot_mapping, kv_cache, kv_scales, qk_norm)
     else:
         norm = (None, None, 0.0) if qk_norm is None else qk_norm
         cache = (slot_mapping, kv_cache, kv_scales)
@@ -145,7 +145,7 @@ def latent_rope_and_cache(
     kv_scales: uint8 [N, 1, P], one scale per token. None: the cache is not FP8.
     """
     if rotation.factors is not None:
-        reference.latent_rope_and_cache(
+        elementwise_reference.latent_rope_and_cache(
             q, latents, norm_weight, eps, rotation.factors, slot_mapping, kv_cache, kv_scales
         )
         return
@@ -157,10 +157,10 @@ def latent_rope_and_cache(
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return `silu(x[:, :I]) * x[:, I:]` (SwiGLU, Shazeer 2020) for contiguous `x` [T, 2 I]."""
     if torch.compiler.is_compiling():
-        return reference.silu_and_mul_formula(x)
+        return elementwise_reference.silu_and_mul_formula(x)
     if x.is_cuda:
         return _silu_and_mul_op(x)
-    return reference.silu_and_mul(x)
+    return elementwise_reference.silu_and_mul(x)
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:

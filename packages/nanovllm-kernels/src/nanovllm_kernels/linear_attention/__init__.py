@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.linear_attention import reference
+from nanovllm_kernels.linear_attention import linear_attention_reference
 from nanovllm_kernels.linear_attention.layer_inputs import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch
 
 __all__ = [
@@ -53,7 +53,7 @@ def plan_states(
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
-        torch_plan = reference.plan_states(slots, saves, seq_lens, query_start_loc, num_decodes)
+        torch_plan = linear_attention_reference.plan_states(slots, saves, seq_lens, query_start_loc, num_decodes)
     return StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, torch_plan)
 
 
@@ -74,7 +74,7 @@ def gated_delta_net(
     Returns: [T, Hv * Dv] in the dtype of `qkvz`.
     """
     if batch.torch_plan is not None:
-        return reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.torch_plan)
+        return linear_attention_reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.torch_plan)
     requests = batch.slots, batch.saves, batch.seq_lens, batch.query_start_loc
     return _gated_delta_net_op(qkvz, ba, *weights, recurrent, conv, *requests, batch.num_decodes, batch.max_query_len)
 
@@ -87,7 +87,7 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
     if states.is_cuda:
         _copy_states_op(states, sources, targets)
     else:
-        reference.copy_states(states, sources, targets)
+        linear_attention_reference.copy_states(states, sources, targets)
 
 
 @torch.library.custom_op("nanovllm::copy_states", mutates_args=("states",))

@@ -8,7 +8,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.moe import policy, reference
+from nanovllm_kernels.moe import moe_reference, policy
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts, Routing
 
 __all__ = ["ChosenExperts", "PackedExperts", "Routing", "fused_experts", "pack_experts", "route"]
@@ -42,7 +42,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
         or the sigmoid of its gate) is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
-        return reference.route(logits, routing, bias)
+        return moe_reference.route(logits, routing, bias)
     return ChosenExperts(*_route_op(logits, bias, *astuple(routing)))
 
 
@@ -57,7 +57,7 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     """
     if x.is_cuda or torch.compiler.is_compiling():
         return _fused_experts_op(x, *experts, *chosen, residual)
-    return reference.fused_experts(x, experts, chosen, residual)
+    return moe_reference.fused_experts(x, experts, chosen, residual)
 
 
 @torch.library.custom_op("nanovllm::route", mutates_args=())
@@ -99,7 +99,7 @@ def _fused_experts_op(
     """Implement `fused_experts` with a new tensor as result."""
     experts, chosen = PackedExperts(w13, w2, scales13, scales2, counters), ChosenExperts(weights, ids)
     if counters is None:
-        return reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())
+        return moe_reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())
     rows = x if x.stride(1) == 1 else x.contiguous()
     out = _empty_result(x, residual)
     kernel = policy.choose_kernel(*ids.shape, w2.shape, x.dtype, x.device, is_block_fp8=scales13 is not None)

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.experts import ChosenExperts, Routing
-from nanovllm_kernels.moe.reference import SCORE_SUM_EPS
+from nanovllm_kernels.moe.moe_reference import SCORE_SUM_EPS
 from nanovllm_kernels.platform import can_overlap_launches
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.request_tables import reference
+from nanovllm_kernels.request_tables import request_tables_reference
 from nanovllm_kernels.request_tables.tables import BatchInputs, TokenTables
 
 __all__ = ["BatchInputs", "TokenTables", "build_inputs", "commit_tokens"]
@@ -33,7 +33,9 @@ def build_inputs(
         return BatchInputs(
             *_build_inputs_op(rows, query_start_loc, *tables, block_table, page_size, num_tokens, num_pages)
         )
-    return reference.build_inputs(rows, query_start_loc, tables, block_table, page_size, num_tokens, num_pages)
+    return request_tables_reference.build_inputs(
+        rows, query_start_loc, tables, block_table, page_size, num_tokens, num_pages
+    )
 
 
 def commit_tokens(
@@ -56,7 +58,7 @@ def commit_tokens(
     if rows.is_cuda:
         _commit_tokens_op(rows, query_start_loc, sampled, is_sampled, *tables, counts)
     else:
-        reference.commit_tokens(rows, query_start_loc, sampled, is_sampled, tables, counts)
+        request_tables_reference.commit_tokens(rows, query_start_loc, sampled, is_sampled, tables, counts)
 
 
 @torch.library.custom_op("nanovllm::build_inputs", mutates_args=())

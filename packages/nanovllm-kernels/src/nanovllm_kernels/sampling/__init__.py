@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.sampling import reference
+from nanovllm_kernels.sampling import sampling_reference
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_TEMPERATURE, DrawSettings
 
 __all__ = [
@@ -54,7 +54,7 @@ def apply_penalties(
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
-    return reference.apply_penalties(logits, rows, counts, repetition, presence, frequency)
+    return sampling_reference.apply_penalties(logits, rows, counts, repetition, presence, frequency)
 
 
 def apply_bias_(
@@ -71,7 +71,7 @@ def apply_bias_(
     if logits.is_cuda:
         _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
     else:
-        reference.apply_bias_(logits, rows, positions, bias_ids, bias_values, bias_until)
+        sampling_reference.apply_bias_(logits, rows, positions, bias_ids, bias_values, bias_until)
 
 
 def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
@@ -85,7 +85,7 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
     if logits.is_cuda:
         _apply_masks_op(logits, mask_rows, masks)
     else:
-        reference.apply_masks_(logits, mask_rows, masks)
+        sampling_reference.apply_masks_(logits, mask_rows, masks)
 
 
 def forbid_sequences_(
@@ -102,7 +102,7 @@ def forbid_sequences_(
     if logits.is_cuda:
         _forbid_sequences_op(logits, rows, positions, tokens, num_prompt, sequences)
     else:
-        reference.forbid_sequences_(logits, rows, positions, tokens, num_prompt, sequences)
+        sampling_reference.forbid_sequences_(logits, rows, positions, tokens, num_prompt, sequences)
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_greedy: bool, any_filter: bool) -> Tensor:
@@ -115,19 +115,19 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_gre
     """
     if logits.is_cuda:
         return _sample_op(logits, *settings, positions, all_greedy, any_filter)
-    return reference.sample(logits, settings, positions, all_greedy, any_filter)
+    return sampling_reference.sample(logits, settings, positions, all_greedy, any_filter)
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Return the log-probabilities of `tokens` (int32 [B]) and of the `num_top` likeliest tokens. logits: [B, V]."""
     if logits.is_cuda:
         return Logprobs(*_logprobs_op(logits, tokens, num_top))
-    return Logprobs(*reference.compute_logprobs(logits, tokens, num_top))
+    return Logprobs(*sampling_reference.compute_logprobs(logits, tokens, num_top))
 
 
 def compute_ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the ranks of `tokens` (int32 [B]): int32 [B], 1 for the likeliest token. logits: [B, V]."""
-    return reference.compute_ranks(logits, tokens)
+    return sampling_reference.compute_ranks(logits, tokens)
 
 
 @torch.library.custom_op("nanovllm::apply_penalties", mutates_args=())

@@ -38,7 +38,7 @@ Requests = Sequence[dict[str, Any]]
 ChooseTokens = Callable[[Any, list[int]], list[int]]
 
 
-class Peer:
+class LlamaCppPeer:
     """A model of llama.cpp, and a context for the requests of the current case."""
 
     times_first_tokens = True

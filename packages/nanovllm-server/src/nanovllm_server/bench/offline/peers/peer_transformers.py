@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
 
-class Peer:
+class TransformersPeer:
     """A model of transformers."""
 
     version = transformers.__version__

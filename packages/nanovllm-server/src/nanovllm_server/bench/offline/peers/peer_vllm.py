@@ -10,7 +10,7 @@ import vllm  # pyright: ignore[reportMissingImports] (not installed here)
 JOB_LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
-class Peer:
+class VllmPeer:
     """vLLM's `LLM`. vLLM forms its own batches."""
 
     version = vllm.__version__

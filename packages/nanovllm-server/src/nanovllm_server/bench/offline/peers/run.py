@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+PEER_CLASSES = {"llamacpp": "LlamaCppPeer", "transformers": "TransformersPeer", "vllm": "VllmPeer"}
+
 
 def main() -> None:
     """Runs one job."""
@@ -17,7 +19,8 @@ def main() -> None:
     # Peers and their processes log to stdout: redirect these logs to stderr, so that stdout has only results.
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    peer_class = importlib.import_module(f"peer_{sys.argv[1]}").Peer
+    name = sys.argv[1]
+    peer_class = getattr(importlib.import_module(f"peer_{name}"), PEER_CLASSES[name])
     for line in measure(peer_class(job), job):
         results.write(json.dumps(line) + "\n")
         results.flush()
