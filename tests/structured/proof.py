@@ -14,9 +14,9 @@ from corpora import Case
 from refusals import names_keyword
 from walks import Walker, hints
 
+from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.formats import FORMATS
-from nanovllm_core.request import GrammarError
 
 # Compile times above this number of seconds are reported.
 SLOW = 2.0

@@ -149,11 +149,11 @@ def hints(schema) -> list[str]:
 
 def _sample(node: regex.Node) -> str:
     match node:
-        case regex.Chars(ranges):
+        case regex.CharacterSet(ranges):
             return next((chr(low) for low, _ in ranges if low > 0x20), chr(ranges[-1][1]))
-        case regex.Seq(parts):
+        case regex.Concatenation(parts):
             return "".join(_sample(part) for part in parts)
-        case regex.Alt(options):
+        case regex.Alternation(options):
             return _sample(options[0])
         case regex.Repeat(part, low):
             return _sample(part) * low
