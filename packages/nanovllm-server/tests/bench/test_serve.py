@@ -148,7 +148,7 @@ async def test_only_deltas_with_content_are_pieces():
     async with serve_answer(OK_HEAD + events) as endpoint:
         answer = await stream_chat(endpoint, {})
     assert len(answer.piece_times) == 2
-    assert answer.sent_time < answer.piece_times[0] <= answer.piece_times[1] <= answer.end_time
+    assert answer.start_time < answer.piece_times[0] <= answer.piece_times[1] <= answer.end_time
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (3, 0, 2)
 
 
@@ -176,7 +176,7 @@ async def test_events_may_be_split_anywhere(length):
         (OK_HEAD + sse(delta(content="a")), "ended before"),
         (OK_HEAD + sse(delta("stop"), b"[DONE]"), "usage"),
         (OK_HEAD + sse(b"{"), "not JSON"),
-        (OK_HEAD + sse({"error": {"message": "no more"}}), "in mid-stream: .*no more"),
+        (OK_HEAD + sse({"error": {"message": "no more"}}), "error in the stream: .*no more"),
         (b"HTTP/1.1 200 OK_HEAD\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", "connection broke"),
         (b"HTTP/1.1 200 OK_HEAD\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "connection broke"),
     ],

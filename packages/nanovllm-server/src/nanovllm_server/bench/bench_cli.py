@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kernels": _run_kernels,
     }
     try:
-        missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
-        if missing:
-            raise BenchError(f"{', '.join(missing)} not found: pip install 'nanovllm-server[bench]'")
+        missing_modules = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
+        if missing_modules:
+            raise BenchError(f"{', '.join(missing_modules)} not found: pip install 'nanovllm-server[bench]'")
         run_by_command.get(flags.command, _run_offline)(flags)
     except BenchError as error:
         sys.stderr.write(f"nanovllm-bench: {error}\n")
@@ -64,7 +64,7 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model,
             load_format=flags.load_format,
-            # Prompts share only the prefix. Without a prefix, lookups in the cache cost time for nothing.
+            # Prompts share only the prefix. Without a prefix, lookups in the cache would find nothing.
             config=engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,

@@ -20,8 +20,8 @@ from nanovllm_server.protocol.json import JSON
 
 # One time limit for a whole answer. A timer per piece would cost as much as the rest of reading the piece.
 ANSWER_TIMEOUT_S = 3600.0
-MAX_LINE_BYTES = 1 << 20
-MAX_READ_BYTES = 1 << 16
+MAX_HTTP_LINE_BYTES = 1 << 20  # Limit of a status line, a header, and a line with the size of a chunk.
+MAX_BODY_PART_BYTES = 1 << 16
 # Error messages show at most this many characters of a body.
 MAX_SHOWN_CHARACTERS = 300
 # Fields of a delta that hold a piece of the answer. The first delta has none of them, only the role.
@@ -49,12 +49,13 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """The times of one answer, by `time.perf_counter`, and its token counts.
+    """The times of one answer, by `time.perf_counter`, and the token counts.
 
-    piece_times: when each delta with content arrived; at least one.
+    start_time: before the connection was opened.
+    piece_times: arrival of each delta with content; the end of the answer if no delta has content.
     """
 
-    sent_time: float
+    start_time: float
     piece_times: tuple[float, ...]
     end_time: float
     prompt_tokens: int
@@ -63,8 +64,8 @@ class TimedAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending the request to the first piece of the answer."""
-        return self.piece_times[0] - self.sent_time
+        """Seconds from the start of the request to the first piece of the answer."""
+        return self.piece_times[0] - self.start_time
 
 
 def parse_base_url(url: str, api_key: str | None) -> Endpoint:
@@ -87,7 +88,7 @@ async def list_models(endpoint: Endpoint) -> list[str]:
     try:
         return [model["id"] for model in orjson.loads(body)["data"]]
     except (ValueError, LookupError, TypeError) as error:
-        raise ExchangeError(f"the list of models is not OpenAI's: {_shorten(body)}") from error
+        raise ExchangeError(f"the server's list of models is not in OpenAI's format: {_shorten(body)}") from error
 
 
 def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperature: float) -> dict[str, JSON]:
@@ -114,7 +115,7 @@ async def stream_chat(
     piece_times: list[float] = []
     usage: dict[str, Any] | None = None
     end_time = 0.0
-    sent_time = time.perf_counter()
+    start_time = time.perf_counter()
     async with (
         _open_exchange(endpoint, "POST", "/chat/completions", orjson.dumps(request)) as body_parts,
         aclosing(_read_events(body_parts)) as events,
@@ -132,12 +133,12 @@ async def stream_chat(
                 if choice.get("finish_reason"):
                     end_time = now
     if not end_time:
-        raise ExchangeError("the stream ended before its answer did")
+        raise ExchangeError("the stream ended before the answer was complete")
     if usage is None:
         raise ExchangeError("the server doesn't send usage in a stream")
-    # An answer may have no text, for example if its only token is half a character.
+    # An answer may have no piece, for example if its only token is half a character.
     return TimedAnswer(
-        sent_time=sent_time,
+        start_time=start_time,
         piece_times=tuple(piece_times or [end_time]),
         end_time=end_time,
         prompt_tokens=usage["prompt_tokens"],
@@ -152,12 +153,12 @@ def _parse_chunk(event: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise ExchangeError(f"an event is not JSON: {_shorten(event)}") from error
     if "error" in chunk:
-        raise ExchangeError(f"in mid-stream: {_shorten(event)}")
+        raise ExchangeError(f"the server sent an error in the stream: {_shorten(event)}")
     return chunk
 
 
 async def _read_events(body_parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the data of each server-sent event, up to [DONE]. Assumes one line of data per event."""
+    """Yields the data of each server-sent event before [DONE]. Assumes one line of data per event."""
     incomplete_line = b""
     async for part in body_parts:
         *lines, incomplete_line = (incomplete_line + part).split(b"\n")
@@ -182,7 +183,7 @@ async def _open_exchange(
             endpoint.host,
             endpoint.port,
             ssl=ssl.create_default_context() if endpoint.uses_tls else None,
-            limit=MAX_LINE_BYTES,
+            limit=MAX_HTTP_LINE_BYTES,
         )
     except OSError as error:
         raise ExchangeError(f"can't connect to {endpoint.host}:{endpoint.port}: {error.strerror or error}") from error
@@ -225,13 +226,13 @@ async def _send_request(
 
 
 async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the parts of a body. The body is chunked, has a Content-Length, or ends with the connection."""
+    """Yields the parts of a body. Without chunks and Content-Length, the body ends with the connection."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
         return
     remaining_bytes = float(headers.get(b"content-length", b"inf"))
-    while remaining_bytes > 0 and (part := await reader.read(int(min(remaining_bytes, MAX_READ_BYTES)))):
+    while remaining_bytes > 0 and (part := await reader.read(int(min(remaining_bytes, MAX_BODY_PART_BYTES)))):
         remaining_bytes -= len(part)
         yield part
 

@@ -19,8 +19,8 @@ from nanovllm_server.engine_flags import add_engine_flags
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")
-NANO_BENCH_LENGTHS = LengthRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. The peer gets the shared settings too.
+THROUGHPUT_DEFAULT_LENGTHS = LengthRange(100, 1024)
+# `EngineConfig` explains these fields. Each field has a flag. A peer gets the shared settings too.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     "state_dtype",
@@ -43,11 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
     def add_command(name: str, summary: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, formatter_class=_HelpFormatter, help=summary, description=summary)
 
-    throughput = add_command("throughput", "tokens per second of many simultaneous requests; by default nano-bench")
-    _add_workload_flags(throughput, NANO_BENCH_LENGTHS, "; above 0, prefix caching is on")
+    throughput = add_command("throughput", "tokens per second of a batch of requests; default: nano-vllm's benchmark")
+    _add_workload_flags(throughput, THROUGHPUT_DEFAULT_LENGTHS, "; above 0, prefix caching is on")
     _add_offline_flags(throughput, temperature=0.6)
 
-    latency = add_command("latency", "tokens per second of a few requests, after each has its first token")
+    latency = add_command("latency", "tokens per second of a few requests, after all requests have their first token")
     add = latency.add_argument
     add("--batch", type=integer_at_least_1, nargs="+", default=[1, 8], help="simultaneous requests of each case")
     add("--input-len", type=integer_at_least_1, default=64, help="tokens of a prompt")
@@ -65,22 +65,21 @@ def build_parser() -> argparse.ArgumentParser:
     _add_server_flags(serve)
     _add_workload_flags(serve, LengthRange(512, 512), "")
     add = serve.add_argument
-    rate_help = "requests per second, arriving as a Poisson process; inf: all at once; several are measured in turn"
+    rate_help = "requests per second (Poisson process); inf: all at once; several rates are measured one by one"
     add("--rate", type=request_rate, nargs="+", default=[None], help=rate_help)
-    concurrency_help = "maximum number of simultaneous requests; several are measured in turn"
+    concurrency_help = "maximum number of simultaneous requests; several limits are measured one by one"
     add("--concurrency", type=integer_at_least_1, nargs="+", default=[None], help=concurrency_help)
-    add("--seed", type=int, default=0, help="a new seed makes prompts that no prefix cache has")
+    add("--seed", type=int, default=0, help="a new seed makes prompts that no prefix cache holds")
     _add_temperature_flag(serve, 0.6)
     _add_result_flags(serve, repeat=1)
 
-    grammars = add_command(
-        "grammars", "gaps between tokens of unconstrained streams beside streams that follow schemas"
-    )
+    grammars = add_command("grammars", "token gaps of unconstrained streams while other streams follow schemas")
     _add_server_flags(grammars)
     add = grammars.add_argument
-    add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams; half follow a schema")
+    repeat_help = "rounds of three mixes: no schemas; half of the streams follow a schema; further new schemas compile"
+    add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams in each mix")
     add("--output-len", type=integer_at_least_2, default=256, help="tokens of each answer")
-    add("--repeat", type=integer_at_least_1, default=5, help="rounds of all mixes")
+    add("--repeat", type=integer_at_least_1, default=5, help=repeat_help)
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     interference = add_command("interference", interference_flags.SUMMARY)
@@ -99,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"base URL; ${API_KEY_VARIABLE} holds the API key")
-    parser.add_argument("--model", dest="served_model", help="model to request; without it, the first one listed")
+    parser.add_argument("--model", dest="served_model", help="requested model; by default, the server's first model")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser, lengths: LengthRange, prefix_note: str) -> None:
@@ -115,7 +114,7 @@ def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -
     _add_temperature_flag(parser, temperature)
     _add_result_flags(parser, repeat=3)
     add = parser.add_argument_group("engine, and peer").add_argument
-    add("model", nargs="?", type=Path, help="checkpoint directory; without it, the default model")
+    add("model", nargs="?", type=Path, help="checkpoint directory; by default, SmolLM2-135M-Instruct")
     format_help = "dummy: random weights, needs only config.json"
     add("--load-format", choices=("auto", "dummy"), default="auto", help=format_help)
     add("--threads", type=integer_at_least_1, help="threads of torch")
@@ -127,9 +126,9 @@ def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -
     env_help = "variable of the peer's environment; may be repeated"
     add("--peer-env", type=assignment, action="append", default=[], metavar="KEY=VALUE", help=env_help)
     add = parser.add_argument_group("peer llamacpp").add_argument
-    weights_help = "file type of the weights, converted from the GGUF file"
+    weights_help = "file type to which llama.cpp converts the weights of the GGUF file"
     add("--peer-weights", choices=("F16", "BF16", "Q8_0", "F32"), default="F16", help=weights_help)
-    add("--peer-gguf", type=Path, metavar="FILE", help="the model as GGUF; the default model has one")
+    add("--peer-gguf", type=Path, metavar="FILE", help="the model as a GGUF file; not needed for the default model")
 
 
 def _add_temperature_flag(parser: argparse.ArgumentParser, default: float) -> None:

@@ -44,7 +44,7 @@ class MixResult:
     """The results of one mix over all rounds.
 
     itl: times between pieces of the unconstrained streams.
-    ratio_p50, ratio_p99: percentile divided by the unconstrained mix's percentile in the same round; median of rounds.
+    ratio_p50, ratio_p99: this mix's percentile divided by the unconstrained mix's, per round; median of all rounds.
     tokens_constrained: number of tokens generated under a schema.
     compiled: number of requests with new schemas that were answered.
     refused: number of requests with new schemas that failed.
@@ -102,7 +102,7 @@ async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
     """Returns the model's name and the results of all mixes. Raises BenchError if a stream fails or ends early."""
     try:
         model = options.model or (await list_models(options.endpoint))[0]
-        # Warms the server up: its first request with a grammar takes seconds.
+        # The warm-up includes a schema, because a server's first answer under a grammar takes seconds longer.
         for schema in (typical_schema(), None):
             await stream_chat(options.endpoint, _request_body(model, "Hello", WARM_UP_TOKENS, schema))
     except ExchangeError as error:

@@ -26,7 +26,7 @@ from nanovllm_server.protocol.json import JSON
 PERCENTILES = (50, 90, 99)
 WARM_UP_TOKENS = 4
 # If the client uses more than this share of one core, the client may limit the measured rate.
-MAX_CLIENT_BUSY = 0.8
+MAX_CLIENT_CORE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,13 @@ class LoadResult:
     """The results of one load. The JSON has the same field names.
 
     rate, concurrency: the load, as in `ServeOptions`.
-    failed: number of requests without a complete answer. All other fields leave these requests out.
+    failed: number of requests without a complete answer. The other fields exclude these requests.
     seconds: time from the first request to the end of the last answer.
     busy: processor time of the client divided by the duration of the run.
-    ttft: time from sending a request to the first piece of the answer.
-    itl: time between two pieces, which may have several tokens each.
+    ttft: time from the start of a request to the first piece of the answer.
+    itl: time between two consecutive pieces. A piece may have several tokens.
     tpot: time per token after the first piece.
-    e2e: time from sending a request to the end of the answer.
+    e2e: time from the start of a request to the end of the answer.
     """
 
     rate: float | None
@@ -120,7 +120,7 @@ def run(options: ServeOptions) -> None:
         options.files,
     )
     for result in results:
-        if result.busy > MAX_CLIENT_BUSY:
+        if result.busy > MAX_CLIENT_CORE_SHARE:
             print_message(
                 f"at {result.output_tokens_per_second:.0f} tok/s this client used {result.busy:.0%} of a core: the "
                 "server may be faster"
@@ -187,7 +187,7 @@ async def _send_request(options: ServeOptions, model: str, request: TextRequest)
 def _summarize(
     answers: Sequence[TimedAnswer], num_failed: int, rate: float | None, concurrency: int | None, busy: float
 ) -> LoadResult:
-    duration_s = max(answer.end_time for answer in answers) - min(answer.sent_time for answer in answers)
+    duration_s = max(answer.end_time for answer in answers) - min(answer.start_time for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
     return LoadResult(
         rate=rate,
@@ -207,7 +207,7 @@ def _summarize(
             for answer in answers
             if answer.output_tokens > 1
         ),
-        e2e=latency_stats(answer.end_time - answer.sent_time for answer in answers),
+        e2e=latency_stats(answer.end_time - answer.start_time for answer in answers),
     )
 
 
@@ -261,13 +261,13 @@ def _latency_table(results: Sequence[LoadResult]) -> list[list[str]]:
 
 def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
     # Labels leave out the rate or the concurrency if it is the same in all loads.
-    differs = [len(set(column)) > 1 for column in zip(*(result.load_texts for result in results), strict=True)]
+    is_varied = [len(set(column)) > 1 for column in zip(*(result.load_texts for result in results), strict=True)]
     charts.draw_curves(
         path,
         title,
         "output tok/s",
         [result.output_tokens_per_second for result in results],
-        [", ".join(compress(result.load_texts, differs)) for result in results],
+        [", ".join(compress(result.load_texts, is_varied)) for result in results],
         {
             f"{name.upper()}, ms": {
                 line: [getattr(getattr(result, name), line) for result in results] for line in ("p50", "p99")

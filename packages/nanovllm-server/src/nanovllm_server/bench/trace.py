@@ -48,7 +48,7 @@ class TrackTimes:
 
 @dataclass(frozen=True, slots=True)
 class IdleTimes:
-    """Idle times of the device between steps, in us. long: number of idle times above LONG_IDLE_US."""
+    """Idle times of the device between steps, in us. most: maximum. long: number of idle times above LONG_IDLE_US."""
 
     p50: float
     p99: float

@@ -1,4 +1,4 @@
-"""Requests of benchmarks: prompts of random tokens or words. Every call makes the same requests."""
+"""Requests of benchmarks: prompts of random tokens or words. The same arguments give the same requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -68,7 +68,7 @@ class CaseRunner:
         self._server = server
         self._settings = settings
         self._workload = settings.workload
-        # The case short-beside-long spreads its short requests over this time.
+        # The case short-beside-long spreads its short requests over the median of these times.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
             "long-alone": self._measure_long_alone,

@@ -26,9 +26,9 @@ class WorkloadSizes:
     short_len: int = _size(_LONG, integer_at_least_1, 100, "tokens of a short prompt")
     output_len: int = _size(_LONG, integer_at_least_1, 16, "tokens of the answer to a short prompt, and to a turn")
     streams: int = _size(_DECODES, integer_at_least_1, 64, "decoding streams")
-    stream_len: int = _size(_DECODES, integer_at_least_2, 4096, "maximum tokens of a decoding stream, in each case")
+    stream_len: int = _size(_DECODES, integer_at_least_2, 4096, "maximum tokens of each decoding stream, in all cases")
     baseline_s: float = _size(_DECODES, seconds, 2.0, "time that the streams decode alone", "S")
-    num_prompts: int = _size(_DECODES, integer_at_least_1, 3, "prompts that arrive at once beside the streams")
+    num_prompts: int = _size(_DECODES, integer_at_least_1, 3, "prompts that arrive at once while the streams decode")
     prompt_len: int = _size(_DECODES, integer_at_least_1, 30_000, "tokens of each of these prompts")
     num_turns: int = _size(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
     conversations: int = _size(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
@@ -36,11 +36,11 @@ class WorkloadSizes:
     message_len: int = _size(_TURNS, integer_at_least_1, 400, "tokens of each message of a conversation")
     turn_len: int = _size(_TURNS, integer_at_least_2, 100, "new tokens of a turn")
     turn_streams: int = _size(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
-    turn_interval_ms: float = _size(_TURNS, seconds, 100.0, "time between turns that arrive spaced", "MS")
+    turn_interval_ms: float = _size(_TURNS, seconds, 100.0, "time between turns that do not arrive at once", "MS")
 
     def describe(self, case: str) -> str:
         """A description of a case in one line."""
-        turn = f"{self.turn_len:,} tokens appended to {self.conversation_len:,} cached ones"
+        turn = f"{self.turn_len:,} tokens appended to {self.conversation_len:,} cached tokens"
         return {
             "long-alone": f"one prompt of {self.long_len:,} tokens, alone",
             "short-beside-long": f"{self.num_short} requests of {self.short_len:,} tokens in and {self.output_len} out "

@@ -32,7 +32,7 @@ class ServerResult:
 
 
 def run(options: InterferenceOptions) -> None:
-    """Measures, shows a table, writes the figures. Raises BenchError, at the end, if requests failed."""
+    """Measures and reports all cases. Then raises BenchError if requests failed."""
     results = uvloop.run(measure(options))
     settings = options.settings
     models = ", ".join(f"{result.server.label} {result.server.model}" for result in results)

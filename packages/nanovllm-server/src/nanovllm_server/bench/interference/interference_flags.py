@@ -31,8 +31,8 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
     add(
         "--cases", type=_case_names, default=",".join(CASE_NAMES), metavar="CASE,...", help="cases, separated by commas"
     )
-    add("--model", dest="served_model", help="model to request; without it, the first one listed")
-    add("--seed", type=int, help="decides all texts; without it, every run has new texts")
+    add("--model", dest="served_model", help="requested model; by default, each server's first model")
+    add("--seed", type=int, help="decides all texts; without a seed, every run has new texts")
     add("--temperature", type=float, default=0.6, help="0 selects the likeliest token")
     add("--timeout", type=seconds, default=120.0, metavar="S", help="limit of one request")
     add("--repeat", type=integer_at_least_1, default=3, help="repetitions; percentiles are over all of their samples")

@@ -1,4 +1,4 @@
-"""Runs `throughput`, `latency` or `prefill` on a peer (another engine), then on our engine.
+"""Runs `throughput`, `latency` or `prefill` on a peer (another engine) if there is one, then on our engine.
 
 The peer's process ends before our engine starts, so that the engines never share the machine.
 """
@@ -41,7 +41,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
     """
     config = options.config
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check(options, spec, benchmark, device)
+    _check_options(options, spec, benchmark, device)
     default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
     dtype = str(config.dtype or default_dtype).removeprefix("torch.")
     peer_result = run_peer(options.peer, _peer_job(options, benchmark, device, dtype)) if options.peer else None
@@ -85,7 +85,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
         charts.draw_grouped_bars(options.files.plot, title, benchmark.rate_unit, case_names, rates_by_engine)
 
 
-def _check(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
+def _check_options(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
     """Raises BenchError for invalid options that would otherwise fail only after the peer has run for minutes."""
     max_model_len = options.config.max_model_len or spec.max_position
     longest = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)

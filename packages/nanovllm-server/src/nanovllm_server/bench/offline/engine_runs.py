@@ -41,8 +41,8 @@ async def time_engine(
 ) -> list[list[RunTiming]]:
     """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    times_first_tokens: measure the time of the first tokens by an extra run for one token per request. vLLM reports
-    only the end of a run, and needs the same method.
+    times_first_tokens: measure the time of the first tokens by an extra run that generates one token per request. The
+    measurement of vLLM does the same, because vLLM reports only the end of a run.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
     """

@@ -45,9 +45,9 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
-    """Returns the number of output tokens, the seconds until first tokens, and the seconds of all batches.
+    """Returns the number of output tokens, and two sums over batches: seconds to the first tokens, and to the last.
 
-    max_tokens: further limit of each request, or None.
+    max_tokens: limit of output tokens per request in addition to the request's own limit; None for no limit.
     """
     limits = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
     times = [peer.generate(batch, batch_limits, salt) for batch, batch_limits in zip(batches, limits, strict=True)]
