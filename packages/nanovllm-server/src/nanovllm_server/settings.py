@@ -70,7 +70,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns `keys`. Raises SettingsError if a header can't contain a key."""
+    """Returns `keys`. Raises SettingsError if an HTTP header can't contain one of the keys."""
     if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
         raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
     return keys
@@ -104,7 +104,7 @@ def read_sampling_defaults(model: Path) -> SamplingDefaults:
             raise SettingsError(f"{path}: {name} must be a number")
         defaults[name] = int(value) if name == "top_k" else float(value)
     try:
-        SamplingParams(**defaults).validate(vocab_size=0)  # These parameters contain no token ids.
+        SamplingParams(**defaults).validate(vocab_size=0)  # Without token ids, no size is needed.
     except RequestError as error:
         raise SettingsError(f"{path}: {error}") from error
     return SamplingDefaults(**defaults)

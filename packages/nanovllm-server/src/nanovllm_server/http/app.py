@@ -26,7 +26,7 @@ from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 
 BODY_TIMEOUT_S = 60
-# Larger bodies are parsed in a thread, because parsing would block the event loop for milliseconds.
+# A thread parses larger bodies. On the event loop, parsing would block other requests for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
