@@ -138,7 +138,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         model=options.model,
         host=options.host,
         port=options.port,
-        names=tuple(options.served_model_name) if options.served_model_name else None,
+        model_names=tuple(options.served_model_name) if options.served_model_name else None,
         api_keys=check_keys(api_keys),
         http_workers=options.http_workers or _http_workers(engine.device),
         load_format=options.load_format,
@@ -152,7 +152,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,
-        engine=engine,
+        engine_config=engine,
     )
 
 

@@ -40,7 +40,7 @@ class Service:
     renderer: Renderer
     vocabulary: TextVocabulary
     model_format: ModelFormat
-    names: tuple[str, ...]
+    model_names: tuple[str, ...]
     admission: AdmissionControl
     metrics: Metrics
     logger: Logger
@@ -69,10 +69,10 @@ class Service:
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        if chat.model not in self.names:
+        if chat.model not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.names)}",
+                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )

@@ -119,7 +119,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     model = settings.model or await asyncio.to_thread(default_model_path)
     defaults = read_sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine))
+    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine_config))
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
@@ -195,7 +195,7 @@ async def _wait_for_death(engine: EngineClient) -> None:
 
 def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     """Returns the text that the server prints when it is ready."""
-    names = settings.names or (info.model,)
+    names = settings.model_names or (info.model,)
     url_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{url_host}:{port}"
     key_header = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""

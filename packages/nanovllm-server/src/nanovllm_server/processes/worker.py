@@ -104,14 +104,14 @@ async def _start(arguments: WorkerArguments) -> Service:
         connect_task.cancel()
         await asyncio.wait((connect_task,))
         raise
-    names = settings.names or (engine.info.model,)
+    names = settings.model_names or (engine.info.model,)
     counters = SharedCounters(arguments.counters, arguments.index)
     return Service(
         engine=engine,
         renderer=renderer,
         vocabulary=vocabulary,
         model_format=model_format,
-        names=names,
+        model_names=names,
         admission=AdmissionControl(engine.info.max_num_seqs + settings.max_queue, counters),
         metrics=Metrics(names[0], engine.info, lambda: engine.stats, counters),
         logger=get_logger("nanovllm"),

@@ -64,8 +64,7 @@ class _ObjectNode:
         names = [name for name, alternatives in self.alternatives.items() if alternatives not in null_schemas]
         properties: dict[str, JSON] = {}
         for name in names:
-            schemas = copy.deepcopy(self.alternatives[name])
-            alternatives = [self._with_child(name, schema) for schema in schemas] or [{}]
+            alternatives = [self._with_child(name, schema) for schema in copy.deepcopy(self.alternatives[name])] or [{}]
             accepts: Schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": [*alternatives]}
             properties[name] = accepts if name in required else _with_null(accepts)
         schema: Schema = {"type": "object", "properties": properties}
