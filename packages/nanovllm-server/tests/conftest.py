@@ -243,7 +243,7 @@ def service(engine: ScriptedEngine, tokenizer: ScriptedTokenizer, vocabulary: Te
         renderer=Renderer(tokenizer),
         vocabulary=vocabulary,
         model_format=ModelFormat(ChatFormat(None, None), vocabulary),
-        names=("scripted", "alias"),
+        model_names=("scripted", "alias"),
         admission=AdmissionControl(8, counters),
         metrics=Metrics("scripted", engine.info, lambda: engine.stats, counters),
         logger=get_logger("nanovllm"),

@@ -13,7 +13,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def parse(*arguments: str) -> EngineConfig:
-    return cli.settings(cli.parser().parse_args(arguments)).engine
+    return cli.settings(cli.parser().parse_args(arguments)).engine_config
 
 
 def test_without_flags_every_setting_has_its_default():

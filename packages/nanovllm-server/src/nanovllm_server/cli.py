@@ -1,4 +1,4 @@
-"""The command line of `nanovllm-server`. To keep --help fast, functions import torch and the server."""
+"""The command line of `nanovllm-server`. Only functions import torch and the server, which keeps --help fast."""
 
 import argparse
 import asyncio
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
-KEY_VARIABLE = "NANOVLLM_API_KEY"
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 
-# This file exists on machines with a GPU. Importing torch for the same answer takes seconds.
+# The driver creates this file on machines with a GPU. Importing torch only to find a GPU would take seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 MAX_DEFAULT_WORKERS = 4
 CORES_PER_WORKER = 4
@@ -37,13 +37,13 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    http.add_argument("--port", type=integer_from(0, 65535), default=8000, help="port to listen on; 0 for any free one")
+    http.add_argument("--port", type=integer_from(0, 65535), default=8000, help="port to listen on; 0: any free port")
     http.add_argument("--served-model-name", nargs="+", help="names that requests may use for the model")
     http.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"key that requests must send; repeat for several keys; safer in a file or in {KEY_VARIABLE}",
+        help=f"key that requests must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
     )
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one per line")
     http.add_argument("--http-workers", type=integer_from(1), help="processes that serve HTTP; by device and cores")
@@ -52,18 +52,18 @@ def parser() -> argparse.ArgumentParser:
         "--max-body-mib", type=integer_from(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
     )
     http.add_argument(
-        "--request-timeout", type=seconds, metavar="SECONDS", help="longest time of a request; then it gets a 504"
+        "--request-timeout", type=seconds, metavar="SECONDS", help="maximum time; a longer request gets a 504"
     )
     http.add_argument(
         "--drain-timeout",
         type=seconds,
         default=30.0,
         metavar="SECONDS",
-        help="time that running requests have to end when the server is told to stop",
+        help="time for running requests to end when the server stops",
     )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
-    http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how the model reasons")
-    http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="how the model calls tools")
+    http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
+    http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="format of tool calls")
     model = flags.add_argument_group("model")
     add_engine_flags(model.add_argument, ("device", "dtype", "seed", "attention_backend"))
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
@@ -131,14 +131,14 @@ def settings(options: argparse.Namespace) -> "Settings":
     api_keys = tuple(options.api_key or ())
     if options.api_key_file is not None:
         api_keys += read_keys(options.api_key_file)
-    if not api_keys and KEY_VARIABLE in os.environ:
-        api_keys = (os.environ[KEY_VARIABLE],)
+    if not api_keys and API_KEY_VARIABLE in os.environ:
+        api_keys = (os.environ[API_KEY_VARIABLE],)
     engine = engine_config(options)
     return Settings(
         model=options.model,
         host=options.host,
         port=options.port,
-        names=tuple(options.served_model_name) if options.served_model_name else None,
+        model_names=tuple(options.served_model_name) if options.served_model_name else None,
         api_keys=check_keys(api_keys),
         http_workers=options.http_workers or _http_workers(engine.device),
         load_format=options.load_format,
@@ -152,7 +152,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,
-        engine=engine,
+        engine_config=engine,
     )
 
 

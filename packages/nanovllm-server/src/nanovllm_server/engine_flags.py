@@ -16,7 +16,7 @@ _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 
 
 def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> None:
-    """Adds a flag for each of `names`, fields of `EngineConfig`. A boolean field gets the flag `--no-NAME`."""
+    """Adds one flag per field of `EngineConfig` in `names`. A boolean field gets the flag `--no-NAME`."""
     hints = get_type_hints(EngineConfig, include_extras=True)
     for name in names:
         field_type, description = get_args(hints[name])
@@ -36,7 +36,7 @@ def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> N
         elif value_type is Path:
             options |= {"type": Path, "metavar": "FILE"}
         else:
-            # All optional integers are sizes.
+            # Every optional integer is a size of at least 1.
             options["type"] = integer_from(1) if value_type is int and is_optional else value_type
         add_flag(f"--{flag}", help=description.replace("%", "%%"), **options)
 

@@ -25,7 +25,7 @@ class Settings:
     """The settings from the command line and the environment.
 
     model: checkpoint directory; None for the bundled model.
-    names: names that requests may use for the model; None for the directory's name.
+    model_names: names that requests may use for the model; None for the directory's name.
     api_keys: accepted keys; empty: requests need no key.
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
@@ -36,7 +36,7 @@ class Settings:
     model: Path | None
     host: str
     port: int
-    names: tuple[str, ...] | None
+    model_names: tuple[str, ...] | None
     api_keys: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
@@ -50,7 +50,7 @@ class Settings:
     log_format: LogFormat
     log_level: str
     log_prompts: bool
-    engine: EngineConfig
+    engine_config: EngineConfig
 
 
 def read_template(template_or_path: str) -> str:
@@ -70,7 +70,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns `keys`. Raises SettingsError if a header can't contain a key."""
+    """Returns `keys`. Raises SettingsError if an HTTP header can't contain one of the keys."""
     if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
         raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
     return keys
@@ -104,7 +104,7 @@ def read_sampling_defaults(model: Path) -> SamplingDefaults:
             raise SettingsError(f"{path}: {name} must be a number")
         defaults[name] = int(value) if name == "top_k" else float(value)
     try:
-        SamplingParams(**defaults).validate(vocab_size=0)  # These parameters contain no token ids.
+        SamplingParams(**defaults).validate(vocab_size=0)  # Without token ids, no size is needed.
     except RequestError as error:
         raise SettingsError(f"{path}: {error}") from error
     return SamplingDefaults(**defaults)

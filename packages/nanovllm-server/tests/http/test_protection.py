@@ -29,13 +29,13 @@ def parse_settings(*arguments):
 
 
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv(cli.KEY_VARIABLE, "of-the-environment")
+    monkeypatch.setenv(cli.API_KEY_VARIABLE, "of-the-environment")
     assert parse_settings().api_keys == ("of-the-environment",)
     file = tmp_path / "keys"
     file.write_text("# for the team\nfirst\n\n  second  \n")
     assert parse_settings("--api-key", "a", "--api-key", "b").api_keys == ("a", "b")
     assert parse_settings("--api-key", "a", "--api-key-file", str(file)).api_keys == ("a", "first", "second")
-    monkeypatch.delenv(cli.KEY_VARIABLE)
+    monkeypatch.delenv(cli.API_KEY_VARIABLE)
     assert parse_settings().api_keys == ()
 
 

@@ -19,24 +19,24 @@ class AdmissionControl:
         self.idle = asyncio.Event()
         self.idle.set()
         self.shutdown_reason: str | None = None
-        self._num_active = counters.claim(1)
+        self._active_counter = counters.claim(1)
         # Discards the count of a dead worker that this worker replaces.
-        self._num_active.clear()
+        self._active_counter.clear()
 
     @property
     def num_active(self) -> int:
         """Number of sequences in all workers."""
-        return int(self._num_active.total(0))
+        return int(self._active_counter.total(0))
 
     def admit(self, num_sequences: int) -> Callable[[], None]:
         """Adds sequences. Returns the function that removes these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
-        # Add first, then compare: two workers at once may both refuse, but never admit too many.
-        self._num_active.add(0, num_sequences)
+        # Counting before comparing: simultaneous workers may all refuse, but together never admit too many sequences.
+        self._active_counter.add(0, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:
-            self._num_active.add(0, -num_sequences)
+            self._active_counter.add(0, -num_sequences)
             raise ApiError(
                 429,
                 f"the queue is full: {num_active - num_sequences} sequences of at most {self.capacity} are in the "
@@ -48,8 +48,8 @@ class AdmissionControl:
         self.idle.clear()
 
         def release() -> None:
-            self._num_active.add(0, -num_sequences)
-            if not self._num_active.own_value(0):
+            self._active_counter.add(0, -num_sequences)
+            if not self._active_counter.own_value(0):
                 self.idle.set()
 
         return release

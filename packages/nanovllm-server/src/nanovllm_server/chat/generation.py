@@ -14,7 +14,7 @@ from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
 
 # Interval of keep-alive comments in a stream.
-IDLE_S = 15.0
+KEEP_ALIVE_INTERVAL_S = 15.0
 
 
 class OutputNotifier:
@@ -58,7 +58,7 @@ class Generation:
     """One answer. Each choice has a request and an output assembler.
 
     timeout_s: maximum time from the requests' arrival to the end; None for no limit.
-    make_grammar_error: makes the exception for a grammar that fails during generation, from the reason.
+    make_grammar_error: makes the exception from the reason if a grammar fails during generation.
     first_token_s: seconds from arrival to the first token; None before the first token.
     prompt_logprobs: None before the first token, or if not requested.
     """
@@ -113,10 +113,10 @@ class Generation:
         """Makes `stream_deltas` raise `failure`."""
         self._notifier.raise_in_reader(failure)
 
-    async def stream_deltas(self, idle_s: float = IDLE_S) -> AsyncGenerator[list[Delta], None]:
+    async def stream_deltas(self, idle_s: float = KEEP_ALIVE_INTERVAL_S) -> AsyncGenerator[list[Delta], None]:
         """Yields new deltas until every choice has ended. Also yields an empty list every `idle_s` seconds.
 
-        Raises EngineDeadError, ApiError after `timeout_s`, the error of `make_grammar_error`, the argument of `fail`.
+        Raises EngineDeadError, ApiError after `timeout_s`, the error of `make_grammar_error` or the argument of `fail`.
         """
         self._start_timers(idle_s)
         try:

@@ -40,7 +40,7 @@ class ChoiceOptions:
 class OutputAssembler:
     """Detokenizes and parses the outputs of one choice, and finds stop strings.
 
-    num_tokens: number of tokens so far, up to a stop string.
+    num_tokens: number of tokens so far, without tokens after a stop string.
     finish_reason: None until the choice has ended.
     """
 
@@ -68,7 +68,7 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def process_output(self, output: RequestOutput) -> Delta | None:
-        """Adds an output. Returns the new delta; None if there is nothing new. Must not be called after the end."""
+        """Adds an output. Returns the new delta; None if nothing is new. Not allowed after the choice has ended."""
         token_ids = output.new_token_ids
         num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)
         for position, token_id in enumerate(token_ids):
@@ -176,11 +176,11 @@ def make_logprob_entry(
     vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int
 ) -> TokenLogprob:
     """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position."""
-    top_logprobs = [_top_logprob(vocabulary, top_id, logprob) for top_id, logprob in logprobs.top[:num_top]]
-    return {**_top_logprob(vocabulary, token_id, logprobs.logprob), "top_logprobs": top_logprobs}
+    top_logprobs = [_serialize_logprob(vocabulary, top_id, logprob) for top_id, logprob in logprobs.top[:num_top]]
+    return {**_serialize_logprob(vocabulary, token_id, logprobs.logprob), "top_logprobs": top_logprobs}
 
 
-def _top_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float) -> TopLogprob:
+def _serialize_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float) -> TopLogprob:
     token_bytes = vocabulary.token_bytes(token_id)
     return {
         "token": token_bytes.decode(errors="replace"),

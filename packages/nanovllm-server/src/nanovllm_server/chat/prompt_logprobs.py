@@ -17,7 +17,7 @@ def serialize_prompt_logprobs(
 
     prompt_logprobs: log-probabilities of all tokens but the first.
     """
-    # One token at a time takes less memory and shortens the pauses of the event loop.
+    # Serialising one token at a time takes less memory and shortens the pauses of the event loop.
     entries = (orjson.dumps(entry) for entry in iterate_entries(vocabulary, token_ids, prompt_logprobs))
     return orjson.Fragment(b"[" + b",".join(entries) + b"]")
 
@@ -25,7 +25,7 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields one object per prompt token: entries by token id, of the token and of its likeliest alternatives."""
+    """Yields None for the first token; for each further token, entries by id of the token and the likeliest tokens."""
 
     def make_entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         text = vocabulary.token_bytes(token_id).decode(errors="replace")
@@ -35,7 +35,7 @@ def iterate_entries(
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
         entries = {str(token_id): make_entry(token_id, logprobs.logprob, logprobs.rank)}
-        # Equally likely tokens have different ranks.
+        # Ranks differ even between equally likely tokens.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
             entries[str(top_id)] = make_entry(top_id, logprob, rank)
         yield entries

@@ -99,7 +99,7 @@ class Renderer:
         return rendered is not None and "any_tool" in rendered
 
     def _probe_calls(self) -> tuple[bool, bool]:
-        """Returns whether the template needs the arguments of calls as text, and whether the template shows calls."""
+        """Returns (needs_text: the template needs the arguments of calls as text, shows_calls: it shows calls)."""
 
         def shows_arguments(*, as_text: bool) -> bool:
             call = _to_template_call(PastToolCall("call_0", "f", '{"key": "any_value"}'), as_text=as_text)
@@ -148,7 +148,7 @@ class Renderer:
         if message.tool_call_id is not None:
             fields["tool_call_id"] = message.tool_call_id
         if message.reasoning is not None:
-            # Templates read either name.
+            # Some templates read `reasoning`, others `reasoning_content`.
             fields["reasoning"] = fields["reasoning_content"] = message.reasoning
         if message.tool_calls:
             as_text = self._needs_text_arguments

@@ -40,7 +40,7 @@ class Service:
     renderer: Renderer
     vocabulary: TextVocabulary
     model_format: ModelFormat
-    names: tuple[str, ...]
+    model_names: tuple[str, ...]
     admission: AdmissionControl
     metrics: Metrics
     logger: Logger
@@ -65,14 +65,14 @@ class Service:
         return self.admission.shutdown_reason
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
-        """Admits a request and prepares its generation. Ends the generation with `exchange`. Raises ApiError."""
+        """Admits a request and prepares its generation, which ends when `exchange` ends. Raises ApiError."""
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        if chat.model not in self.names:
+        if chat.model not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.names)}",
+                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -87,11 +87,11 @@ class Service:
         exchange.on_end_callbacks.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
         prompt = await self.renderer.render(chat.messages, definitions, chat.template)
-        prompt, budget = await self._reasoning_budget(chat, prompt)
+        prompt, budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
-        state = self.model_format.reasoning_state(prompt.text)
-        constraint = constrain(chat.answer, chat.tools, self.model_format, state)
+        reasoning_state = self.model_format.reasoning_state(prompt.text)
+        constraint = constrain(chat.answer, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
         requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
@@ -121,15 +121,15 @@ class Service:
         return min(limits, default=None)
 
     def _truncate(self, chat: ChatRequest, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        num_kept = chat.truncate_prompt_tokens
-        if num_kept is None:
+        num_kept_tokens = chat.truncate_prompt_tokens
+        if num_kept_tokens is None:
             return token_ids
-        if num_kept < 0:
-            num_kept = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
-        return token_ids[-num_kept:]
+        if num_kept_tokens < 0:
+            num_kept_tokens = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
+        return token_ids[-num_kept_tokens:]
 
-    async def _reasoning_budget(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns the prompt and the budget (None: no budget). The prompt may get the begin tag of reasoning."""
+    async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
+        """Returns (prompt: with the begin tag of reasoning if a budget needs the tag, budget: None for no limit)."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         if chat.max_reasoning_tokens is None or reasoning is None or state == "closed":
             return prompt, None
@@ -157,7 +157,7 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """The error for the first field of the constraint that fails alone, or for the whole constraint."""
+        """Returns the error of the first field whose grammar fails alone, else of the whole constraint."""
         is_field_unknown = error.place is None and len(constraint.fields) > 1
         for path, spec in constraint.fields if is_field_unknown else ():
             try:
@@ -205,7 +205,7 @@ class Service:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
             sampling = replace(sampling, forbidden_sequences=self.renderer.encode_words(chat.bad_words))
-        # The client's request id may not be unique.
+        # Clients may use the same request id twice.
         id_prefix = uuid.uuid4().hex
         requests = [
             Request(

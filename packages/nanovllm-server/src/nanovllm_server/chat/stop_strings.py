@@ -8,7 +8,7 @@ class StopMatcher:
     """
 
     def __init__(self, stop_strings: tuple[str, ...]):
-        # Longest first: if several stop strings end at one character, `push` must return no part of the longest.
+        # Longest first: if several stop strings end at the same character, `push` must match the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stop_strings]
         # For each stop string, the length of its longest prefix at the end of the text.

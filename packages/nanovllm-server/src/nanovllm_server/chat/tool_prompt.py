@@ -42,7 +42,7 @@ def write_history_as_text(messages: Sequence[TemplateMessage], call_format: Tool
 
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """Writes a call in the model's format. A string, the arguments of a call that was cut off, stays unchanged."""
+    """Writes a call in the model's format. arguments: a string if the call was cut off; written unchanged."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:
@@ -58,9 +58,9 @@ def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
 
 
 def _write_parameter(tags: XmlCalls, key: str, value: JSON) -> str:
-    margin = "\n" if tags.newlines else ""
+    line_break = "\n" if tags.newlines else ""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
-    return f"{tags.parameter_begin}{key}{tags.key_end}{margin}{text}{margin}{tags.parameter_end}\n"
+    return f"{tags.parameter_begin}{key}{tags.key_end}{line_break}{text}{line_break}{tags.parameter_end}\n"
 
 
 def _to_text_message(message: TemplateMessage, call_format: ToolCallFormat) -> TemplateMessage:

@@ -26,7 +26,7 @@ from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope, models_body
 
 BODY_TIMEOUT_S = 60
-# Larger bodies are parsed in a thread, because parsing would block the event loop for milliseconds.
+# A thread parses larger bodies. On the event loop, parsing would block other requests for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -73,7 +73,7 @@ def create_app(service: Service) -> Quart:
         return _json_response(body)
 
     async def models() -> Response:
-        return _json_response(models_body(service.names, created_s, service.engine.info.max_model_len))
+        return _json_response(models_body(service.model_names, created_s, service.engine.info.max_model_len))
 
     async def health() -> Response:
         reason = service.unavailable_reason()
@@ -103,8 +103,8 @@ def create_app(service: Service) -> Quart:
 
 def _add_static_routes(app: Quart, service: Service) -> None:
     """Adds the routes whose contents never change: `/openapi.json` and the chat page."""
-    needs_key = bool(service.api_keys)
-    openapi_json = orjson.dumps(openapi_document(service.names, service.limits, service.defaults, needs_key=needs_key))
+    document = openapi_document(service.model_names, service.limits, service.defaults, needs_key=bool(service.api_keys))
+    openapi_json = orjson.dumps(document)
     page_html, page_headers = read_page()
 
     async def openapi() -> Response:

@@ -26,7 +26,7 @@ class Http1Protocol(H11Protocol):
 
 
 class HttpConnection(TCPServer):
-    """The connection of one client. Closes as soon as the client disconnects, not after the idle timeout."""
+    """The connection of one client. The connection closes when the client disconnects, not after the idle timeout."""
 
     write_timeout_s = WRITE_TIMEOUT_S
     _is_client_gone = False

@@ -16,12 +16,12 @@ from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-# Marks the place of the choice in a serialised chunk. No other text matches: JSON escapes quotes inside strings.
+# Stands for the choice in a serialised chunk. Strings of the chunk can't contain this JSON: JSON escapes quotes.
 CHOICE_PLACEHOLDER = cast(ChunkChoice, ["nanovllm"])
 
 
 def write_event(body: ChatCompletionChunk | Error) -> bytes:
-    """Serialises an event without a name. Clients name such events `message`."""
+    """Serialises an event without a name. Clients handle such an event as `message`."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
@@ -31,7 +31,7 @@ def write_error_event(error: ApiError) -> bytes:
 
 
 class ChatStream:
-    """The events of one answer."""
+    """The server-sent events of one answer."""
 
     def __init__(self, envelope: Envelope, generation: Generation, *, include_usage: bool):
         self._envelope = envelope

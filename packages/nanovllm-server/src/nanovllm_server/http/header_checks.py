@@ -12,7 +12,7 @@ def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
     if not api_keys:
         return
     scheme, _, key = (authorization or "").partition(" ")
-    # Comparing equally long digests with every key takes constant time, and reveals nothing about the keys.
+    # Comparing the digests of all keys takes constant time, and therefore reveals nothing about the keys.
     digest = _digest(key.strip())
     matches = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
     if scheme.lower() != "bearer" or not any(matches):
@@ -31,17 +31,17 @@ def _digest(key: str) -> bytes:
 
 
 def check_content_type(content_type: str | None, content_encoding: str | None) -> None:
-    """Refuses a body that is not uncompressed JSON in UTF-8. Raises ApiError (415)."""
-    media_type, _, parameters = (content_type or "").partition(";")
+    """Requires the body to be uncompressed JSON in UTF-8. Raises ApiError (415)."""
+    media_type, _, media_type_parameters = (content_type or "").partition(";")
     media_type = media_type.strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         received = f'"{content_type[:80]}"' if content_type else "missing"
         raise _unsupported_media_type(f"Content-Type must be application/json, but is {received}")
-    charset = parameters.strip().lower()
-    if charset.startswith("charset=") and charset.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
-        raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {charset[:40]}")
+    parameters = media_type_parameters.strip().lower()
+    if parameters.startswith("charset=") and parameters.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
+        raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {parameters[:40]}")
     if content_encoding not in (None, "", "identity"):
         raise _unsupported_media_type(f"Content-Encoding is not supported, but is {content_encoding[:40]}")
 

@@ -22,7 +22,7 @@ CONTENT_POLICY = {
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Returns the page and its headers. The headers allow only the page's own script and style, by their hashes."""
+    """Returns (page: HTML, headers: values by name). The headers allow only the page's script and style, by hash."""
     html = resources.files("nanovllm_server.http").joinpath("page.html").read_bytes()
     policy = CONTENT_POLICY | {"script-src": _hash_source(html, b"script"), "style-src": _hash_source(html, b"style")}
     return html, {

@@ -20,11 +20,11 @@ from structlog.contextvars import bind_contextvars
 
 from nanovllm_server.observability.logs import Logger
 
-# Status, in logs and metrics, if the client disconnected before the end of the response.
-CLIENT_DISCONNECTED = 499
+# Status in logs and metrics if the client disconnected before the end of the response.
+CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/metrics")
-# Maximum time that the end of a response waits for the rest of its request.
+# Maximum time by which the last part of a response is delayed until the whole request has arrived.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200
 MAX_REQUEST_ID_BYTES = 256
@@ -103,7 +103,7 @@ class HttpExchangeMiddleware:
             self._log_and_count(scope, exchange)
 
     def _log_and_count(self, scope: HTTPScope, exchange: HttpExchange) -> None:
-        status = CLIENT_DISCONNECTED
+        status = CLIENT_DISCONNECTED_STATUS
         if exchange.is_response_complete and exchange.status is not None:
             status = exchange.status
         self._count_exchange(exchange.path, status)

@@ -1,4 +1,4 @@
-"""Configures the log of a process. The log must not contain API keys, or prompts without --log-prompts."""
+"""Configures the log of a process. The log must never contain API keys. Only --log-prompts allows prompts."""
 
 import logging
 import sys
@@ -25,7 +25,7 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
     if log_format == "json":
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dumps)]
     else:
-        # The default formatter would show local variables: conversations and keys.
+        # The default formatter would show local variables, which contain conversations and keys.
         plain_traceback = structlog.dev.plain_traceback
         renderers = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback)]
     handler = logging.StreamHandler(sys.stderr)

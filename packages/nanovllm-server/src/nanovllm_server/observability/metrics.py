@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. Other servers' dashboards work after a change of the prefix."""
+"""Prometheus metrics of the engine and of all workers. Other servers' dashboards need only this prefix."""
 
 import time
 from bisect import bisect_left
@@ -22,7 +22,7 @@ E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
 QUEUE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# All other paths count as OTHER_PATH.
+# Paths with counters of their own. All other paths count as OTHER_PATH.
 COUNTED_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
@@ -49,14 +49,14 @@ class Histogram:
         self.observe(time.monotonic() - start)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns, over all workers, the cumulative count per upper bound, and the sum of all values."""
+        """Returns (buckets: upper bounds with cumulative counts, value_sum: sum of all values) over all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
         return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)
 
 
 class Metrics(Collector):
-    """All metrics of one server. model: label of each metric."""
+    """All metrics of one server. model: value of the label `model_name`."""
 
     def __init__(self, model: str, info: EngineInfo, read_stats: Callable[[], EngineStats], counters: SharedCounters):
         histogram = partial(Histogram, counters=counters)
@@ -101,22 +101,22 @@ class Metrics(Collector):
             self.generation_tokens,
         ):
             family = HistogramMetricFamily(PREFIX + histogram.name, histogram.help_text, labels=["model_name"])
-            buckets, total = histogram.buckets()
-            family.add_metric([self._model], buckets, total)
+            buckets, value_sum = histogram.buckets()
+            family.add_metric([self._model], buckets, value_sum)
             yield family
-        finished = CounterMetricFamily(
+        sequences = CounterMetricFamily(
             PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
         )
         for reason, count in self.finish_reasons.items():
-            finished.add_metric([self._model, reason], count)
-        yield finished
-        http = CounterMetricFamily(
+            sequences.add_metric([self._model, reason], count)
+        yield sequences
+        exchanges = CounterMetricFamily(
             PREFIX + "http_requests", "HTTP exchanges; status 499: the client disconnected.", labels=["path", "status"]
         )
         for (path, status), count in self.http_exchanges.items():
             if count:
-                http.add_metric([path, str(status)], count)
-        yield http
+                exchanges.add_metric([path, str(status)], count)
+        yield exchanges
 
     def _cache_config(self) -> Metric:
         info = self._info
@@ -127,9 +127,9 @@ class Metrics(Collector):
             "num_gpu_blocks": str(info.num_blocks),
         }
         help_text = "Configuration of the KV cache; always 1."
-        cache = GaugeMetricFamily(PREFIX + "cache_config_info", help_text, labels=list(labels))
-        cache.add_metric(list(labels.values()), 1)
-        return cache
+        gauge = GaugeMetricFamily(PREFIX + "cache_config_info", help_text, labels=list(labels))
+        gauge.add_metric(list(labels.values()), 1)
+        return gauge
 
     def _engine_metrics(self) -> Iterator[Metric]:
         stats = self._read_stats()
@@ -165,11 +165,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
-        graphs = CounterMetricFamily(
+        steps = CounterMetricFamily(
             PREFIX + "graph_mode",
             "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
             labels=["model_name", "mode", "batch"],
         )
         for mode, batch, count in stats.graph_steps:
-            graphs.add_metric([self._model, mode, batch], count)
-        yield graphs
+            steps.add_metric([self._model, mode, batch], count)
+        yield steps

@@ -17,7 +17,7 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Consecutive counters that one object has claimed. For one thread only. rows: the rows of all workers."""
+    """Consecutive counters that one object has claimed. For one thread only. rows: these counters of all workers."""
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row

@@ -1,4 +1,4 @@
-"""Exchanges encoded text between workers through shared memory. Only one worker encodes a segment of text."""
+"""Exchanges encoded segments of text through shared memory: usually, only one worker encodes a segment."""
 
 from collections.abc import Iterator, Mapping
 from threading import Lock
@@ -11,7 +11,7 @@ from nanovllm_server.processes.rings import RingMemory, RingReader
 
 # Size of one worker's ring. A ring holds about half a million tokens with their text.
 RING_BYTES = 4 << 20
-# Maximum size of the headers that msgpack adds.
+# Maximum sizes of the headers that msgpack adds to a segment with its token ids, and to a message.
 _SEGMENT_HEADER_BYTES = 10
 _MESSAGE_HEADER_BYTES = 5
 
@@ -22,7 +22,7 @@ def allocate_rings(num_workers: int) -> RingMemory | None:
 
 
 class RingEncodingExchange:
-    """One worker's end of the exchange. A worker encodes a segment again if the message with the segment is lost."""
+    """One worker's access to all rings. Workers encode the segments of a lost message again."""
 
     def __init__(self, memory: RingMemory, worker: int, num_token_ids: int):
         """worker: index of the ring to write to. num_token_ids: exclusive upper bound of valid token ids."""
@@ -47,7 +47,7 @@ class RingEncodingExchange:
                 self._own_ring.write(self._message_buffer)
 
     def receive(self) -> dict[str, bytes]:
-        """Returns the segments and token ids that other workers sent since the last call. May miss some."""
+        """Returns the token ids by segment that other workers sent since the last call, without lost messages."""
         received: dict[str, bytes] = {}
         readers, self._next_readers = self._next_readers, self._other_readers
         for reader in readers:
@@ -64,7 +64,7 @@ class RingEncodingExchange:
     def _check_token_ids(self, encoded: Mapping[str, bytes]) -> None:
         if any(len(ids) % 4 for ids in encoded.values()):
             raise ValueError("token ids must have 4 bytes each")
-        # Reading as unsigned integers makes negative ids too large.
+        # Negative ids become large unsigned integers, which the bound also excludes.
         max_id = np.frombuffer(b"".join(encoded.values()), np.uint32).max(initial=0)
         if max_id >= self._num_token_ids:
             raise ValueError(f"token id {max_id} is not below {self._num_token_ids}")

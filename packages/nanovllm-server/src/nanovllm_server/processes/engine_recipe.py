@@ -17,10 +17,11 @@ class EngineRecipe:
 
     model: Path
     load_format: "LoadFormat"
-    engine: EngineConfig
+    engine_config: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
         """Loads the model. Raises ModelError."""
         import nanovllm_models
 
-        return nanovllm_models.load(self.model, load_format=self.load_format, seed=self.engine.seed), self.engine
+        config = self.engine_config
+        return nanovllm_models.load(self.model, load_format=self.load_format, seed=config.seed), config

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Space for the two positions at the beginning of a ring: one cache line.
+# The first bytes of a ring hold its positions `begin` and `end`: one cache line.
 _POSITIONS_BYTES = 64
 # Header of a message: length of the payload in bytes, checksum.
 _MESSAGE_HEADER = struct.Struct("<QQ")
@@ -49,10 +49,10 @@ class RingMemory:
 
 
 class Ring:
-    """One ring, for one writer thread at a time. A position counts all bytes ever written before that position."""
+    """One ring, which one thread at a time may write. Positions count bytes since the first message and never wrap."""
 
     def __init__(self, memory: memoryview):
-        # Processors load and store a 64-bit position at once. Readers never see a partly written position.
+        # Processors load and store 64 bits at once. Readers therefore never see a partly written position.
         self._positions = memory[:_POSITIONS_BYTES].cast("Q")
         self._data = memory[_POSITIONS_BYTES:]
         self.capacity = len(self._data)
@@ -85,22 +85,22 @@ class Ring:
 
     def copy(self, begin: int, end: int) -> bytes:
         """Copies the bytes between two positions."""
-        first = begin % self.capacity
-        stop = first + end - begin
-        if stop <= self.capacity:
-            return bytes(self._data[first:stop])
-        return bytes(self._data[first:]) + bytes(self._data[: stop - self.capacity])
+        offset = begin % self.capacity
+        end_offset = offset + end - begin
+        if end_offset <= self.capacity:
+            return bytes(self._data[offset:end_offset])
+        return bytes(self._data[offset:]) + bytes(self._data[: end_offset - self.capacity])
 
     def _store(self, position: int, payload: bytes | bytearray) -> None:
         data = memoryview(payload)
-        first = position % self.capacity
-        bytes_before_wrap = min(len(data), self.capacity - first)
-        self._data[first : first + bytes_before_wrap] = data[:bytes_before_wrap]
+        offset = position % self.capacity
+        bytes_before_wrap = min(len(data), self.capacity - offset)
+        self._data[offset : offset + bytes_before_wrap] = data[:bytes_before_wrap]
         self._data[: len(data) - bytes_before_wrap] = data[bytes_before_wrap:]
 
 
 class RingReader:
-    """Reads each message of a ring once, the oldest first. For one thread at a time."""
+    """Reads each message of a ring once, the oldest message first. Only one thread at a time may read."""
 
     def __init__(self, ring: Ring):
         self._ring = ring
@@ -128,11 +128,11 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Sums the payload's 64-bit words, its length and its position. Ten times faster than a CRC."""
+    """Returns the sum of the payload's words, length and position, plus 1. Ten times faster than a CRC."""
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
-    last_bytes = int.from_bytes(payload[8 * num_words :], "little")
-    return (word_sum + last_bytes + len(payload) + position + 1) & _CHECKSUM_MASK
+    remainder = int.from_bytes(payload[8 * num_words :], "little")
+    return (word_sum + remainder + len(payload) + position + 1) & _CHECKSUM_MASK
 
 
 def _create_anonymous_file(size: int) -> int:

@@ -23,7 +23,7 @@ from nanovllm_server.settings import Settings, SettingsError, read_sampling_defa
 
 # Maximum number of connections that no worker has accepted yet.
 BACKLOG = 2048
-# Maximum size of a connection's unsent data in the kernel. The worker joins further text into one event.
+# Maximum size of a connection's unsent data in the kernel. Meanwhile the worker joins new text into one event.
 MAX_UNSENT_BYTES = 16 << 10
 # The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75
@@ -44,7 +44,7 @@ async def run(settings: Settings) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     with ExitStack() as stack:
-        # Bound before the model loads, to report a port in use at once.
+        # `bind` reports a port in use: call `bind` before the model loads, which takes long.
         listeners = bind(settings.host, settings.port, settings.http_workers)
         for listener in listeners:
             stack.enter_context(listener)
@@ -97,14 +97,14 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
 
 
 def _check_port_is_free(family: int, address: Any) -> None:
-    # A second server with SO_REUSEPORT would share the port silently. A socket without SO_REUSEPORT fails instead.
+    # With SO_REUSEPORT, two servers would silently share a port. Without SO_REUSEPORT, `bind` refuses a port in use.
     with socket.socket(family) as test_socket:
         test_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         test_socket.bind(address)
 
 
 async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
-    """Waits for `start_task`. Cancels the task and returns False if `stop` is set first."""
+    """Returns True when `start_task` is done. If `stop` is set first, cancels the task and returns False."""
     stop_task = asyncio.create_task(stop.wait())
     await asyncio.wait((start_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
     if stop_task.done() and not start_task.done():
@@ -119,7 +119,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     model = settings.model or await asyncio.to_thread(default_model_path)
     defaults = read_sampling_defaults(model)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine))
+    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine_config))
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
@@ -132,7 +132,7 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     workers_task = asyncio.create_task(workers.wait_until_ready())
     try:
         await asyncio.wait((engine_task, workers_task), return_when=asyncio.FIRST_EXCEPTION)
-        # The engine's error comes first, because a failed engine also makes the workers fail.
+        # Raises the engine's error first, because a failed engine also makes the workers fail.
         for task in (engine_task, workers_task):
             if task.done():
                 task.result()
@@ -195,7 +195,7 @@ async def _wait_for_death(engine: EngineClient) -> None:
 
 def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     """Returns the text that the server prints when it is ready."""
-    names = settings.names or (info.model,)
+    names = settings.model_names or (info.model,)
     url_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{url_host}:{port}"
     key_header = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""

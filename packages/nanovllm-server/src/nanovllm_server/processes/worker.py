@@ -29,20 +29,20 @@ from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArgume
 from nanovllm_server.protocol.error import unavailable
 
 CLOSE_TIMEOUT_S = 3.0
-# Longer than the usual timeouts of clients and proxies, which must close idle connections first: a client could
-# otherwise send a request on a closed connection. Also the time limit for the head of a request.
+# Timeout of an idle connection, and of the head of a request. Clients and proxies usually have shorter timeouts. If the
+# server closed an idle connection first, a client could send a request on the closed connection.
 KEEP_ALIVE_S = 75
 SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """The pipe to the parent. If the parent ends, the task that made this object is cancelled."""
+    """The pipe to the parent. If the parent ends, the task that created this object is cancelled."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
         self._events: dict[WorkerOrder, asyncio.Event] = {order: asyncio.Event() for order in get_args(WorkerOrder)}
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
+        self._worker_task = asyncio.current_task()
         self._loop.add_reader(pipe.fileno(), self._on_order)
 
     def report(self, report: object) -> None:
@@ -58,14 +58,14 @@ class ParentPipe:
             order: WorkerOrder = self._pipe.recv()
         except (EOFError, OSError):
             self._loop.remove_reader(self._pipe.fileno())
-            if self._task is not None:
-                self._task.cancel()
+            if self._worker_task is not None:
+                self._worker_task.cancel()
             return
         self._events[order].set()
 
 
-async def run(arguments: WorkerArguments, pipe: Connection, is_ready: threading.Event) -> None:
-    """Runs the worker until the order "close". Sets `is_ready` before serving."""
+async def run(arguments: WorkerArguments, pipe: Connection, exits_itself: threading.Event) -> None:
+    """Runs the worker until the order "close". exits_itself: set when the worker can exit by itself."""
     parent = ParentPipe(pipe)
     try:
         service = await _start(arguments)
@@ -77,10 +77,10 @@ async def run(arguments: WorkerArguments, pipe: Connection, is_ready: threading.
         parent.report(StartFailure(str(error), is_user_error=True))
         await parent.wait("close")
         return
-    # Loaded objects live until the end. Garbage collection need not examine these objects.
+    # Garbage collection need not examine the loaded objects, which live until the worker exits.
     gc.collect()
     gc.freeze()
-    is_ready.set()
+    exits_itself.set()
     parent.report("ready")
     try:
         await parent.wait("open")
@@ -104,14 +104,14 @@ async def _start(arguments: WorkerArguments) -> Service:
         connect_task.cancel()
         await asyncio.wait((connect_task,))
         raise
-    names = settings.names or (engine.info.model,)
+    names = settings.model_names or (engine.info.model,)
     counters = SharedCounters(arguments.counters, arguments.index)
     return Service(
         engine=engine,
         renderer=renderer,
         vocabulary=vocabulary,
         model_format=model_format,
-        names=names,
+        model_names=names,
         admission=AdmissionControl(engine.info.max_num_seqs + settings.max_queue, counters),
         metrics=Metrics(names[0], engine.info, lambda: engine.stats, counters),
         logger=get_logger("nanovllm"),
@@ -132,7 +132,7 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
 
 
 def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
-    """Returns the formats that the settings name, or else the formats that the template shows. Raises ModelError."""
+    """Returns the formats that the settings name; else the formats that the template uses. Raises ModelError."""
     detected = nanovllm_models.read_format(arguments.model, template)
     # `get` returns None for "none".
     reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser

@@ -22,7 +22,7 @@ NUM_ENCODING_THREADS = 4
 
 
 def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
-    """Runs a worker until its parent ends the worker or dies."""
+    """Runs a worker until the parent orders the end or dies."""
     # Terminals send these signals to all processes, but only the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -31,18 +31,18 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     # The tokenizer's thread pool reads this variable when the pool starts.
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     # The parent may die during the slow imports below.
-    is_ready = exit_with_parent()
+    exits_itself = exit_with_parent()
     import uvloop
 
     from nanovllm_server.processes.worker import run
 
     # The worker cancels itself when the parent has ended.
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(run(arguments, pipe, is_ready))
+        uvloop.run(run(arguments, pipe, exits_itself))
 
 
 def return_freed_memory() -> None:
-    """Makes glibc return freed memory to the system: few heaps, and large blocks outside of heaps."""
+    """Makes glibc return freed memory to the system, by few heaps and by large blocks outside of heaps."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

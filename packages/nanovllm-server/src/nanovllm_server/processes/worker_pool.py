@@ -13,9 +13,9 @@ from nanovllm_server.settings import SettingsError
 class WorkerProcess:
     """One worker's process.
 
-    ready: fails if the worker can't start.
+    ready: done when the worker can serve; has an exception if the worker can't start.
     drained: done when the worker's last request has ended after the order "drain".
-    exited: result is the exit code.
+    exited: done when the process has ended; the result is the exit code.
     """
 
     def __init__(self, arguments: WorkerArguments):
@@ -26,7 +26,7 @@ class WorkerProcess:
         )
         with child_pipe:
             self._process.start()
-        # Kills the worker at exit. Otherwise the exit would wait for the worker.
+        # Kills the worker when the parent exits. multiprocessing would otherwise wait for the worker.
         self._exit_finalizer = Finalize(None, self._process.kill, exitpriority=0)
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -74,7 +74,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers of a server. failed: fails if a dead worker's replacement can't start."""
+    """All workers of a server. failed: gets an exception if a dead worker's replacement can't start."""
 
     def __init__(self, arguments: list[WorkerArguments]):
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

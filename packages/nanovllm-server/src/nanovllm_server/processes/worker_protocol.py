@@ -11,14 +11,14 @@ from nanovllm_server.processes.rings import RingMemory
 from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings
 
-# open: serve. drain: refuse new requests, and report the end of the last running request. close: end.
+# open: serve. drain: refuse new requests, and report the end of the last running request. close: exit.
 WorkerOrder = Literal["open", "drain", "close"]
 WorkerReport = Literal["ready", "drained"]
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A worker's report that the worker can't start. is_user_error: a setting or the model is the cause."""
+    """A worker's report that the worker can't start. is_user_error: the cause is a setting or the model."""
 
     message: str
     is_user_error: bool

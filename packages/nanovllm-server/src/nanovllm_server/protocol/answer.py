@@ -59,7 +59,7 @@ class GrammarAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TagAnswer:
-    """Text that matches `tag_format`, the field `format` of a structural tag of xgrammar."""
+    """Text that matches a structural tag of xgrammar. tag_format: field `format` of the tag."""
 
     path: str
     tag_format: dict[str, JSON]
@@ -71,10 +71,10 @@ Answer = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
 def parse_answer(body: FieldReader) -> Answer | None:
     """Reads the constraint on the answer; None for free text. Raises ApiError."""
     response_format = _read_response_format(body)
-    structured = _read_structured_outputs(body)
-    if response_format is not None and structured is not None:
+    structured_outputs = _read_structured_outputs(body)
+    if response_format is not None and structured_outputs is not None:
         raise body.wrong("structured_outputs", "left out when there is a response_format")
-    return response_format or structured
+    return response_format or structured_outputs
 
 
 def _read_response_format(body: FieldReader) -> Answer | None:
@@ -216,27 +216,27 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
     if not isinstance(tag_format, dict):
         raise fields.wrong("format", "the format of a structural tag, an object with type")
     path = fields.path("format")
-    marked_format = _with_schema_places(tag_format, path, 0)
+    format_with_places = _add_schema_places(tag_format, path, 0)
     if len(orjson.dumps(tag_format)) > MAX_GRAMMAR_LENGTH:
         message = f"{path} may have at most {MAX_GRAMMAR_LENGTH} bytes as JSON"
         raise ApiError(400, message, param=path, code="invalid_value")
-    return cast("dict[str, JSON]", marked_format)
+    return cast("dict[str, JSON]", format_with_places)
 
 
-def _with_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Adds the path of each JSON schema to the format of a structural tag, as `place`, see `convert_grammar`.
+def _add_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
+    """Returns `tag_part` with a field `place` beside each `json_schema`: the path of the schema, for errors.
 
-    Raises ApiError if the format or a schema is too deep or too large.
+    Raises ApiError if `tag_part` or a schema is too deep, or a schema is too large.
     """
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
     if isinstance(tag_part, list):
-        return [_with_schema_places(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(tag_part)]
+        return [_add_schema_places(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(tag_part)]
     if not isinstance(tag_part, dict):
         return tag_part
     has_schema = isinstance(tag_part.get("json_schema"), dict | bool)
     result = {
-        name: value if name == "json_schema" and has_schema else _with_schema_places(value, f"{path}.{name}", depth + 1)
+        name: value if name == "json_schema" and has_schema else _add_schema_places(value, f"{path}.{name}", depth + 1)
         for name, value in tag_part.items()
     }
     if has_schema:

@@ -9,7 +9,7 @@ from nanovllm_server.protocol.json import JSON, show
 class ApiError(Exception):
     """An error response.
 
-    param: path of the request's field that caused the error; None if no field did.
+    param: path of the request's field that caused the error; None if the cause is not a field.
     code: fixed identifier for programs; None if the status is specific enough.
     """
 

@@ -116,7 +116,7 @@ class FieldReader:
 
 def is_deeper(value: JSON, max_depth: int) -> bool:
     """Whether arrays and objects are nested more than `max_depth` levels deep."""
-    # No recursion, which could overflow the stack.
+    # Recursion could overflow the stack.
     level = [value]
     for _ in range(max_depth + 1):
         level = [

@@ -32,7 +32,7 @@ class Message:
 
 
 def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
-    """Reads the messages, and the paths of unknown fields in messages. Raises ApiError."""
+    """Returns (messages, unknown_paths: paths of unknown fields in messages). Raises ApiError."""
     expected = f"an array of 1 to {MAX_MESSAGES} messages"
     items = body.array("messages", expected, MAX_MESSAGES)
     if not items:
@@ -50,7 +50,7 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # Fields of assistants are checked in every message, but dropped from messages of other roles.
+    # Fields of assistant messages are checked in every message. Messages of other roles then lose these fields.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.

@@ -53,7 +53,7 @@ class Limits:
 class ChatRequest:
     """A valid chat completion request.
 
-    tools: None if the model may not call tools.
+    tools: None if tool calls are not allowed.
     answer: constraint on the answer; None for free text.
     n: number of choices.
     include_stop: the text includes the stop string or stop token.
@@ -133,7 +133,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         priority=body.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=body.text("cache_salt", MAX_ID_LENGTH) or "",
         request_id=_read_request_id(body),
-        # Must come last: fields that were not read before are unknown.
+        # Must come last: a field is unknown if no line above reads the field.
         unknown_fields=(*body.unknown_paths(), *unknown_in_messages),
     )
 
@@ -181,7 +181,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
 
 
 def _read_max_tokens(body: FieldReader) -> tuple[int | None, str]:
-    """Returns the maximum number of output tokens, and the name of its field."""
+    """Returns (maximum number of output tokens, name of the field with this number)."""
     max_tokens, max_completion_tokens = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
     if max_completion_tokens is None:
         return max_tokens, "max_tokens"
@@ -200,7 +200,7 @@ def _read_logprobs(body: FieldReader) -> int | None:
 
 def _read_prompt_logprobs(body: FieldReader) -> int | None:
     num_top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
-    # Streams have no place for log-probabilities of the prompt.
+    # Chunks of a stream have no field for log-probabilities of the prompt.
     if num_top is not None and body.boolean("stream"):
         raise body.wrong("prompt_logprobs", "left out when stream is true")
     return num_top
@@ -284,7 +284,7 @@ def _read_stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
 
 def _read_request_id(body: FieldReader) -> str | None:
     value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
-    # The response has the id in a header.
+    # The id must fit into a header of the response.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")
     return value

@@ -30,7 +30,7 @@ SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """The next part of a choice's tool call number `index`. Only the call's first part has an id and a name."""
+    """The next part of a tool call. index: number of the call in its choice. Only the first part has id and name."""
 
     index: int
     arguments: str
@@ -123,7 +123,7 @@ class Envelope:
 
 
 class Clock:
-    """The time in seconds since 1970. Never goes back."""
+    """A clock of seconds since 1970 that never goes back."""
 
     def __init__(self) -> None:
         self._last_s = 0
@@ -135,7 +135,7 @@ class Clock:
 
 
 def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Builds one chunk choice per kind of change in `delta`. is_first: this is the choice's first delta."""
+    """Builds one `ChunkChoice` each for role, reasoning, text, calls, end. is_first: `delta` is the choice's first."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.
@@ -184,11 +184,11 @@ def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> Mod
 
 def _complete_choice(deltas: Sequence[Delta]) -> Choice:
     last_delta = deltas[-1]
-    entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    logprob_entries = [entry for delta in deltas for entry in delta.logprobs or ()]
     body: Choice = {
         "index": last_delta.index,
         "message": _message(deltas),
-        "logprobs": None if last_delta.logprobs is None else {"content": entries, "refusal": None},
+        "logprobs": None if last_delta.logprobs is None else {"content": logprob_entries, "refusal": None},
         "finish_reason": cast(Finish, last_delta.finish_reason),
         "stop_reason": last_delta.stop_reason,
     }

@@ -1,6 +1,6 @@
-"""JSON schemas of requests: the check of their size, and the response to a schema that the engine refuses.
+"""Checks the size of JSON schemas in requests, and makes the error for a schema that the engine refuses.
 
-The engine converts and compiles schemas in a process with limits, because both may take any time.
+Conversion and compilation of a schema may take any time: the engine runs both in a process with limits.
 """
 
 from nanovllm_core.errors import GrammarError, GrammarErrorCode

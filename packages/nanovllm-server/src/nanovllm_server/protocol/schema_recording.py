@@ -13,7 +13,7 @@ from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader, Schema
 from nanovllm_server.protocol.json import JSON
 
 ReadObject: TypeAlias = Callable[[FieldReader], object]
-# The path from a request to a nested value: names and indices.
+# The path from a request to a nested value: field names and array indices.
 Keys: TypeAlias = tuple[str | int, ...]
 
 
@@ -60,12 +60,11 @@ class _ObjectNode:
     def schema(self) -> Schema:
         required = self.required or frozenset()
         # A field that accepts only null is unsupported.
-        only_null: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
-        names = [name for name, alternatives in self.alternatives.items() if alternatives not in only_null]
+        null_schemas: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
+        names = [name for name, alternatives in self.alternatives.items() if alternatives not in null_schemas]
         properties: dict[str, JSON] = {}
         for name in names:
-            recorded = copy.deepcopy(self.alternatives[name])
-            alternatives = [self._with_child(name, accepts) for accepts in recorded] or [{}]
+            alternatives = [self._with_child(name, schema) for schema in copy.deepcopy(self.alternatives[name])] or [{}]
             accepts: Schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": [*alternatives]}
             properties[name] = accepts if name in required else _with_null(accepts)
         schema: Schema = {"type": "object", "properties": properties}

@@ -46,7 +46,7 @@ def _read_variables(body: FieldReader) -> dict[str, JSON]:
     effort = body.one_of("reasoning_effort", REASONING_EFFORTS)
     variables: dict[str, JSON] = {}
     if effort is not None:
-        # Templates read either variable.
+        # Some templates read `reasoning_effort`, others `enable_thinking`.
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     template_kwargs = body.raw("chat_template_kwargs", {"type": "object"})
     if template_kwargs is not None and not isinstance(template_kwargs, dict):

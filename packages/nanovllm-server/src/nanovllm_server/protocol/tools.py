@@ -1,4 +1,4 @@
-"""Reads the tools of a request: which functions the model may call, and which it must call."""
+"""Reads the tools of a request: the functions that the model may call or must call."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ MAX_TOOLS = 1024
 # Maximum nesting of objects and arrays in a tool's definition, which templates write as JSON.
 MAX_DEFINITION_DEPTH = 100
 MAX_FUNCTION_NAME_LENGTH = 256
-# Characters that are written as they are in every format of calls.
+# Characters that need no escape in any format of calls.
 NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
 TOOL_CHOICES = ("auto", "none", "required")
-# auto: the model may call functions. required: it must call one. named: it must call the one that the request names.
+# auto: calls are allowed. required: the answer consists of calls. named: the answer is a call of a given function.
 ToolMode = Literal["auto", "required", "named"]
 
 
@@ -37,7 +37,7 @@ class Function:
 
     @property
     def enforced_schema(self) -> JSON:
-        """The schema that a grammar enforces; None for any object. Without `parameters`, there are no properties."""
+        """The schema that a grammar enforces; None if any object is allowed. Without `parameters`: the empty object."""
         no_properties: JSON = {"type": "object", "properties": {}, "additionalProperties": False}
         return None if not self.is_enforced else no_properties if self.parameters is None else self.parameters
 
@@ -48,7 +48,7 @@ class Toolbox:
 
     definitions: all tools of the request, unchanged, for the prompt.
     functions: functions that the model may call, by name.
-    is_restricted: the model may not call all functions of `definitions`.
+    is_restricted: some functions of `definitions` are not allowed.
     allows_parallel_calls: an answer may have several calls.
     """
 
@@ -59,10 +59,10 @@ class Toolbox:
     allows_parallel_calls: bool
 
     def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
-        """Schemas that declare the types of the parameters, by name of the function.
+        """Returns the schemas with the types of each function's parameters, by function name.
 
-        parameter_types: types from the compiled grammar, by the path of `parameters`. They take precedence over the
-            types that the request declares, because the grammar determines what the model writes.
+        parameter_types: schemas with the types that the compiled grammar allows, by path of `parameters`. The model
+            writes these types, even if the request declares other types.
         """
         return {
             name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()
@@ -84,7 +84,7 @@ class _ToolChoice:
 
 
 def parse_tools(body: FieldReader) -> Toolbox | None:
-    """The tools of a request; None if the model may not call any. Raises ApiError."""
+    """Reads the tools of a request. Returns None if calls are not allowed. Raises ApiError."""
     expected = f"left out or an array of 1 to {MAX_TOOLS} tools"
     items = body.array("tools", expected, MAX_TOOLS)
     allows_parallel_calls = body.boolean("parallel_tool_calls")
@@ -106,7 +106,7 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
         definitions.append(cast(dict[str, JSON], item))
         functions[function.name] = function
     choice = _read_tool_choice(body, functions.keys())
-    # With "none", the model doesn't see the tools either.
+    # With "none", the prompt does not show the tools either.
     if choice.mode == "none":
         return None
     names = choice.names or tuple(functions)
