@@ -128,7 +128,7 @@ def work_list_planning_work(requests: Sequence[RequestLengths], num_entries: int
     """The kernel that plans wide tiles, once per step."""
     from nanovllm_kernels.attention.plan import tile_configs
 
-    config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, is_wide=True)
+    config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)
 
     def make_call(_: int) -> Callable[[], object]:
         _, *lengths = make_step_tables(requests, num_entries, PAGE_SIZE)

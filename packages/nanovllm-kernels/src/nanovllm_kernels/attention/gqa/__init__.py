@@ -86,12 +86,12 @@ def _plan_cute_decodes(
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
 
-    _, page_size, num_cached, head_dim = kv_cache.shape
-    num_kv_heads, device = num_cached // 2, kv_cache.device
+    _, page_size, heads_per_slot, head_dim = kv_cache.shape
+    num_kv_heads, device = heads_per_slot // 2, kv_cache.device
     group_size = num_heads // num_kv_heads
     if not cute_decode.supports_decode(head_dim, group_size, page_size, dtype, kv_cache.dtype, device):
         return batch
-    config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, is_wide=False)
+    config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=False)
     if num_decodes is None and 1 < batch.max_query_len <= config.block_m // group_size:
         # The step verifies draft tokens: one work list holds all requests.
         return batch
@@ -123,8 +123,8 @@ def _plan_work_lists(
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
     configs = [
-        tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, is_wide=is_wide)
-        for is_wide in (False, True)
+        tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
+        for many_queries in (False, True)
     ]
     tile_queries = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
@@ -288,9 +288,9 @@ def _paged_attention_op(
         tables = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
         cute_decode.paged_decode(q, kv_cache, kv_scales, *tables, scale, workspace, out)
-    for work, is_wide in ((narrow_work, False), (wide_work, True)):
+    for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
-            triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, is_wide=is_wide)
+            triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)
     if flash_tensors and own_keys_values is not None:
         keys, values = own_keys_values.chunk(2, 1)
         flash_prefill.attend_to_rows(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)

@@ -104,8 +104,8 @@ def paged_decode(
     The first call for a shape compiles the kernel, and cannot be captured.
     """
     num_heads, head_dim = q.shape[1:]
-    num_blocks, page_size, num_cached, _ = kv_cache.shape
-    num_kv_heads = num_cached // 2
+    num_blocks, page_size, heads_per_slot, _ = kv_cache.shape
+    num_kv_heads = heads_per_slot // 2
     dtype = CUTLASS_DTYPES[q.dtype]
     cache_dtype, ring_size = (dtype, RING_SIZES[head_dim]) if kv_scales is None else (Uint8, FP8_RING_SIZES[head_dim])
     launch = compile_decode(DecodeShape(dtype, cache_dtype, head_dim, num_heads // num_kv_heads, page_size, *ring_size))

@@ -35,9 +35,9 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGat
     """
     if gather.mask is None:
         return gather_pages(kv_cache, kv_scales, gather.index, dtype)
-    _, page_size, num_cached, head_dim = kv_cache.shape
+    _, page_size, heads_per_slot, head_dim = kv_cache.shape
     slots = gather.index
-    tokens = kv_cache.view(-1, num_cached * head_dim).index_select(0, slots).view(-1, num_cached, head_dim)
+    tokens = kv_cache.view(-1, heads_per_slot * head_dim).index_select(0, slots).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens
     return fp8.dequantize(tokens, kv_scales[slots // page_size, :, slots % page_size], dtype)
@@ -45,11 +45,11 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGat
 
 def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
     """Return the tokens of pages as [tokens, cached heads, D], dequantised to `dtype` if FP8."""
-    _, _, num_cached, head_dim = kv_cache.shape
-    tokens = _select(kv_cache, pages).view(-1, num_cached, head_dim)
+    _, _, heads_per_slot, head_dim = kv_cache.shape
+    tokens = _select(kv_cache, pages).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens
-    return fp8.dequantize(tokens, _select(kv_scales, pages).transpose(1, 2).reshape(-1, num_cached), dtype)
+    return fp8.dequantize(tokens, _select(kv_scales, pages).transpose(1, 2).reshape(-1, heads_per_slot), dtype)
 
 
 def _select(cache: Tensor, pages: Tensor | slice) -> Tensor:
@@ -66,12 +66,12 @@ def _attend_decodes(
 ) -> Tensor:
     """Attend for one query per request: q [n, Hq, D] to [n, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
-    num_cached = kv_cache.shape[2]
-    num_kv_heads = num_cached // 2
+    heads_per_slot = kv_cache.shape[2]
+    num_kv_heads = heads_per_slot // 2
     kv = gather_decodes(kv_cache, kv_scales, gather, q.dtype)
     # Fewer calls than `view`, slicing, `transpose` and `chunk`.
     shape = (num_reqs, num_kv_heads, gather.max_len, head_dim)
-    strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
+    strides = (kv.numel() // num_reqs, head_dim, heads_per_slot * head_dim, 1)
     offset = kv.storage_offset()
     k = kv.as_strided(shape, strides, offset)
     v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
@@ -87,8 +87,8 @@ def _attend_prefill(
 ) -> Tensor:
     """Attend for all queries of one request: q [n, Hq, D] to [n, Hq, D]."""
     _, num_heads, head_dim = q.shape
-    _, _, num_cached, _ = kv_cache.shape
-    kv = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(1, -1, num_cached, head_dim)
+    _, _, heads_per_slot, _ = kv_cache.shape
+    kv = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(1, -1, heads_per_slot, head_dim)
     k, v = kv[:, : gather.length].transpose(1, 2).chunk(2, 1)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
@@ -97,6 +97,6 @@ def _attend_prefill(
         convert_mask(gather.mask, q.dtype),
         is_causal=gather.mask is None,
         scale=scale,
-        enable_gqa=2 * num_heads != num_cached,
+        enable_gqa=2 * num_heads != heads_per_slot,
     )
     return out.squeeze(0).transpose(0, 1)

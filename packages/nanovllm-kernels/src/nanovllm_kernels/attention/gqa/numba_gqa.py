@@ -59,7 +59,7 @@ def paged_attention(
 ) -> None:
     """Compute attention of float32 `q` over a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_cached, _ = kv_cache.shape
+    _, page_size, heads_per_slot, _ = kv_cache.shape
     _attend(
         OPENMP,
         _REGION,
@@ -74,7 +74,7 @@ def paged_attention(
         len(seq_lens),
         num_tokens,
         num_heads,
-        num_cached // 2,
+        heads_per_slot // 2,
         head_dim,
         page_size,
         scale,

@@ -51,7 +51,7 @@ def plan_latent_batch(
     batch = AttentionBatch(block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, element_bytes)
     if backend == "torch":
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)
-    configs = [tile_configs.latent_tile_config(num_heads, element_bytes, is_wide=is_wide) for is_wide in (False, True)]
+    configs = [tile_configs.latent_tile_config(num_heads, element_bytes, many_queries=many) for many in (False, True)]
     tile_heads = [tile_configs.latent_tile_heads(num_heads, config) for config in configs]
     tile_queries = [config.block_m // heads for config, heads in zip(configs, tile_heads, strict=True)]
     query_ranges = split_query_lens(*tile_queries, 2 if num_decodes == 0 else 1, max_query_len)
@@ -201,11 +201,11 @@ def _latent_attention_op(
     """
     from nanovllm_kernels.attention.mla import triton_absorbed
 
-    requests = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
+    paged = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
     out = _empty_results(q_latent)
-    for work, is_wide in ((narrow_work, False), (wide_work, True)):
+    for work, many in ((narrow_work, False), (wide_work, True)):
         if work:
-            triton_absorbed.attend_to_latents(q_latent, q_rope, requests, WorkList(*work), scale, out, is_wide=is_wide)
+            triton_absorbed.attend_to_latents(q_latent, q_rope, paged, WorkList(*work), scale, out, many_queries=many)
     return out
 
 

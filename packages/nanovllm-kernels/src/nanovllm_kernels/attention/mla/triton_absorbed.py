@@ -36,16 +36,16 @@ def attend_to_latents(
     scale: float,
     out: Tensor,
     *,
-    is_wide: bool,
+    many_queries: bool,
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
     q_latent, q_rope, out: see `mla._latent_attention_op`.
-    is_wide: the list was planned with `tile_configs.latent_tile_config(..., is_wide=is_wide)`.
+    many_queries: the list was planned with `tile_configs.latent_tile_config(..., many_queries=many_queries)`.
     """
     num_heads, _, latent_dim = q_latent.shape
     element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())
-    config = tile_configs.latent_tile_config(num_heads, element_bytes, is_wide=is_wide)
+    config = tile_configs.latent_tile_config(num_heads, element_bytes, many_queries=many_queries)
     tile_heads = tile_configs.latent_tile_heads(num_heads, config)
     num_head_blocks = triton.cdiv(num_heads, tile_heads)
     partial = allocate_partial_results(work, num_head_blocks, config.block_m, latent_dim, q_latent.device)
