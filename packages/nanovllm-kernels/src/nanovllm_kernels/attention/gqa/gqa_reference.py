@@ -1,6 +1,6 @@
 """Grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes of one gather are computed together, prefills one request at a time. `plan.gathers` plans both.
+Decodes of one gather are computed together. Prefills are computed one request at a time. `plan.gathers` plans both.
 """
 
 import torch
@@ -29,9 +29,9 @@ def paged_attention(
 
 
 def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of decodes as [tokens, cached heads, D], dequantised to `dtype` if FP8.
+    """Return the cached tokens of decodes [tokens, heads per slot, D], dequantised to `dtype` if FP8.
 
-    Without a mask, each request has as many tokens as its pages hold, which may be more than `max_len`.
+    Without a mask, the result has all slots of each request's pages, also slots past `max_len`.
     """
     if gather.mask is None:
         return gather_pages(kv_cache, kv_scales, gather.index, dtype)
@@ -44,7 +44,7 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGat
 
 
 def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of pages as [tokens, cached heads, D], dequantised to `dtype` if FP8."""
+    """Return the cached tokens of pages [tokens, heads per slot, D], dequantised to `dtype` if FP8."""
     _, _, heads_per_slot, head_dim = kv_cache.shape
     tokens = _select(kv_cache, pages).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
@@ -69,13 +69,13 @@ def _attend_decodes(
     heads_per_slot = kv_cache.shape[2]
     num_kv_heads = heads_per_slot // 2
     kv = gather_decodes(kv_cache, kv_scales, gather, q.dtype)
-    # Fewer calls than `view`, slicing, `transpose` and `chunk`.
+    # These calls take less time than `view`, slicing, `transpose` and `chunk`.
     shape = (num_reqs, num_kv_heads, gather.max_len, head_dim)
     strides = (kv.numel() // num_reqs, head_dim, heads_per_slot * head_dim, 1)
     offset = kv.storage_offset()
     k = kv.as_strided(shape, strides, offset)
     v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
-    # A group's heads become queries of one head, which is faster on a CPU than explicit products.
+    # Pass the query heads of a key-value head as queries of one head: faster on a CPU than explicit products.
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = convert_mask(gather.mask, q.dtype)
     out = functional.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)

@@ -1,6 +1,6 @@
 """Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
 
-A tile holds as many heads as fit, at some positions of one request. All heads share the loads of latents.
+A tile holds queries of as many heads as fit, at some positions of one request. All heads share the loads of latents.
 On Hopper, `gluon_absorbed` takes the lists of models with many heads.
 """
 
@@ -80,7 +80,7 @@ def _attend(
     partial: PartialResults,
     config: tile_configs.TileConfig,
 ) -> None:
-    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial`."""
+    """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`."""
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, tile_heads = q_rope.shape[2], tile_configs.latent_tile_heads(num_heads, config)
