@@ -34,9 +34,9 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGat
     Without a mask, the result has all slots of each request's pages, also slots past `max_len`.
     """
     if gather.mask is None:
-        return gather_pages(kv_cache, kv_scales, gather.index, dtype)
+        return gather_pages(kv_cache, kv_scales, gather.pages_or_slots, dtype)
     _, page_size, heads_per_slot, head_dim = kv_cache.shape
-    slots = gather.index
+    slots = gather.pages_or_slots
     tokens = kv_cache.view(-1, heads_per_slot * head_dim).index_select(0, slots).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens

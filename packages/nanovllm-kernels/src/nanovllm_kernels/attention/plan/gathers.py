@@ -16,15 +16,15 @@ MAX_GATHER_TOKENS = 8192
 class DecodeGather(NamedTuple):
     """Decodes whose tokens are gathered together: requests `begin` to `end` - 1. Request i's only query is token i.
 
-    index: page numbers if all requests have equal lengths, otherwise slot numbers, request after request. If pages are
-        consecutive, a slice, which is read in place.
+    pages_or_slots: page numbers if all requests are equally long, otherwise slot numbers, request after request. A
+        slice of consecutive pages is read in place.
     max_len: tokens of the longest request.
     mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
     """
 
     begin: int
     end: int
-    index: Tensor | slice
+    pages_or_slots: Tensor | slice
     max_len: int
     mask: Tensor | None
 
