@@ -260,7 +260,7 @@ def test_attention_fits_registers_and_shared_memory(head_dim, wide, dtype, cache
     group = 4
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
     config = tile_configs.gqa_tile_config(
-        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), group, is_wide=wide
+        head_dim, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), group, many_queries=wide
     )
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}
     types |= {"q_ptr": dtype, "kv_ptr": cached, "scales_ptr": BYTES}
@@ -290,7 +290,7 @@ def test_latent_attention_compiles(num_heads, wide, dtype, cached):
 
     sizes = {FLOAT: 4, BFLOAT: 2, FP8: 1}
     config = tile_configs.latent_tile_config(
-        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), is_wide=wide
+        num_heads, tile_configs.tile_element_bytes(sizes[dtype], sizes[cached]), many_queries=wide
     )
     tile_heads = tile_configs.latent_tile_heads(num_heads, config)
     types = LENGTHS | WORK_LIST | {"scale_log2": "fp32"}

@@ -4,7 +4,7 @@ import pytest
 
 from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, WORK_LIST_RATE, AttentionRounds, attention_pairs
 
-ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
+ROUNDS = AttentionRounds(tile_tokens=32, tiles_per_round=16)
 LATE_CHUNK = (32_000, 100)
 
 

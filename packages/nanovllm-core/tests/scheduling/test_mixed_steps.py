@@ -182,7 +182,7 @@ def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
     assert scheduler.num_waiting == 0
 
 
-ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
+ROUNDS = AttentionRounds(tile_tokens=32, tiles_per_round=16)
 
 
 def make_fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:

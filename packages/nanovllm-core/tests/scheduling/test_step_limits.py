@@ -22,7 +22,7 @@ BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_STEP_S, PROMPT_STEP_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
-ROUNDS = AttentionRounds(tile_tokens=32, num_tiles=16)
+ROUNDS = AttentionRounds(tile_tokens=32, tiles_per_round=16)
 # Maximum excess of a step over its limit, as a share. The model knows neither padding, noise nor the roofline's knee.
 MAX_EXCESS = 0.2
 

@@ -1,6 +1,6 @@
-"""Attention over a paged cache, for decodes, prefill chunks and any mix of them.
+"""Attention over a paged cache, for steps of decodes, prefill chunks or both.
 
-Grouped-query attention is exported here; `attention.mla` is latent attention.
+This package exports grouped-query attention. `attention.mla` exports latent attention.
 """
 
 from nanovllm_kernels.attention.gqa import (

@@ -1,7 +1,7 @@
 """Device functions of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
 
-With an FP8 cache, products are in float16, which represents every e4m3 number. To avoid overflow, a power of two
-divides the queries, and weights stay below 2^15. Weights include the scales of the values.
+With an FP8 cache, products are in float16, which represents every e4m3 number. To avoid overflow,
+queries are divided by a power of two, and weights are at most 2^15. Weights include the scales of the values.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -30,7 +30,7 @@ def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.conste
 
 @triton.jit
 def scale_scores(scores, key_exponents, value_exponents):
-    """Multiply scores by the scales of FP8 keys, and add log2 of the value scales, which weights include."""
+    """Multiply scores by the scales of FP8 keys. Add log2 of the value scales, so that weights include these scales."""
     return scores * power_of_2(key_exponents)[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
 
 
@@ -64,7 +64,7 @@ def floor_to_power_of_2(numbers):
 
 @triton.jit
 def load_pages(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the tokens' page numbers as int64, with MASKED 0 from `end` on. table_ptr: the request's block table."""
+    """Return the page number of each key position as int64; with MASKED, 0 for positions from `end` on."""
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

@@ -1,6 +1,6 @@
-"""Device functions that read a work list and store a tile's result, and the merge of tiles that span several parts.
+"""Reads work lists and stores the results of tiles, in device functions. Merges tiles that span several parts.
 
-`plan.work_list.WorkList` describes the list. Partial results are merged as in split-KV attention (Dao et al. 2023).
+`plan.work_list.WorkList` describes a work list. Partial results are merged as in split-KV attention (Dao et al. 2023).
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -26,9 +26,9 @@ MERGE_ELEMENTS = 4096
 class PartialResults(NamedTuple):
     """Results of tiles that span several parts.
 
-    Part p has slot 2p for the tile that began in an earlier part, and slot 2p + 1 for the tile that begins in p.
+    Part p has slot 2p for a tile that began in an earlier part, and slot 2p + 1 for a tile that begins in p.
 
-    out: float32 [slots, head blocks, rows, D], each the result of one part of a tile. Row r of head block b holds
+    out: float32 [slots, head blocks, rows, D], result of attention over one part of a tile. Row r of head block b holds
         query r // block_heads of the tile and head b * block_heads + r % block_heads.
     lse: float32 [slots, head blocks, rows], log2 of the softmax's normalizer; -inf for rows that saw no key.
     """
@@ -40,7 +40,7 @@ class PartialResults(NamedTuple):
 def allocate_partial_results(
     work: WorkList, num_head_blocks: int, num_rows: int, head_dim: int, device: torch.device
 ) -> PartialResults:
-    """Allocate undefined results. num_rows: rows of a tile."""
+    """Allocate uninitialised results. num_rows: rows of a tile."""
     shape = (2 * work.num_parts, num_head_blocks, num_rows)
     return PartialResults(
         torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
@@ -51,7 +51,7 @@ def allocate_partial_results(
 def merge_parts(
     partial: PartialResults, query_start_loc: Tensor, work: WorkList, block_heads: int, block_q: int, out: Tensor
 ) -> None:
-    """Merge the parts of each tile that spans several parts into its rows of `out` [T, H, D].
+    """Merge the results of each tile that spans several parts, and write the tile's rows of `out` [T, H, D].
 
     block_heads: query heads per head block. block_q: query positions per tile.
     """
@@ -87,20 +87,20 @@ def merge_parts(
 
 @triton.jit
 def load_part(tile_starts_ptr, parts_ptr, part):
-    """Return (first block of part `part`, block after its last, its first tile, tile after its last)."""
+    """Return (first block, block after the last, first tile, tile after the last) of part `part`."""
     part_start = tl.load(parts_ptr + 2 * part)
     first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
     part_end = tl.load(parts_ptr + 2 * part + 2)
-    last_tile = tl.load(parts_ptr + 2 * part + 3).to(tl.int32)
-    # The part may end exactly at the beginning of its last tile.
-    return part_start, part_end, first_tile, last_tile + (tl.load(tile_starts_ptr + last_tile) < part_end).to(tl.int32)
+    next_tile = tl.load(parts_ptr + 2 * part + 3).to(tl.int32)
+    # The first tile of the next part may begin in this part.
+    return part_start, part_end, first_tile, next_tile + (tl.load(tile_starts_ptr + next_tile) < part_end).to(tl.int32)
 
 
 @triton.jit
 def load_segment(tile_starts_ptr, tile, part, part_start, part_end):
-    """Return (first block, block after the last, slot) of the blocks of `tile` that part `part` computes.
+    """Return (first block, block after the last, slot) for the blocks of `tile` that are in part `part`.
 
-    Blocks are counted from the tile's first. slot: in the partial results, -1 if the part computes the whole tile.
+    Block 0 is the tile's first block. slot: index in the partial results; -1 if the part holds the whole tile.
     """
     tile_start = tl.load(tile_starts_ptr + tile)
     tile_end = tl.load(tile_starts_ptr + tile + 1)
@@ -113,7 +113,7 @@ def load_segment(tile_starts_ptr, tile, part, part_start, part_end):
 
 @triton.jit
 def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
-    """Return a tile's (request, first query), and the request's (first token in the step, queries, context)."""
+    """Return (request, tile's first query, request's first token in the step, number of queries, tokens before)."""
     request = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
     query_start = tl.load(query_start_loc_ptr + request)
@@ -123,10 +123,10 @@ def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
 
 @triton.jit
 def store_tile(pointers, softmax, slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr):
-    """Store a tile's rows, divided by their sums of weights, in `out`, or as partial results if `slot` >= 0.
+    """Divide a tile's rows by their sums of weights. Store the rows in `out`, or as partial results if `slot` >= 0.
 
     pointers: to `out` and to the tensors of `PartialResults`. softmax: (weighted sums, maximum score, sum of weights).
-    out_rows: row of `out` for each row of the tile. row_mask: valid rows.
+    out_rows: row of `out` for each row of the tile. row_mask: rows that hold a query.
     """
     out_ptr, partial_out_ptr, partial_lse_ptr = pointers
     acc, running_max, running_sum = softmax
@@ -170,7 +170,7 @@ def _merge_parts(
     The programs of all cuts through one tile divide the rows of the tile among themselves.
     """
     if OVERLAP:
-        # The next kernel doesn't start early: its weight loads would slow down attention.
+        # Do not let the next kernel start early: loads of its weights would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)
@@ -180,9 +180,9 @@ def _merge_parts(
     tile_start = tl.load(tile_starts_ptr + tile)
     if tile_start == cut_block:
         return
-    part_blocks = tl.load(parts_ptr + 2)
-    first_part = (tile_start // part_blocks).to(tl.int32)
-    last_part = ((tl.load(tile_starts_ptr + tile + 1) - 1) // part_blocks).to(tl.int32)
+    blocks_per_part = tl.load(parts_ptr + 2)
+    first_part = (tile_start // blocks_per_part).to(tl.int32)
+    last_part = ((tl.load(tile_starts_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
     query_start = tl.load(query_start_loc_ptr + request)
@@ -220,7 +220,7 @@ def _merge_parts(
             running_sum = running_sum * rescale + tl.sum(weights, 0)
             acc = acc * rescale[:, None] + tl.sum(partial_out * weights[:, :, None], 0)
             running_max = new_max
-        # Rows past the tile's last have a sum of 0, and are not stored below.
+        # Rows past the tile's last row have a sum of 0, and are not stored below.
         acc = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
         tokens = (query_start + first_query + rows // BLOCK_HEADS).to(tl.int64)
         out_ptrs = out_ptr + ((tokens * NUM_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]

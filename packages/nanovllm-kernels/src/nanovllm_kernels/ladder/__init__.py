@@ -3,7 +3,7 @@
 
 Each figure is the median time of CUDA-graph replays. A graph calls the kernel on copies of the inputs that together
 exceed the L2 cache. Bytes and operations are the minimum that the kernel's result requires: data that a kernel reads
-twice count once. Shapes are taken from models; data are random.
+twice count once. Shapes are those of models. Data are random.
 """
 
 import argparse
@@ -28,7 +28,7 @@ __all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
 
 
 def ladder() -> Iterator[Work]:
-    """Yield all works, smallest inputs first within a family."""
+    """Yield all works (see `timing.Work`), family by family. Works with small inputs come first in a family."""
     yield copy_ceiling()
     yield from paged_works()
     yield from latent_works()
@@ -46,10 +46,10 @@ def ladder() -> Iterator[Work]:
         yield from sampling(batch, vocab_size)
 
 
-def selected(only: str) -> list[Work]:
-    """Return the works whose names contain `only` and whose inputs fit this GPU."""
+def selected(name_part: str) -> list[Work]:
+    """Return the works whose names contain `name_part` and whose inputs fit this GPU."""
     available_bytes = 0.4 * describe_device(torch.device("cuda", 0)).total_memory
-    return [work for work in ladder() if only in work.name and work.input_bytes <= available_bytes]
+    return [work for work in ladder() if name_part in work.name and work.input_bytes <= available_bytes]
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--only", default="", help="measure only works whose names contain this")
+    parser.add_argument("--only", default="", help="measure only works whose names contain this word")
     arguments = parser.parse_args()
     if not has_cuda():
         sys.exit("no NVIDIA GPU (Ampere or newer) found: the ladder measures CUDA kernels")

@@ -1,6 +1,6 @@
 """Works (see `timing.Work`) of attention over paged keys and values, and over paged latents: decodes and prompts.
 
-The cost is bytes of the cache for a decode, and operations for a prompt or for a latent decode with many heads.
+A decode costs the bytes of its cache. A prompt, and a latent decode with many heads, cost operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,17 +14,17 @@ from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HE
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Sizes in DeepSeek-V3: a head's unrotated and rotated key part, its value, and a latent.
+# Elements in DeepSeek-V3: a head's unrotated key part, rotated key part and value, and a latent.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
 def random_fp8(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random e4m3 values of at most 2, without NaN."""
+    """Return random e4m3 values without NaN, of magnitude below 2."""
     return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
 
 
 def make_decode_inputs(batch: int, context: int, page_size: int, *, is_fp8: bool) -> tuple[torch.Tensor | None, ...]:
-    """Return (queries, cache, scales, block tables, lengths): one query per request over `context` tokens."""
+    """Return (queries, cache, scales or None, block tables, lengths). A request has one query and `context` tokens."""
     pages_per_request = context // page_size
     num_blocks = batch * pages_per_request + 1
     shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
@@ -37,7 +37,7 @@ def make_decode_inputs(batch: int, context: int, page_size: int, *, is_fp8: bool
 
 def decode_work(
     name: str,
-    make_call: Callable[[int], Callable[[], object]],
+    make_call: Callable[[], Callable[[], object]],
     batch: int,
     context: int,
     page_size: int,
@@ -53,7 +53,7 @@ def decode_work(
 def triton_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> Work:
     """Decode attention by the Triton kernel, over a cache of bf16 or FP8."""
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         q, kv_cache, kv_scales, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=is_fp8)
         query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         batch_plan = plan_batch(
@@ -77,7 +77,7 @@ def cute_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool =
     """Decode attention by the CuTe DSL kernel."""
     from nanovllm_kernels.attention.gqa.cute_decode import allocate_workspace, paged_decode
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         q, kv_cache, kv_scales, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=is_fp8)
         out, workspace = torch.empty_like(q), allocate_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
         return lambda: paged_decode(q, kv_cache, kv_scales, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
@@ -90,7 +90,7 @@ def flash_decode_work(batch: int, context: int, page_size: int) -> Work:
     from nanovllm_kernels.attention.gqa.flash_prefill import attend_to_pages
     from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         q, kv_cache, _, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=False)
         query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         requests, out = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, tables), torch.empty_like(q)
@@ -111,10 +111,10 @@ def latent_attention_work(
     is_fp8: bool = False,
     backend: Backend = "triton",
 ) -> Work:
-    """Latent attention of the last `query_len` of `context` tokens per request, with projections."""
+    """Latent attention of the last `query_len` tokens per request, with projections. context: tokens of a request."""
     page_size, cache_dim = 64, LATENT_DIM + ROPE_DIM
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         num_pages = batch * context // page_size
         shape = (num_pages, page_size, 1, cache_dim)
         kv_cache = random_fp8(shape) if is_fp8 else random(*shape)
@@ -143,7 +143,7 @@ def latent_attention_work(
 
 
 def latent_decode_work(batch: int, context: int, num_heads: int, *, is_fp8: bool = False) -> Work:
-    """Decodes over latents. With few heads the cost is bytes of latents and of the expansion, otherwise operations."""
+    """Decodes over latents. The cost is bytes of latents and of the expansion with few heads, otherwise operations."""
     expansion_elements = num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM
     if num_heads <= 16:
         cost, unit = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if is_fp8 else 2) + 2 * expansion_elements, "TB/s"
@@ -192,7 +192,7 @@ def prefill_work(batch: int, length: int, backend: Backend = "triton") -> Work:
     page_size = 16
     pages_per_prompt = length // page_size
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         kv_cache = random(batch * pages_per_prompt, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
         tables = torch.randperm(batch * pages_per_prompt, device="cuda").view(batch, pages_per_prompt).int()
         q = random(batch * length, NUM_HEADS, HEAD_DIM)

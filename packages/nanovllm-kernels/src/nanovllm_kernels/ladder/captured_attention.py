@@ -1,6 +1,6 @@
-"""Works of attention as a captured step launches it: padded tokens, unused entries, lengths known only to the device.
+"""Works of attention in captured steps, with padded tokens, unused entries, and lengths that only the device knows.
 
-The cost is operations. Works with "by bytes" in their names cost the bytes of the cache instead.
+The cost is operations. If a work's name contains "by bytes", the cost is the bytes of cached tokens instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ra
 from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Block tables are as wide as the longest request that the engine accepts.
+# Tokens of the longest request that the engine accepts, which set the width of block tables.
 MAX_SEQ_LEN = 131_072
 PAGE_SIZE = TMA_PAGE_SIZE
 # Query and key-value heads of Qwen3-0.6B.
@@ -55,19 +55,19 @@ def captured_attention_work(
     max_query_len: int | None = None,
     heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
     backend: Backend | None,
-    costs_bytes: bool = False,
+    counts_bytes: bool = False,
     has_only_whole_prompts: bool = False,
 ) -> Work:
     """Attention of `requests` in a step of `num_tokens` tokens.
 
-    num_entries: entries of the block tables, used or not. backend: None for FlashAttention alone.
-    costs_bytes: whether the cost is bytes instead of operations. has_only_whole_prompts: see `plan_batch`.
+    num_entries: rows of the block tables, used or not. backend: None calls FlashAttention without our kernels.
+    counts_bytes: whether the cost is bytes instead of operations. has_only_whole_prompts: see `plan_batch`.
     """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-seq_len // PAGE_SIZE) for _, seq_len in requests))
     query_len_bound = num_tokens if max_query_len is None else max_query_len
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         kv_cache = random(num_pages, PAGE_SIZE, 2 * num_kv_heads, HEAD_DIM)
         tables = make_step_tables(requests, num_entries, PAGE_SIZE)
         qkv, scale = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM), HEAD_DIM**-0.5
@@ -92,8 +92,8 @@ def captured_attention_work(
 
     cached_bytes = sum(seq_len for _, seq_len in requests) * 2 * num_kv_heads * HEAD_DIM * 2
     operations = 4 * num_heads * HEAD_DIM * count_pairs(requests)
-    cost, unit = (cached_bytes, "TB/s") if costs_bytes else (operations, "TFLOP/s")
-    suffix = " by bytes" if costs_bytes else " whole" if has_only_whole_prompts else ""
+    cost, unit = (cached_bytes, "TB/s") if counts_bytes else (operations, "TFLOP/s")
+    suffix = " by bytes" if counts_bytes else " whole" if has_only_whole_prompts else ""
     name = f"captured {name} {backend or 'flash alone'}{suffix}"
     return Work(name, make_call, cost, unit, max(cached_bytes, COLD_BYTES // 8))
 
@@ -102,7 +102,7 @@ def captured_latent_chunk_work(length: int, context: int, num_heads: int) -> Wor
     """The last `length` tokens of `context` over latents, in a captured step of 512 tokens and 256 entries."""
     page_size, num_tokens, cache_dim = 64, 512, LATENT_DIM + ROPE_DIM
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         kv_cache = random(context // page_size, page_size, 1, cache_dim)
         batch_plan = plan_latent_batch(
             *make_step_tables([(length, context)], 256, page_size),
@@ -125,12 +125,12 @@ def captured_latent_chunk_work(length: int, context: int, num_heads: int) -> Wor
 
 
 def work_list_planning_work(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> Work:
-    """The kernel that plans wide tiles, once per step."""
+    """The kernel that plans the work list of wide tiles, once per step. The cost is the bytes of lengths."""
     from nanovllm_kernels.attention.plan import tile_configs
 
-    config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, is_wide=True)
+    config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)
 
-    def make_call(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         _, *lengths = make_step_tables(requests, num_entries, PAGE_SIZE)
         return lambda: make_work_list(
             *lengths,
@@ -154,10 +154,10 @@ def captured_works() -> Iterator[Work]:
         for context in (8192, 32_768, MAX_SEQ_LEN):
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
-                # Loading keys limits the speed of 16 queries: measure them in bytes too.
-                for costs_bytes in (False, True) if length == 16 else (False,):
+                # Loads of keys limit the speed of 16 queries: measure these works in bytes too.
+                for counts_bytes in (False, True) if length == 16 else (False,):
                     yield captured_attention_work(
-                        name, requests, num_entries=256, num_tokens=512, backend=backend, costs_bytes=costs_bytes
+                        name, requests, num_entries=256, num_tokens=512, backend=backend, counts_bytes=counts_bytes
                     )
     for num_heads in (16, 128):
         yield captured_latent_chunk_work(100, 32_768, num_heads)
@@ -182,7 +182,7 @@ def captured_works() -> Iterator[Work]:
         num_tokens=256,
         max_query_len=4,
         backend="triton",
-        costs_bytes=True,
+        counts_bytes=True,
     )
     for backend in backends:
         yield captured_attention_work("step without work", [], num_entries=256, num_tokens=512, backend=backend)

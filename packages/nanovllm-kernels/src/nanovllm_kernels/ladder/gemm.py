@@ -19,7 +19,7 @@ Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model's widths: residual stream, all heads with keys and values, query heads, intermediate, vocabulary."""
+    """A model's widths. qkv: all queries, keys and values. heads: all queries. intermediate: gate, or up, of an MLP."""
 
     name: str
     hidden: int
@@ -35,7 +35,7 @@ SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 61
 def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
     """A layer's linears and the output head, as the engine runs `num_rows` rows.
 
-    If one kernel computes a linear and its neighbours, the separate operators are measured too.
+    If one kernel computes a linear layer and its neighbours, separate operators are measured too.
     """
     norm_weight, eps = random(shapes.hidden), 1e-5
 
@@ -46,7 +46,7 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
         lambda weight, x, residual: linear(x, weight, None, residual),
         lambda weight, x, residual: residual.addmm_(x, weight.t()),
     )
-    # By name: columns, width, the call that the engine makes, and the call of separate operators.
+    # By name: output columns, input width, the call that the engine makes, and the call of separate operators.
     works: dict[str, tuple[int, int, Call, Call]] = {
         "norm + qkv": (
             shapes.qkv,
@@ -69,17 +69,17 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
             lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
         ),
     }
-    for name, (columns, width, chosen, pieces) in works.items():
+    for name, (columns, width, fused, separate) in works.items():
         is_fused = tiles.is_few_rows_faster(num_rows, columns, width)
-        calls = {"": chosen, " in pieces": pieces} if is_fused else {"": chosen}
+        calls = {"": fused, " in pieces": separate} if is_fused else {"": fused}
         cost = columns * width * 2
         for suffix, call in calls.items():
 
-            def make(_: int, call: Call = call, columns: int = columns, width: int = width) -> Callable[[], object]:
+            def make_call(call: Call = call, columns: int = columns, width: int = width) -> Callable[[], object]:
                 weight, x, residual = random(columns, width), random(num_rows, width), random(num_rows, columns)
                 return lambda: call(weight, x, residual)
 
-            yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make, cost, "TB/s", cost)
+            yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make_call, cost, "TB/s", cost)
 
 
 def block_fp8_linears(num_rows: int) -> Iterator[Work]:
@@ -88,10 +88,10 @@ def block_fp8_linears(num_rows: int) -> Iterator[Work]:
     The measured call also quantises the input. With few rows, the cost is the bytes of the weight.
     """
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
-        few = num_rows <= tiles.MAX_FP8_ROWS
-        cost, unit = (columns * width, "TB/s") if few else (2 * num_rows * columns * width, "TFLOP/s")
+        has_few_rows = num_rows <= tiles.MAX_FP8_ROWS
+        cost, unit = (columns * width, "TB/s") if has_few_rows else (2 * num_rows * columns * width, "TFLOP/s")
 
-        def make(_: int, columns: int = columns, width: int = width) -> Callable[[], object]:
+        def make_call(columns: int = columns, width: int = width) -> Callable[[], object]:
             weight = block_fp8.empty_weight(columns, width, block_fp8.GROUP, torch.device("cuda"))
             numbers, scales = block_fp8.quantize_blocks(random(columns, width))
             weight.data.copy_(numbers)
@@ -99,11 +99,11 @@ def block_fp8_linears(num_rows: int) -> Iterator[Work]:
             x = random(num_rows, width)
             return lambda: block_fp8.linear(x, weight)
 
-        yield Work(f"block FP8 {columns} x {width}, {num_rows} rows", make, cost, unit, columns * width)
+        yield Work(f"block FP8 {columns} x {width}, {num_rows} rows", make_call, cost, unit, columns * width)
 
-    def make_rows(_: int) -> Callable[[], object]:
+    def make_quantize_call() -> Callable[[], object]:
         x = random(num_rows, 4096)
         return lambda: block_fp8.quantize_groups(x)
 
     cost = num_rows * 4096 * 3
-    yield Work(f"quantize_groups {num_rows} x 4096", make_rows, cost, "GB/s", cost)
+    yield Work(f"quantize_groups {num_rows} x 4096", make_quantize_call, cost, "GB/s", cost)

@@ -1,4 +1,4 @@
-"""Works of recurrent layers: Gated DeltaNet for decodes, which cost bytes, and for prompts, which cost operations."""
+"""Works of Gated DeltaNet, a recurrent layer: decodes, which cost bytes, and prompts, which cost operations."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,39 +14,39 @@ DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
 def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Work:
     """Qwen3-Next's recurrent layer, without its projections.
 
-    lengths: new tokens of each request. context: tokens before the new tokens.
+    lengths: new tokens of each request. context: tokens of each request before its new tokens.
     """
-    batch, num_tokens, group, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
-    channels = DELTA_K_HEADS * (2 + group) * dim
-    decodes = num_tokens == batch
+    batch, num_tokens, values_per_key, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
+    conv_channels = DELTA_K_HEADS * (2 + values_per_key) * dim
+    is_decode = num_tokens == batch
 
-    def make(_: int) -> Callable[[], object]:
-        numbers = torch.tensor([lengths, [context + length for length in lengths]], dtype=torch.int32, device="cuda")
+    def make_call() -> Callable[[], object]:
+        counts = torch.tensor([lengths, [context + length for length in lengths]], dtype=torch.int32, device="cuda")
         planned = plan_states(
             torch.randperm(batch, device="cuda").int() + 1,
             torch.zeros((batch, 1, 2), dtype=torch.int32, device="cuda"),
-            numbers[1],
-            torch.cat((numbers.new_zeros(1), numbers[0].cumsum(0).int())),
-            num_decodes=batch if decodes else 0,
+            counts[1],
+            torch.cat((counts.new_zeros(1), counts[0].cumsum(0).int())),
+            num_decodes=batch if is_decode else 0,
             max_query_len=max(lengths),
             num_tokens=num_tokens,
             backend="triton",
         )
         ones = torch.ones(DELTA_V_HEADS, device="cuda")
-        weights = DeltaWeights(random(4, channels).float(), ones, ones, torch.ones(dim, device="cuda"), 1e-6)
-        recurrent = torch.randn((batch + 1, DELTA_V_HEADS, dim, dim), device="cuda").to(state_dtype)
-        conv, ba = random(batch + 1, 4, channels), random(num_tokens, 2 * DELTA_V_HEADS)
-        qkvz = random(num_tokens, channels + DELTA_V_HEADS * dim)
-        return lambda: gated_delta_net(qkvz, ba, weights, recurrent, conv, planned)
+        weights = DeltaWeights(random(4, conv_channels).float(), ones, ones, torch.ones(dim, device="cuda"), 1e-6)
+        recurrent_states = torch.randn((batch + 1, DELTA_V_HEADS, dim, dim), device="cuda").to(state_dtype)
+        conv_states, ba = random(batch + 1, 4, conv_channels), random(num_tokens, 2 * DELTA_V_HEADS)
+        qkvz = random(num_tokens, conv_channels + DELTA_V_HEADS * dim)
+        return lambda: gated_delta_net(qkvz, ba, weights, recurrent_states, conv_states, planned)
 
-    states = batch * DELTA_V_HEADS * dim * dim * state_dtype.itemsize
-    kind = "decode" if decodes else f"prefill of {max(lengths)}"
+    state_bytes = batch * DELTA_V_HEADS * dim * dim * state_dtype.itemsize
+    kind = "decode" if is_decode else f"prefill of {max(lengths)}"
     name = f"delta net {kind} batch {batch} {str(state_dtype).removeprefix('torch.')}"
-    if decodes:
-        cost = 2 * states + batch * (channels * 2 * 5 + 2 * DELTA_V_HEADS * dim * 2)
-        return Work(name, make, cost, "TB/s", cost)
-    rows = num_tokens * (channels + 2 * DELTA_V_HEADS * dim) * 2
-    return Work(name, make, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", states + rows)
+    if is_decode:
+        cost = 2 * state_bytes + batch * (conv_channels * 2 * 5 + 2 * DELTA_V_HEADS * dim * 2)
+        return Work(name, make_call, cost, "TB/s", cost)
+    row_bytes = num_tokens * (conv_channels + 2 * DELTA_V_HEADS * dim) * 2
+    return Work(name, make_call, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", state_bytes + row_bytes)
 
 
 def delta_nets() -> Iterator[Work]:

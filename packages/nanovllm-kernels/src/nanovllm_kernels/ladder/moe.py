@@ -13,74 +13,74 @@ from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_exp
 
 @dataclass(frozen=True)
 class Mixture:
-    """A model's experts. hidden, width: sizes of the residual stream and of an expert. shared: gated shared expert."""
+    """A model's experts. hidden: width of the residual stream. width: of an expert. has_shared: gated shared expert."""
 
     name: str
     num_experts: int
     top_k: int
     hidden: int
     width: int
-    shared: bool = False
+    has_shared: bool = False
 
     @property
-    def total(self) -> int:
-        """Number of experts including the shared expert, and number of logits."""
-        return self.num_experts + self.shared
+    def num_all(self) -> int:
+        """Number of experts including the shared expert. Equals the number of logits."""
+        return self.num_experts + self.has_shared
 
     @property
     def routing(self) -> Routing:
         """How tokens choose experts."""
-        return Routing(self.top_k, shared="gated" if self.shared else "none")
+        return Routing(self.top_k, shared="gated" if self.has_shared else "none")
 
 
 MIXTURES = (
     Mixture("30B-A3B", 128, 8, 2048, 768),
     Mixture("M2", 256, 8, 3072, 1536),
-    Mixture("Next", 512, 10, 2048, 512, shared=True),
+    Mixture("Next", 512, 10, 2048, 512, has_shared=True),
 )
 
 
 def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
-    """Return experts with normally distributed bf16 weights, or with random FP8 weights other than NaN."""
-    shapes = ((mixture.total, 2 * mixture.width, mixture.hidden), (mixture.total, mixture.hidden, mixture.width))
+    """Return experts with normally distributed bf16 weights, or with random FP8 weights without NaN."""
+    shapes = ((mixture.num_all, 2 * mixture.width, mixture.hidden), (mixture.num_all, mixture.hidden, mixture.width))
     if not in_fp8:
         return pack_experts(*(random(*shape) for shape in shapes))
     numbers = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
     rows, columns = -(-mixture.width // 128), -(-mixture.hidden // 128)
-    scales13 = torch.rand(mixture.total, 2, rows, columns, device="cuda")
-    scales2 = torch.rand(mixture.total, columns, rows, device="cuda")
+    scales13 = torch.rand(mixture.num_all, 2, rows, columns, device="cuda")
+    scales2 = torch.rand(mixture.num_all, columns, rows, device="cuda")
     return pack_experts(*(part.view(fp8.DTYPE) for part in numbers), scales13, scales2)
 
 
 def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
-    """Experts of `num_tokens` tokens. The cost is the bytes of the chosen experts, or operations for many tokens."""
-    size = mixture.hidden * mixture.width
+    """Experts of `num_tokens` tokens. The cost is the bytes of all chosen experts; for many tokens, operations."""
+    matrix_elements = mixture.hidden * mixture.width
 
-    def make(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         packed = random_experts(mixture, in_fp8=in_fp8)
         x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
-        logits = torch.randn(num_tokens, mixture.total, device="cuda")
+        logits = torch.randn(num_tokens, mixture.num_all, device="cuda")
         chosen = route(logits, mixture.routing)
         return lambda: fused_experts(x, packed, chosen, residual)
 
-    hit = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.shared
-    read = 3 * hit * size * (1 if in_fp8 else 2)
-    whole = 3 * mixture.total * size * (1 if in_fp8 else 2)
-    operations = 6 * num_tokens * (mixture.top_k + mixture.shared) * size
-    cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (read, "TB/s")
-    return Work(f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make, cost, unit, whole)
+    num_used = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.has_shared
+    used_bytes = 3 * num_used * matrix_elements * (1 if in_fp8 else 2)
+    size = 3 * mixture.num_all * matrix_elements * (1 if in_fp8 else 2)
+    operations = 6 * num_tokens * (mixture.top_k + mixture.has_shared) * matrix_elements
+    cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (used_bytes, "TB/s")
+    return Work(f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make_call, cost, unit, size)
 
 
 def routing(mixture: Mixture, num_tokens: int) -> Work:
     """The choice of experts. The cost is the bytes of the logits."""
 
-    def make(_: int) -> Callable[[], object]:
-        logits = torch.randn(num_tokens, mixture.total, device="cuda")
+    def make_call() -> Callable[[], object]:
+        logits = torch.randn(num_tokens, mixture.num_all, device="cuda")
         bias = torch.randn(mixture.num_experts, device="cuda")
         return lambda: route(logits, replace(mixture.routing, scoring="sigmoid"), bias)
 
-    cost = 4 * num_tokens * mixture.total
-    return Work(f"route {mixture.name}, {num_tokens} tokens", make, cost, "GB/s", cost)
+    cost = 4 * num_tokens * mixture.num_all
+    return Work(f"route {mixture.name}, {num_tokens} tokens", make_call, cost, "GB/s", cost)
 
 
 def mixtures() -> Iterator[Work]:
@@ -90,5 +90,5 @@ def mixtures() -> Iterator[Work]:
             yield routing(mixture, num_tokens)
             yield experts(mixture, num_tokens, in_fp8=False)
             yield experts(mixture, num_tokens, in_fp8=True)
-    # DeepSeek-V3's widths, about 32 rows per expert.
+    # DeepSeek-V3's widths, with about 32 tokens per expert.
     yield experts(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-COLD_BYTES = 256 << 20
-MOST_COPIES = 32
-ROUNDS = 20
+# A graph calls a work on enough copies of the inputs to fill COLD_BYTES, but on at most MAX_COPIES.
+COLD_BYTES, MAX_COPIES, NUM_REPLAYS = 256 << 20, 32, 20
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured work: `rate` in `unit`, `microseconds` per call."""
+    """A measured work. microseconds: time per call. rate: cost per time, in `unit`."""
 
     name: str
     microseconds: float
@@ -23,10 +22,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Work:
-    """A call to time. make: creates inputs and returns the call. cost: bytes or operations per call."""
+    """A call to time. make_call: creates inputs and returns the call. cost: bytes or operations. unit: of the rate."""
 
     name: str
-    make: Callable[[int], Callable[[], object]]
+    make_call: Callable[[], Callable[[], object]]
     cost: float
     unit: str
     input_bytes: float
@@ -36,8 +35,8 @@ def measure(work: Work) -> Figure:
     """Capture a graph of calls on different inputs, replay the graph, and return the median time per call."""
     # Free the memory of the previous work's inputs.
     torch.cuda.empty_cache()
-    copies = max(1, min(MOST_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
-    calls = [work.make(copy) for copy in range(copies)]
+    num_copies = max(1, min(MAX_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
+    calls = [work.make_call() for _ in range(num_copies)]
     # Inputs are filled on the default stream, but the calls run on another stream.
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -51,13 +50,13 @@ def measure(work: Work) -> Figure:
             call()
     graph.replay()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(NUM_REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / copies)
+        times.append(begin.elapsed_time(end) * 1000 / num_copies)
     microseconds = statistics.median(times)
-    scale = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[work.unit]
-    return Figure(work.name, microseconds, work.cost / microseconds / scale, work.unit)
+    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[work.unit]
+    return Figure(work.name, microseconds, work.cost / microseconds / unit_per_microsecond, work.unit)

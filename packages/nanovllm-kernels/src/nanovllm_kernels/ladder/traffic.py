@@ -11,28 +11,28 @@ from nanovllm_kernels.sampling import DrawSettings, sample
 
 
 def copy_ceiling() -> Work:
-    """A plain copy. Its rate is the ceiling of all rates in bytes."""
+    """A plain copy, whose rate is the ceiling of all rates in bytes."""
     size = 1 << 30
 
-    def make(_: int) -> Callable[[], object]:
+    def make_call() -> Callable[[], object]:
         source = torch.empty(size, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
-    return Work("copy 1 GiB", make, 2 * size, "TB/s", 2 * size)
+    return Work("copy 1 GiB", make_call, 2 * size, "TB/s", 2 * size)
 
 
 def elementwise(num_tokens: int) -> Iterator[Work]:
-    """Norm, rotary embedding and gate with an 8B model's shapes."""
+    """Norm, rotary embedding and gated activation with the shapes of an 8B model."""
     hidden, intermediate = 4096, 14336
-    row = num_tokens * hidden * 2
+    hidden_bytes = num_tokens * hidden * 2
     weight = random(hidden)
 
-    def make_norm(_: int) -> Callable[[], object]:
+    def make_norm() -> Callable[[], object]:
         x = random(num_tokens, hidden)
         return lambda: rms_norm(x, weight, 1e-5)
 
-    def make_rope(_: int) -> Callable[[], object]:
+    def make_rope() -> Callable[[], object]:
         qkv = random(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
         positions = torch.randint(0, 8192, (num_tokens,), device="cuda")
         rotation = plan_rotation(torch.randn(8192, HEAD_DIM, device="cuda"), positions)
@@ -41,31 +41,31 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
         kv_cache = random(num_blocks, 16, 2 * NUM_KV_HEADS, HEAD_DIM)
         return lambda: rope_and_cache(qkv, rotation, slots, kv_cache)
 
-    def make_gate(_: int) -> Callable[[], object]:
+    def make_gate() -> Callable[[], object]:
         x = random(num_tokens, 2 * intermediate)
         return lambda: silu_and_mul(x)
 
-    rope = num_tokens * (2 * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4)
-    gate = num_tokens * 3 * intermediate * 2
-    yield Work(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * row, "GB/s", 2 * row)
-    yield Work(f"rope_and_cache {num_tokens}", make_rope, rope, "GB/s", rope)
-    yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate, "GB/s", gate)
+    rope_bytes = num_tokens * (2 * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4)
+    gate_bytes = num_tokens * 3 * intermediate * 2
+    yield Work(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * hidden_bytes, "GB/s", 2 * hidden_bytes)
+    yield Work(f"rope_and_cache {num_tokens}", make_rope, rope_bytes, "GB/s", rope_bytes)
+    yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate_bytes, "GB/s", gate_bytes)
 
 
 def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
-    """Greedy, plain and filtered draws from float32 logits. From flat logits, top-p keeps most tokens."""
-    ones, zeros, seeds = (make(batch, device="cuda") for make in (torch.ones, torch.zeros, torch.arange))
+    """Greedy, unfiltered and filtered draws from float32 logits. From flat logits, top-p keeps most tokens."""
+    ones, zeros, seeds = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4
 
-    def maker(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[int], Callable[[], object]]:
-        def make(_: int) -> Callable[[], object]:
+    def draw_with(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[], Callable[[], object]]:
+        def make_call() -> Callable[[], object]:
             logits = torch.randn((batch, vocab_size), device="cuda") * spread
             settings = DrawSettings(ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds)
             return lambda: sample(
                 logits, settings, seeds, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1
             )
 
-        return make
+        return make_call
 
     for name, settings in {
         "greedy": (0.0, 0, 1.0, 3.0),
@@ -75,4 +75,4 @@ def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
         "top-p, flat": (0.6, 0, 0.9, 0.5),
         "top-k + top-p": (0.6, 50, 0.9, 3.0),
     }.items():
-        yield Work(f"sample {batch} x {vocab_size} {name}", maker(*settings), cost, "GB/s", cost)
+        yield Work(f"sample {batch} x {vocab_size} {name}", draw_with(*settings), cost, "GB/s", cost)

@@ -35,23 +35,23 @@ def plan_batch(
 ) -> AttentionBatch:
     """Plan the attention of a step, once for all layers.
 
-    block_tables: int32 [B, max_blocks], each request's pages in order. Entries past the request's length are valid
-        page numbers that are not read.
+    block_tables: int32 [B, max_blocks], each request's pages in order. Entries past the request's length may be any
+        valid page numbers: their pages are not read.
     seq_lens: int32 [B], tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], each request's first query. Query i of n of request b has position
-        seq_lens[b] - n + i and sees the tokens up to itself.
-    num_decodes: leading requests with exactly one query. None: unknown to the host (not for "torch"). A captured
-        graph can then be replayed for any lengths within the bounds.
-    max_query_len, max_seq_len: upper bounds, which need not be tight. The launch depends on these bounds.
-    num_heads: query heads.
-    kv_cache: cache of any layer.
-    backend: "torch" runs everywhere, but waits for the device on CUDA. The others need CUDA (or Triton's
+    query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. Query i of a
+        request b with n queries has position seq_lens[b] - n + i and sees the tokens up to this position.
+    num_decodes: number of leading requests with exactly one query. None (not for "torch"): the host does not know the
+        number, and a captured graph can be replayed for any lengths within the bounds.
+    max_query_len, max_seq_len: upper bounds on queries and tokens of a request. The launch depends on these bounds.
+    num_heads: number of query heads.
+    kv_cache: the cache of any layer; only shape, dtype and device matter.
+    backend: "torch" runs everywhere, but waits for the device on CUDA. Other backends need CUDA (or Triton's
         interpreter), never wait, and allow requests without a query. "flash" and "cutedsl" need the extras flash-attn
         and cutedsl. FlashAttention does not read FP8 caches.
-    dtype: of the queries; None: the cache's.
+    dtype: dtype of the queries. None: dtype of the cache.
     num_tokens: upper bound on the tokens of the step. None: B * max_query_len.
-    has_only_whole_prompts: every request with several queries has all of its tokens in this step. FlashAttention then
-        reads the step's own keys and values, see `AttentionBatch.reads_own_keys`.
+    has_only_whole_prompts: whether every request with several queries has all of its tokens in this step. Then
+        FlashAttention reads the step's own keys and values, see `AttentionBatch.reads_own_keys`.
     """
     query_dtype = dtype or kv_cache.dtype
     work_element_bytes = tile_configs.tile_element_bytes(query_dtype.itemsize, kv_cache.element_size())
@@ -81,19 +81,19 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Return `batch` with single-query requests planned for the CuTe DSL kernel, if the kernel supports the shape."""
+    """Return `batch` with requests of one query planned for the CuTe DSL kernel, if the kernel supports the shape."""
     if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
 
-    _, page_size, num_cached, head_dim = kv_cache.shape
-    num_kv_heads, device = num_cached // 2, kv_cache.device
+    _, page_size, heads_per_slot, head_dim = kv_cache.shape
+    num_kv_heads, device = heads_per_slot // 2, kv_cache.device
     group_size = num_heads // num_kv_heads
     if not cute_decode.supports_decode(head_dim, group_size, page_size, dtype, kv_cache.dtype, device):
         return batch
-    config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, is_wide=False)
+    config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=False)
     if num_decodes is None and 1 < batch.max_query_len <= config.block_m // group_size:
-        # The step verifies draft tokens: one work list holds all requests.
+        # The step verifies a few draft tokens per request: one work list holds all requests.
         return batch
     decode_lens = _decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
     workspace = cute_decode.allocate_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
@@ -119,12 +119,12 @@ def _plan_work_lists(
     *,
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
-    """Return `batch` with the remaining requests in work lists or planned for FlashAttention."""
+    """Return `batch` with work lists and FlashAttention planned for requests that the CuTe DSL kernel does not take."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
     configs = [
-        tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, is_wide=is_wide)
-        for is_wide in (False, True)
+        tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
+        for many_queries in (False, True)
     ]
     tile_queries = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
@@ -156,8 +156,8 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # With few requests and contexts shorter than the filter's minimum, the filter excludes all requests with
-        # several queries.
+        # If at most `max_excluded` requests exist and no context can reach `min_context`, FlashAttention takes all
+        # requests with several queries, and this list stays empty.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded
@@ -184,9 +184,9 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum number of tokens of a captured step of whole prompts that attends without the cache.
+    """Return the minimum number of tokens with which a captured step of whole prompts does not read the cache.
 
-    None: whole prompts always read the cache. See `has_only_whole_prompts` of `plan_batch`.
+    None: such steps always read the cache. See `has_only_whole_prompts` of `plan_batch`.
     """
     is_latent = kv_cache.shape[2] == 1
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -194,7 +194,7 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return the rounds in which the device attends for prompts."""
+    """Return the sizes of the rounds in which the device computes prompt attention. num_heads: query heads."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return ONE_TOKEN_ROUNDS
@@ -275,7 +275,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Attend with every kernel that the batch was planned for. An unused list of tensors is empty."""
+    """Attend with each kernel that has a plan. Lists of tensors: the fields of a plan; empty if there is no plan."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -288,9 +288,9 @@ def _paged_attention_op(
         tables = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
         cute_decode.paged_decode(q, kv_cache, kv_scales, *tables, scale, workspace, out)
-    for work, is_wide in ((narrow_work, False), (wide_work, True)):
+    for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
-            triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, is_wide=is_wide)
+            triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)
     if flash_tensors and own_keys_values is not None:
         keys, values = own_keys_values.chunk(2, 1)
         flash_prefill.attend_to_rows(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)

@@ -27,7 +27,7 @@ CUTLASS_DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 
 
 class RingSize(NamedTuple):
-    """Warps of a CTA, and steps in the ring of each warp."""
+    """Warps of a CTA, and steps (see `cute_decode_kernel`) that each warp's ring in shared memory holds."""
 
     num_warps: int
     num_stages: int
@@ -35,12 +35,12 @@ class RingSize(NamedTuple):
 
 # By head size. Rings of about 192 KiB were the fastest on an H200.
 RING_SIZES = {64: RingSize(16, 3), 128: RingSize(8, 3), 256: RingSize(6, 2)}
-# For FP8 caches. Heads of 64 would not fill a row of shared memory.
+# For FP8 caches. FP8 heads of 64 would not fill a row of shared memory.
 FP8_RING_SIZES = {128: RingSize(12, 4), 256: RingSize(6, 4)}
 
 
 class DecodeWorkspace(NamedTuple):
-    """Global memory through which CTAs exchange results, see `cute_merge.ResultExchange`.
+    """Global memory through which CTAs exchange results. `cute_merge.ResultExchange` describes the fields.
 
     Counters are zero before and after each launch. Launches that may run at the same time must not share a workspace.
     """
@@ -55,7 +55,7 @@ def supports_decode(
 ) -> bool:
     """Whether `paged_decode` has a kernel for this shape.
 
-    group_size: query heads per key-value head. dtype: of the queries. cache_dtype: of the cache.
+    group_size: query heads per key-value head. dtype: dtype of the queries.
     """
     is_fp8 = cache_dtype == fp8.DTYPE
     return (
@@ -91,7 +91,7 @@ def paged_decode(
     workspace: DecodeWorkspace,
     out: Tensor,
 ) -> None:
-    """Grouped-query attention (Ainslie et al. 2023) of one query per request over its pages, if `supports_decode`.
+    """Grouped-query attention (Ainslie et al. 2023) of one query per request. Requires `supports_decode`.
 
     q: [>= B, Hq, D], float16 or bfloat16. Row b is the query of request b. Heads are contiguous, rows have any stride.
     kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
@@ -104,8 +104,8 @@ def paged_decode(
     The first call for a shape compiles the kernel, and cannot be captured.
     """
     num_heads, head_dim = q.shape[1:]
-    num_blocks, page_size, num_cached, _ = kv_cache.shape
-    num_kv_heads = num_cached // 2
+    num_blocks, page_size, heads_per_slot, _ = kv_cache.shape
+    num_kv_heads = heads_per_slot // 2
     dtype = CUTLASS_DTYPES[q.dtype]
     cache_dtype, ring_size = (dtype, RING_SIZES[head_dim]) if kv_scales is None else (Uint8, FP8_RING_SIZES[head_dim])
     launch = compile_decode(DecodeShape(dtype, cache_dtype, head_dim, num_heads // num_kv_heads, page_size, *ring_size))
@@ -143,7 +143,7 @@ def compile_decode(shape: DecodeShape, options: str = ""):
 
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
-    """Return the number of parts per key-value head. All CTAs run at once, at most one per SM."""
+    """Return the number of parts per key-value head, so that all CTAs run at once, at most one per SM."""
     return max(1, describe_device(device).num_sms // num_kv_heads)
 
 

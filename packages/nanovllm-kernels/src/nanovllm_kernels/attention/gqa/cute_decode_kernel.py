@@ -26,9 +26,9 @@ class StepLoader:
     """Loads the steps of a warp.
 
     cache_steps: the cache of this key-value head, indexed in steps.
-    ring_slots, barriers: slots of the CTA's rings, and their barriers; the warp's begin at `first_ring_slot`.
-    end_step: the step after the CTA's last.
-    scales_ptr: the scales of this head in an FP8 cache.
+    ring_slots, barriers: slots of the CTA's rings, and their barriers. The warp's slots begin at `first_ring_slot`.
+    end_step: the step after the CTA's last step.
+    scales_ptr: pointer to the scales of this head in an FP8 cache.
     scale_ring_address: shared address of the rings of scales.
     """
 
@@ -47,7 +47,7 @@ class StepLoader:
 
 
 class DecodeKernel:
-    """The kernel of `cute_decode.paged_decode`. See there for the arguments."""
+    """The kernel of `cute_decode.paged_decode`, which describes the arguments."""
 
     def __init__(self, shape: DecodeShape):
         self.shape = shape
@@ -146,7 +146,7 @@ class DecodeKernel:
     ):
         """Compute one part of the steps of one key-value head. Grid: key-value heads x parts.
 
-        Steps are numbered across all requests. A request has the steps request_begin to request_end.
+        Steps are numbered across all requests. A request has the steps request_begin to request_end - 1.
         """
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
@@ -279,7 +279,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, begin and end of this part, its first request, begin and end of that request).
+        """Return (steps per part, begin and end of this part, the part's first request, begin and end of this request).
 
         Each lane counts the steps of an equal number of requests.
         """
@@ -312,7 +312,7 @@ class DecodeKernel:
 
     @cute.jit
     def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Fill all slots of the warp's ring but one, from `step` on. Return the next arguments of `refill_slot`."""
+        """Start copies into all but one slot of the warp's ring, from `step` on. Return arguments for `refill_slot`."""
         # Look up all pages first, so that these loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []
@@ -351,7 +351,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_request(self, seq_lens: cute.Tensor, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Return (request that contains `step`, its begin, its end). Search from `request` on."""
+        """Return (request that contains `step`, begin and end of this request). Search from `request` on."""
         while step >= end:
             request += 1
             begin = end

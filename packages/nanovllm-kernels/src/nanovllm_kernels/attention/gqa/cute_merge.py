@@ -24,9 +24,9 @@ class ResultExchange:
     out: [B, Hq, D].
     partial_out: float32 [slots, Hkv, group_size, D].
     partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
-    counters: int32, (slots of groups of parts + B) * Hkv.
+    counters: int32 [(slots of groups of parts + B) * Hkv], arrived CTAs.
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
-    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the number of arrived CTAs.
+    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then a number of arrived CTAs.
 
     Part p has slot 2p for the request that began before part p, and slot 2p + 1 for the request that begins in part p.
     Group g of MERGED_PARTS parts likewise has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1.
@@ -79,7 +79,7 @@ def merge_request(
 ):
     """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
-    spare_address: of the ring slot that is not being filled. Warps exchange rows through this slot.
+    spare_address: shared address of the warp's ring slot that is not being filled. The slot passes rows to other warps.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
     arch.sync_threads()
@@ -93,7 +93,7 @@ def merge_request(
             _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
     if not is_whole:
         _merge_parts(shape, exchange, out, request, part, first_part, last_part)
-    # The asynchronous proxy fills the spare slots next.
+    # Order these accesses before the next copies into the spare slots by the asynchronous proxy.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
 
@@ -156,7 +156,7 @@ def _merge_last_parts(
 
 @cute.jit
 def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Whether this CTA is the last of `num_arrivals`. The last sees the writes of all CTAs and resets the counter."""
+    """Whether this CTA arrives last of `num_arrivals`. The last CTA sees the writes of all, and resets the counter."""
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
@@ -196,7 +196,7 @@ def _share_rows(
 
 
 def _locate_lane_sums(shape, lane, row, lane_row, tile):
-    """Return the offset of a lane's two neighbouring sums of a tile's row, and their indices in its accumulators."""
+    """Return (offset in the shared rows of a lane's two neighbouring sums, accumulator of the first, of the second)."""
     if not shape.is_fp8:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
@@ -241,7 +241,7 @@ def _merge_slots(
     for first_loaded in range(first_merged, last_merged + 1, MERGED_PARTS):
         loaded = []
         for i in cutlass.range_constexpr(MERGED_PARTS):
-            # Past the end, the last slot is read again with weight 0.
+            # Past `last_merged`, the last slot is read again with weight 0.
             part = cutlass.min(first_loaded + i, last_merged)
             row = _partial_row(shape, exchange, first_slot + 2 * part + Int32(part == first_part), quad)
             slot_max, slot_sum = cute_ptx.load_global_2_floats(exchange.partial_stats + 2 * row)

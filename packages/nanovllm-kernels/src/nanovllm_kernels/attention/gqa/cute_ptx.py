@@ -9,7 +9,7 @@ from cutlass.cute import arch
 
 
 def load_matrices(address, *, transpose):
-    """Load four 8 x 8 matrices of 16 bits from shared memory as four Int32. Lanes 8i..8i+7 give rows of matrix i."""
+    """Load four 8 x 8 matrices of 16-bit elements as four Int32. Lanes 8i to 8i + 7 address the rows of matrix i."""
     instruction = (
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" if transpose else "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     )
@@ -49,7 +49,7 @@ def unpack_pair(dtype, word):
 
 
 def e4m3_to_float16(word):
-    """Convert four e4m3 values of an Int32 to float16. Return the lower two and the upper two as Int32."""
+    """Convert the four e4m3 values of an Int32 to float16. Return (lower two, upper two), each pair in an Int32."""
     return arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0};"
         " cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",

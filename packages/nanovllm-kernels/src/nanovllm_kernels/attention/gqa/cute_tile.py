@@ -13,7 +13,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP_SIZE = 32
-# Tokens of a step. The smallest page and one multiply-add with the values have as many.
+# Tokens of a step: as many as the smallest page has, and as one multiply-add with values takes.
 STEP_TOKENS = 16
 # Rows of a tile, each one query head.
 TILE_ROWS = 16
@@ -28,7 +28,7 @@ class DecodeShape:
     dtype: CUTLASS type of the queries.
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
     group_size: query heads per key-value head, at most 16, or 8 with an FP8 cache.
-    num_warps: per CTA.
+    num_warps: warps of a CTA.
     num_stages: steps in each warp's ring in shared memory.
     """
 
@@ -57,12 +57,12 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a step's keys, which precede the values. First rows of all tokens precede second rows."""
+        """Bytes of a step's keys, which precede the values. The first rows of all tokens precede their second rows."""
         return STEP_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values. A tile's float32 sums (FP8: half of them) take as many bytes."""
+        """Bytes of a step's keys and values: as many as a tile's float32 sums, or half of the sums with FP8, take."""
         return 2 * self.keys_bytes
 
     @property
@@ -78,7 +78,7 @@ class DecodeShape:
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries, at element `offset` of `q`, as A fragments. Rows beyond the group are zero."""
+    """Load a group's queries from element `offset` of `q` on, as fragments of operand A. Other rows are zero."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
@@ -102,7 +102,7 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Accumulate the step at shared address `slot_address` into the softmax. num_valid: valid tokens of the step."""
+    """Add the step at shared address `slot_address` to the running softmax. num_valid: valid tokens of the step."""
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     addresses = lane_addresses(slot_address, lane)
     if num_valid < STEP_TOKENS:
@@ -118,9 +118,9 @@ def attend(
 
 
 def lane_addresses(slot_address, lane):
-    """Return the addresses from which a lane loads matrices of a row, for each pair of chunks of 16 bytes.
+    """Return the four shared addresses from which a lane loads matrices, one per pair of 16-byte chunks in a row.
 
-    Lane l addresses token l % 16, and chunk l // 16 of a pair. The swizzle puts chunk c of token t at c ^ (t % 8).
+    Lane l addresses token l % 16, and chunk l // 16 of each pair. The swizzle puts chunk c of token t at c ^ (t % 8).
     """
     token = lane & 15
     offset = token * ROW_BYTES + (((lane >> 4) ^ (token & 7)) << 4)
@@ -134,7 +134,7 @@ def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int
         chunk = lane + WARP_SIZE * i
         if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:
             cute_ptx.clear_shared_16_bytes(values_address + chunk * 16)
-    # The asynchronous proxy fills the slot next.
+    # Order these writes before the next copy into the slot by the asynchronous proxy.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
 
@@ -174,7 +174,7 @@ def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_l
 
 
 def _multiply_values(shape, scores, acc, addresses):
-    """Add the step's weighted values. The scores' registers already have the layout of A fragments."""
+    """Add the step's weighted values. The registers of scores already have the layout of operand A."""
     weights = [Int32(0)] * 4
     for i in range(2):
         for lane_row in range(shape.rows_per_lane):

@@ -2,7 +2,7 @@
 
 As in `triton_softmax`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
 added to the score in base 2. A group has at most 8 query heads, because a step's slot must hold the sums.
-Fragments permute every 16 dimensions: lane l holds 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and output sums.
+Fragments permute every 16 dimensions: of queries, keys and sums, lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, cle
 
 
 class LaneScore(NamedTuple):
-    """A lane's score. index: in the fragment. Lane l has the score of token 2 (l % 4) + `token_offset`."""
+    """A lane's score, at `index` in the lane's fragment. Lane l has the score of token 2 (l % 4) + `token_offset`."""
 
     index: int
     token_offset: int
@@ -47,7 +47,7 @@ def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer
         max_element = arch.fmax(max_element, arch.fmax(arch.fmax(low, -low), arch.fmax(high, -high)))
     for i in cutlass.range_constexpr(2):
         max_element = arch.fmax(max_element, arch.shuffle_sync_bfly(max_element, 1 << i))
-    # Keep only the exponent, at least that of the smallest normal number.
+    # Keep only the exponent, and at least the exponent of the smallest normal number.
     exponent = cutlass.max((cute_ptx.float_bits(max_element) & EXPONENT_MASK) >> 23, Int32(1))
     inverse = cute_ptx.power_of_2(TWICE_EXPONENT_BIAS - exponent)
     for k in cutlass.range_constexpr(shape.head_dim // 8):
@@ -69,9 +69,9 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Accumulate a step like `cute_tile.attend`. scales_address: shared address of the step's scales.
+    """Add a step like `cute_tile.attend`. scales_address: shared address of the step's scales.
 
-    row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of the weights without value scales.
+    row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of weights that exclude the value scales.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
@@ -107,7 +107,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales, add log2 of value scales. Write exponents of 1 / value scale to `exponents`."""
+    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` to those of 1 / value scale."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)

@@ -13,12 +13,12 @@ from nanovllm_kernels.platform import make_cache_directory
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
 # (key size, value size) of a head, for keys and values in rows instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum of FlashAttention's `max_seqlen_q`, above a tile's rows. A smaller bound would select a kernel for one tile,
-# which FlashAttention would have to compile on first use.
+# Minimum of `max_seqlen_q`. For a bound that fits one tile, FlashAttention would select another kernel, and would have
+# to compile this kernel on first use.
 MIN_QUERY_LEN_BOUND = 256
-# Captured steps with fewer tokens do not use FlashAttention, which would leave most of the device idle.
+# Minimum tokens of a captured step with FlashAttention. With fewer tokens, most of the device would be idle.
 MIN_CAPTURED_TOKENS = 512
-# FlashAttention copies a page by the bulk copy engine (TMA) if the page is as long as a tile of keys. Smaller pages are
+# FlashAttention copies pages by the bulk copy engine (TMA) if a page is as long as a tile of keys. Shorter pages are
 # slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)
@@ -62,7 +62,7 @@ def attend_to_rows(
 ) -> None:
     """Attend for `requests` whose tokens are all in this step, and write their rows of `out`.
 
-    q: [T, H, D], keys: [T, Hkv, D], values: [T, Hkv, V], the last dimension contiguous. Others: see `attend_to_pages`.
+    q: [T, H, D], keys: [T, Hkv, D], values: [T, Hkv, V], the last dimension contiguous.
     """
     query_len_bound = max(max_query_len, MIN_QUERY_LEN_BOUND)
     _import_forward()(
@@ -82,7 +82,7 @@ def attend_to_rows(
 
 @functools.cache
 def _import_forward() -> Callable[..., object]:
-    """Import FlashAttention's forward function. The public function takes no `out`."""
+    """Import FlashAttention's private forward function, because the public function takes no `out`."""
     # FlashAttention reads these variables once, at import.
     directory = make_cache_directory("flash_attention")
     if directory is not None:

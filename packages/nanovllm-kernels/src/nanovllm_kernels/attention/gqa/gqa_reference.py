@@ -1,6 +1,6 @@
 """Grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes of one gather are computed together, prefills one request at a time. `plan.gathers` plans both.
+Decodes of one gather are computed together. Prefills are computed one request at a time. `plan.gathers` plans both.
 """
 
 import torch
@@ -29,27 +29,27 @@ def paged_attention(
 
 
 def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of decodes as [tokens, cached heads, D], dequantised to `dtype` if FP8.
+    """Return the cached tokens of decodes [tokens, heads per slot, D], dequantised to `dtype` if FP8.
 
-    Without a mask, each request has as many tokens as its pages hold, which may be more than `max_len`.
+    Without a mask, the result has all slots of each request's pages, also slots past `max_len`.
     """
     if gather.mask is None:
-        return gather_pages(kv_cache, kv_scales, gather.index, dtype)
-    _, page_size, num_cached, head_dim = kv_cache.shape
-    slots = gather.index
-    tokens = kv_cache.view(-1, num_cached * head_dim).index_select(0, slots).view(-1, num_cached, head_dim)
+        return gather_pages(kv_cache, kv_scales, gather.pages_or_slots, dtype)
+    _, page_size, heads_per_slot, head_dim = kv_cache.shape
+    slots = gather.pages_or_slots
+    tokens = kv_cache.view(-1, heads_per_slot * head_dim).index_select(0, slots).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens
     return fp8.dequantize(tokens, kv_scales[slots // page_size, :, slots % page_size], dtype)
 
 
 def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of pages as [tokens, cached heads, D], dequantised to `dtype` if FP8."""
-    _, _, num_cached, head_dim = kv_cache.shape
-    tokens = _select(kv_cache, pages).view(-1, num_cached, head_dim)
+    """Return the cached tokens of pages [tokens, heads per slot, D], dequantised to `dtype` if FP8."""
+    _, _, heads_per_slot, head_dim = kv_cache.shape
+    tokens = _select(kv_cache, pages).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens
-    return fp8.dequantize(tokens, _select(kv_scales, pages).transpose(1, 2).reshape(-1, num_cached), dtype)
+    return fp8.dequantize(tokens, _select(kv_scales, pages).transpose(1, 2).reshape(-1, heads_per_slot), dtype)
 
 
 def _select(cache: Tensor, pages: Tensor | slice) -> Tensor:
@@ -66,16 +66,16 @@ def _attend_decodes(
 ) -> Tensor:
     """Attend for one query per request: q [n, Hq, D] to [n, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
-    num_cached = kv_cache.shape[2]
-    num_kv_heads = num_cached // 2
+    heads_per_slot = kv_cache.shape[2]
+    num_kv_heads = heads_per_slot // 2
     kv = gather_decodes(kv_cache, kv_scales, gather, q.dtype)
-    # Fewer calls than `view`, slicing, `transpose` and `chunk`.
+    # These calls take less time than `view`, slicing, `transpose` and `chunk`.
     shape = (num_reqs, num_kv_heads, gather.max_len, head_dim)
-    strides = (kv.numel() // num_reqs, head_dim, num_cached * head_dim, 1)
+    strides = (kv.numel() // num_reqs, head_dim, heads_per_slot * head_dim, 1)
     offset = kv.storage_offset()
     k = kv.as_strided(shape, strides, offset)
     v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
-    # A group's heads become queries of one head, which is faster on a CPU than explicit products.
+    # Pass the query heads of a key-value head as queries of one head: faster on a CPU than explicit products.
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = convert_mask(gather.mask, q.dtype)
     out = functional.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
@@ -87,8 +87,8 @@ def _attend_prefill(
 ) -> Tensor:
     """Attend for all queries of one request: q [n, Hq, D] to [n, Hq, D]."""
     _, num_heads, head_dim = q.shape
-    _, _, num_cached, _ = kv_cache.shape
-    kv = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(1, -1, num_cached, head_dim)
+    _, _, heads_per_slot, _ = kv_cache.shape
+    kv = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(1, -1, heads_per_slot, head_dim)
     k, v = kv[:, : gather.length].transpose(1, 2).chunk(2, 1)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
@@ -97,6 +97,6 @@ def _attend_prefill(
         convert_mask(gather.mask, q.dtype),
         is_causal=gather.mask is None,
         scale=scale,
-        enable_gqa=2 * num_heads != num_cached,
+        enable_gqa=2 * num_heads != heads_per_slot,
     )
     return out.squeeze(0).transpose(0, 1)

@@ -59,7 +59,7 @@ def paged_attention(
 ) -> None:
     """Compute attention of float32 `q` over a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_cached, _ = kv_cache.shape
+    _, page_size, heads_per_slot, _ = kv_cache.shape
     _attend(
         OPENMP,
         _REGION,
@@ -74,7 +74,7 @@ def paged_attention(
         len(seq_lens),
         num_tokens,
         num_heads,
-        num_cached // 2,
+        heads_per_slot // 2,
         head_dim,
         page_size,
         scale,
@@ -132,7 +132,7 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Run by each thread: attend for items until none remains. An item is a tile and a key-value head."""
+    """Attend for items until every item is taken. Each thread runs this function. An item: a tile, a key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
@@ -294,7 +294,7 @@ def _copy_value(values, index, value_ptr, head_dim):
 def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, is_first):
     """Turn a row's scores into weights, 0 from key `num_visible` on. Rescale the row's outputs if its maximum grows.
 
-    softmax_ptr: the row's largest score and sum of weights. is_first: whether this is the first block.
+    softmax_ptr: address of the row's largest score and sum of weights. is_first: whether the block is the first.
     """
     softmax = numba.carray(pointer(softmax_ptr), (2,), np.float32)
     if num_visible < BLOCK_KEYS:
@@ -319,7 +319,7 @@ def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, i
 
 @ordered_kernel
 def _fill(scores_ptr, begin, number):
-    """Set the scores of a row from key `begin` on."""
+    """Set the scores of a row from key `begin` on to `number`."""
     scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
     for i in range(begin, BLOCK_KEYS):
         scores[i] = number

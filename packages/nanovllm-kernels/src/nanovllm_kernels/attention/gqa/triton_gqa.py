@@ -29,18 +29,18 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 
 def attend_to_pages(
-    q: Tensor, requests: PagedRequests, work: WorkList, scale: float, out: Tensor, *, is_wide: bool
+    q: Tensor, requests: PagedRequests, work: WorkList, scale: float, out: Tensor, *, many_queries: bool
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
-    is_wide: the list was planned with `tile_configs.gqa_tile_config(..., is_wide=is_wide)`.
+    many_queries: the list was planned with `tile_configs.gqa_tile_config(..., many_queries=many_queries)`.
     """
     _, num_heads, head_dim = q.shape
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     group_size = num_heads // num_kv_heads
     element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
-    config = tile_configs.gqa_tile_config(head_dim, element_bytes, group_size, is_wide=is_wide)
+    config = tile_configs.gqa_tile_config(head_dim, element_bytes, group_size, many_queries=many_queries)
     block_q = config.block_m // group_size
     overlap = can_overlap_launches(q.device)
     partial = allocate_partial_results(work, num_kv_heads, config.block_m, head_dim, q.device)
@@ -65,7 +65,7 @@ def attend_to_pages(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_Q=block_q,
-        UNMASKED_LOOP=is_wide,
+        UNMASKED_LOOP=many_queries,
         QUANTIZED=kv_scales is not None,
         OVERLAP=overlap,
         num_warps=config.num_warps,

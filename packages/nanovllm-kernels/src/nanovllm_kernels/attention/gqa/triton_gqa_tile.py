@@ -26,9 +26,9 @@ def attend_range(
 ):
     """Return (sums of weighted values, maximum score, sum of weights) over the keys of [begin, end).
 
-    k_ptr: the key head in the cache's first slot.
-    unmasked_end: every query sees all keys before this position.
-    UNMASKED_LOOP: whether a loop without masks runs up to `unmasked_end` first.
+    k_ptr: pointer to the key head in the cache's first slot. query_positions: position of each row's query.
+    unmasked_end: position up to which every query sees all keys.
+    UNMASKED_LOOP: whether keys up to `unmasked_end` are visited without masks.
     """
     dims = tl.arange(0, q.shape[1])
     dim_mask = dims < HEAD_DIM

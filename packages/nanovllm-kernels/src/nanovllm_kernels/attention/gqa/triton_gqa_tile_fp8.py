@@ -13,7 +13,7 @@ from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Return `q` divided by a power of two as float16, and `scale_log2` times the power. Keep float32 unchanged."""
+    """Return (`q` divided by a power of two as float16, `scale_log2` times the power). Keep float32 `q` unchanged."""
     # A single return, because Triton would compile code after an early return too.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
@@ -40,9 +40,9 @@ def attend_fp8_range(
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
 ):
-    """`triton_gqa_tile.attend_range` for an FP8 cache. `triton_softmax.weigh_scaled_scores` defines the result.
+    """Like `triton_gqa_tile.attend_range`, with the maximum and the sum of `triton_softmax.weigh_scaled_scores`.
 
-    q: as loaded, in its own dtype. scales_ptr: the key head's scale in the cache's first slot.
+    q: in the dtype of the tensor of queries. scales_ptr: pointer to the key head's scale in the cache's first slot.
     """
     q, scale_log2 = queries_to_float16(q, scale_log2)
     dims = tl.arange(0, q.shape[1])

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache of latents.
 
 The cache holds one latent and one rotated key part per token, shared by all heads. Absorbed attention projects queries
-into the latent space, and results back. A prompt that is whole in a step is expanded to keys and values instead, which
-costs less arithmetic. Put such prompts last in a step: projections cover all tokens up to the last absorbed token.
+into the latent space, and results back. For a whole prompt, with all of its tokens in the step, latents are expanded to
+keys and values: less arithmetic. Put whole prompts last in a step, because projections cover all earlier tokens.
 """
 
 from dataclasses import replace
@@ -41,17 +41,17 @@ def plan_latent_batch(
     num_tokens: int | None = None,
     has_only_whole_prompts: bool = False,  # noqa: ARG001 - same signature as `plan_batch`
 ) -> AttentionBatch:
-    """Prepare a step's latent attention once for all layers: `plan_batch` for a cache [N, P, 1, L + R].
+    """Plan the latent attention of a step, once for all layers. Like `gqa.plan_batch`, for a cache [N, P, 1, L + R].
 
     backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" add FlashAttention, if installed, for
-        prompts that are whole in the step.
-    has_only_whole_prompts: ignored; the device finds such prompts.
+        whole prompts.
+    has_only_whole_prompts: ignored; the device finds whole prompts.
     """
     element_bytes = tile_configs.tile_element_bytes((dtype or kv_cache.dtype).itemsize, kv_cache.element_size())
     batch = AttentionBatch(block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, element_bytes)
     if backend == "torch":
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)
-    configs = [tile_configs.latent_tile_config(num_heads, element_bytes, is_wide=is_wide) for is_wide in (False, True)]
+    configs = [tile_configs.latent_tile_config(num_heads, element_bytes, many_queries=many) for many in (False, True)]
     tile_heads = [tile_configs.latent_tile_heads(num_heads, config) for config in configs]
     tile_queries = [config.block_m // heads for config, heads in zip(configs, tile_heads, strict=True)]
     query_ranges = split_query_lens(*tile_queries, 2 if num_decodes == 0 else 1, max_query_len)
@@ -97,7 +97,7 @@ def latent_attention(
     q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
         unrotated part [K], then its rotated part [R].
     expansion: [H, K + V, L], contiguous. Each head has rows that expand a latent to a key [K], then to a value [V].
-        q's dtype; on a CPU, q may be float32 with any dtype here.
+        Has q's dtype, or on a CPU any dtype if q is float32.
     kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
         part. This step's tokens are already written.
     batch: from `plan_latent_batch`.
@@ -136,7 +136,7 @@ def latent_attention(
 def _project_heads(x: Tensor, weight: Tensor, num_projected: Tensor | None, out: Tensor) -> None:
     """Write `x` [T, H, K] times `weight` [H, K, N] into `out` [T, H, N].
 
-    num_projected: int32 [1], number of leading tokens that must be projected. None: all.
+    num_projected: int32 [1], number of leading tokens that must be projected. None: all tokens.
     """
     if num_projected is None or len(x) < MIN_SKIPPING_TOKENS:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
@@ -153,7 +153,7 @@ def _attend_whole_prompts(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attend over expanded keys and values, and write the rows of `out` [T, H, V] of whole prompts."""
+    """Attend for whole prompts over expanded keys and values, and write their rows of `out` [T, H, V]."""
     num_tokens, num_heads, head_dim = q.shape
     expanded_dim, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
@@ -201,11 +201,11 @@ def _latent_attention_op(
     """
     from nanovllm_kernels.attention.mla import triton_absorbed
 
-    requests = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
+    paged = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
     out = _empty_results(q_latent)
-    for work, is_wide in ((narrow_work, False), (wide_work, True)):
+    for work, many in ((narrow_work, False), (wide_work, True)):
         if work:
-            triton_absorbed.attend_to_latents(q_latent, q_rope, requests, WorkList(*work), scale, out, is_wide=is_wide)
+            triton_absorbed.attend_to_latents(q_latent, q_rope, paged, WorkList(*work), scale, out, many_queries=many)
     return out
 
 
@@ -227,7 +227,7 @@ def _gather_latents_op(
     num_tokens: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the cached latents and key parts [num_tokens, L + R], in `dtype`, of the step's tokens in whole prompts.
+    """Return [num_tokens, L + R], in `dtype`: latent and key part, from the cache, of each token in a whole prompt.
 
     Rows of other tokens are zeros, because FlashAttention reads past a prompt's end.
     """
@@ -264,7 +264,7 @@ def _copy_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
 def _attend_whole_prompts_op(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attend over expanded keys and values, and write the rows of `out` [T, H, V] of whole prompts.
+    """Attend for whole prompts over expanded keys and values, and write their rows of `out` [T, H, V].
 
     q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
     """

@@ -1,7 +1,7 @@
 """Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
 
-A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents, and runs ahead
-into the next token. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the
+A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents, also for
+the next token. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the
 other half, because the results exceed the registers of four warps.
 """
 
@@ -29,7 +29,7 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E
 from nanovllm_kernels.attention.triton_split_kv import PartialResults
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Number of tiles of latents in shared memory: the most that fit beside the queries.
+# Stages in shared memory, each with 64 latents: as many as fit beside the queries.
 STAGES = 2
 # Shared memory layout that the tensor cores require, with 64 elements per row.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
@@ -47,10 +47,10 @@ def attend(
     out: Tensor,
     partial: PartialResults,
 ) -> None:
-    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial`.
+    """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`.
 
     q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor.
-    requests: with a cache [N, P, 1, 576]. work: planned for tiles of one token and blocks of 64 latents.
+    requests: have a cache [N, P, 1, 576]. work: planned for tiles of one token and blocks of 64 latents.
     """
     kv_cache, _, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
@@ -365,9 +365,9 @@ def _sum_second_half(
 
 @gluon.jit
 def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
-    """Store half of the results of 64 heads from `head` on, as partial results if `slot` >= 0.
+    """Store half of the columns of results of 64 heads from `head` on, as partial results if `slot` >= 0.
 
-    half: index in `latent_halves` of the memory through which results are stored. Odd: the last 256 columns.
+    half: index in `latent_halves` of the memory through which results are stored. If odd: the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256

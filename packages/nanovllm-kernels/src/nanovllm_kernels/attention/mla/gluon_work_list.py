@@ -1,7 +1,7 @@
-"""Device functions that read a program's work in `gluon_absorbed`: one part of a work list, for one block of 64 heads.
+"""Device functions of `gluon_absorbed` that read a program's work: one part of a work list, for a block of 64 heads.
 
 `plan` holds pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A tile is
-one token long, and a block of latents holds 64 tokens.
+one query, and a block of latents holds 64 tokens.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -28,21 +28,21 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
-    """Return (request, token, first latent, latent after the last, slot) of what this program computes of a tile.
+    """Return (request, token, first latent, latent after the last, slot) for this program's share of `tile`.
 
-    slot: in the partial results, -1 if the part computes the whole tile.
+    token: the query in the step. slot: index in the partial results; -1 if the part holds the whole tile.
     """
     tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)
     part_start, part_end = gl.load(parts_ptr + 2 * part), gl.load(parts_ptr + 2 * part + 2)
     first_block, end_block, slot = _load_segment(tile_starts_ptr, tile, part, part_start, part_end)
     request, query, query_start, _query_len, context = _load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile)
-    # A query sees the tokens up to and including its own.
+    # A query sees the tokens up to and including its own token.
     end = gl.minimum(end_block * 64, context + query + 1)
     return request, query_start + query, first_block * 64, end, slot
 
 
 @gluon.jit
 def partial_rows(slot, head, rows, NUM_HEADS: gl.constexpr):
-    """Return the rows of the partial results for `rows` of the block of heads that begins at `head`."""
+    """Return the indexes of partial results for `rows` of the block of heads that begins at `head`."""
     return (slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows

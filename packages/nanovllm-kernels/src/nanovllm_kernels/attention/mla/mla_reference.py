@@ -1,7 +1,7 @@
 """Latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes attend in the latent space (absorbed), all requests of one gather together. Prefills expand the latents of their
-whole context to keys and values, one request at a time. `plan.gathers` plans both.
+Decodes attend in the latent space (absorbed attention), all requests of one gather together. Prefills attend one
+request at a time, to keys and values expanded from all latents of the request. `plan.gathers` plans both.
 """
 
 import torch
@@ -65,5 +65,5 @@ def _attend_prefill(
 
 
 def _split_last(x: Tensor, num_last: int) -> tuple[Tensor, Tensor]:
-    """Split off the last `num_last` elements of the last dimension."""
+    """Split the last dimension. Return (elements before the last `num_last`, last `num_last` elements)."""
     return x[..., : x.shape[-1] - num_last], x[..., x.shape[-1] - num_last :]

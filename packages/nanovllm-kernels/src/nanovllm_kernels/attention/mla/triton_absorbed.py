@@ -1,6 +1,6 @@
 """Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
 
-A tile holds as many heads as fit, at some positions of one request. All heads share the loads of latents.
+A tile holds queries of as many heads as fit, at some positions of one request. All heads share the loads of latents.
 On Hopper, `gluon_absorbed` takes the lists of models with many heads.
 """
 
@@ -36,16 +36,16 @@ def attend_to_latents(
     scale: float,
     out: Tensor,
     *,
-    is_wide: bool,
+    many_queries: bool,
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
     q_latent, q_rope, out: see `mla._latent_attention_op`.
-    is_wide: the list was planned with `tile_configs.latent_tile_config(..., is_wide=is_wide)`.
+    many_queries: the list was planned with `tile_configs.latent_tile_config(..., many_queries=many_queries)`.
     """
     num_heads, _, latent_dim = q_latent.shape
     element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())
-    config = tile_configs.latent_tile_config(num_heads, element_bytes, is_wide=is_wide)
+    config = tile_configs.latent_tile_config(num_heads, element_bytes, many_queries=many_queries)
     tile_heads = tile_configs.latent_tile_heads(num_heads, config)
     num_head_blocks = triton.cdiv(num_heads, tile_heads)
     partial = allocate_partial_results(work, num_head_blocks, config.block_m, latent_dim, q_latent.device)
@@ -80,7 +80,7 @@ def _attend(
     partial: PartialResults,
     config: tile_configs.TileConfig,
 ) -> None:
-    """Attend for each part of `work`; write whole tiles to `out`, parts of tiles to `partial`."""
+    """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`."""
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, tile_heads = q_rope.shape[2], tile_configs.latent_tile_heads(num_heads, config)

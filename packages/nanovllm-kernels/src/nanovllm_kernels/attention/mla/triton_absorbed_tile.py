@@ -33,7 +33,7 @@ def load_queries(
     """Return (latent parts, rotated parts, `scale_log2`) of queries, one row per entry of `tokens` and `heads`.
 
     sources: contiguous latent parts [H, T, L], rotated parts [T, H, R], T, and the strides of rotated parts in T and H.
-    With QUANTIZED, a power of two divides 16-bit queries, which become float16, and multiplies `scale_log2`.
+    With QUANTIZED, 16-bit queries become float16, divided by a power of two, by which `scale_log2` is multiplied.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
     latent_offsets = (heads.to(tl.int64) * num_tokens + tokens) * LATENT_DIM

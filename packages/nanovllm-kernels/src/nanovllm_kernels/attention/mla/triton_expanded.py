@@ -1,4 +1,4 @@
-"""Latent attention of prompts that are whole in the step, on CUDA, over expanded keys and values.
+"""Latent attention of whole prompts (all tokens are in the step) on CUDA, over expanded keys and values.
 
 The caller expands the gathered latents by a matrix product.
 """
@@ -15,7 +15,7 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2, weigh_
 
 
 def gather_latents(requests: PagedRequests, out: Tensor) -> None:
-    """Copy the cached rows of tokens in whole prompts, dequantised, to their rows of `out` [T, L + R]."""
+    """Copy the cached latents and key parts of whole prompts, dequantised, to the tokens' rows of `out` [T, L + R]."""
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_tokens, width = out.shape
     _gather_latents[(num_tokens,)](
@@ -123,7 +123,7 @@ def _gather_latents(
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
-    """Return the request of a tile. Request r has the tiles from start // BLOCK_Q + r * EXTRA_TILES on."""
+    """Return the request of a tile. Request r's tiles begin at (its first token // BLOCK_Q) + r * EXTRA_TILES."""
     # Search for the last request whose tiles begin at or before `tile`.
     low = 0
     high = num_reqs - 1

@@ -1,6 +1,6 @@
 """Multiplies each head of a token by the head's matrix on CUDA, for a number of tokens that only the device knows.
 
-Latent attention uses this product to project queries into the latent space, and results back.
+Latent attention projects queries into the latent space, and results back, by this product.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do

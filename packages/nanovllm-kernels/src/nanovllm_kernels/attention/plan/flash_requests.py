@@ -1,7 +1,7 @@
 """Selects the requests for which FlashAttention attends.
 
-FlashAttention does not split keys. A short chunk over a long context would leave most of the device idle, so work lists
-take such chunks.
+FlashAttention does not split keys: a short chunk over a long context would leave most of the device idle. Work lists
+split keys, and take such chunks.
 """
 
 from typing import NamedTuple
@@ -13,21 +13,21 @@ from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 
 # Rows of FlashAttention's tile: query positions times query heads per key-value head.
 FLASH_TILE_ROWS = 128
-# FlashAttention is faster than work lists once chunks fill this share of the device (measured on an H200).
+# FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
-# Below this context, another launch would cost more time than idle multiprocessors.
+# Minimum context in work lists. For shorter contexts, the launch of a work list would cost more time than it saves.
 MIN_WORK_LIST_CONTEXT = 1024
-# Maximum number of requests in a launch. Unused entries cost time.
+# Maximum number of entries in a launch. Each entry costs time, even if unused.
 MAX_FLASH_REQUESTS = 32
 
 
 class FlashRequests(NamedTuple):
     """The requests of one launch, one per entry. An entry may be unused.
 
-    query_starts: int32 [E + 1], token at which each entry's queries begin; the last element is not read.
-    query_lens: int32 [E], 0 for an unused entry.
-    seq_lens: int32 [E]. None: the keys and values are the step's own, one row per query.
-    block_tables: int32 [E, max_blocks]. None: as for `seq_lens`.
+    query_starts: int32 [E + 1], index of each entry's first query in the step; the last element is not read.
+    query_lens: int32 [E], queries of each entry, 0 for an unused entry.
+    seq_lens: int32 [E], tokens of each entry. None: entries are whole prompts, attending to the step's own keys.
+    block_tables: int32 [E, max_blocks], pages of each entry. None if `seq_lens` is None.
     """
 
     query_starts: Tensor
@@ -37,13 +37,13 @@ class FlashRequests(NamedTuple):
 
 
 def work_list_filter(num_heads: int, num_sms: int) -> WorkListFilter:
-    """Return the filter of the requests with several queries that stay in work lists, on a device with `num_sms`."""
+    """Return the filter that keeps chunks in work lists where FlashAttention is slower. num_sms: SMs of the device."""
     query_limit = int(MIN_FILLED_SHARE * FLASH_TILE_ROWS * num_sms / num_heads)
     return WorkListFilter(query_limit, MIN_WORK_LIST_CONTEXT, MAX_FLASH_REQUESTS)
 
 
 def select_whole_prompts(query_start_loc: Tensor) -> FlashRequests:
-    """Return all requests with several queries, which must be whole prompts. query_start_loc: int32 [B + 1]."""
+    """Return all requests with several queries. Each must be a whole prompt. query_start_loc: int32 [B + 1]."""
     query_lens = query_start_loc.diff()
     return FlashRequests(query_start_loc, query_lens * (query_lens > 1))
 
@@ -51,9 +51,9 @@ def select_whole_prompts(query_start_loc: Tensor) -> FlashRequests:
 def gather_flash_requests(
     query_lens: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_tables: Tensor, page_size: int
 ) -> FlashRequests:
-    """Return the requests with `query_lens` int32 [B] > 0, at most MAX_FLASH_REQUESTS, in their order.
+    """Return the requests with `query_lens` > 0, of which there are at most MAX_FLASH_REQUESTS, in order.
 
-    Other arguments: see `plan_batch`.
+    query_lens: int32 [B], queries for FlashAttention of each request. Other arguments: see `plan_batch`.
     """
     num_entries = min(len(query_lens), MAX_FLASH_REQUESTS)
     tensors = _gather_requests_op(query_lens, seq_lens, query_start_loc, block_tables, num_entries, page_size)
@@ -69,7 +69,7 @@ def _gather_requests_op(
     num_entries: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of `FlashRequests`. Only the pages up to a request's length are copied."""
+    """Return the tensors of `FlashRequests`. Page numbers past a request's length may be undefined."""
     from nanovllm_kernels.attention.plan import triton_flash_requests
 
     return triton_flash_requests.gather_requests(

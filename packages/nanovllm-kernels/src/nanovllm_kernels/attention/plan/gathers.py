@@ -9,28 +9,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Maximum number of tokens gathered at once. Larger gathers spend most of their time on fresh memory pages.
+# Maximum number of tokens gathered at once. Larger gathers lose most of their time to page faults of new memory.
 MAX_GATHER_TOKENS = 8192
 
 
 class DecodeGather(NamedTuple):
-    """Decodes whose keys are gathered together: requests begin..end with one query each. Token i is request i's query.
+    """Decodes whose tokens are gathered together: requests `begin` to `end` - 1. Request i's only query is token i.
 
-    index: page numbers if all lengths are equal, otherwise slot numbers, request after request. A slice of consecutive
-        pages is read in place.
-    max_len: length in tokens of the longest request.
+    pages_or_slots: page numbers if all requests are equally long, otherwise slot numbers, request after request. A
+        slice of consecutive pages is read in place.
+    max_len: tokens of the longest request.
     mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
     """
 
     begin: int
     end: int
-    index: Tensor | slice
+    pages_or_slots: Tensor | slice
     max_len: int
     mask: Tensor | None
 
 
 class PrefillGather(NamedTuple):
-    """One request with `length` tokens in `pages`. The last tokens are the queries begin..end.
+    """One request with `length` tokens in `pages`. Its queries are tokens `begin` to `end` - 1 of the step.
 
     mask: [end - begin, length], 0 for tokens that a query attends to and -inf for others. None: every token of the
         request is a query.
@@ -58,9 +58,9 @@ def plan_gathers(
     page_size: int,
     dtype: torch.dtype | None = None,
 ) -> GatherPlan:
-    """Plan the gathers of a batch, see `plan_batch`.
+    """Plan the gathers of a step. Arguments: see `plan_batch`.
 
-    dtype: of the masks; None: float32. Masks of the queries' dtype need no conversion in each layer.
+    dtype: dtype of the masks; None: float32. Every layer converts masks whose dtype is not the queries' dtype.
     """
     dtype = dtype or torch.float32
     lengths: list[int] = seq_lens.tolist()
@@ -83,7 +83,7 @@ def plan_gathers(
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Split decodes into ranges that gather at most MAX_GATHER_TOKENS tokens when padded, or that have one request."""
+    """Yield (begin, end) of ranges of decodes. A range has at most MAX_GATHER_TOKENS padded tokens, or one decode."""
     begin = max_len = 0
     for index, length in enumerate(lengths):
         if index > begin and max(max_len, length) * (index + 1 - begin) > MAX_GATHER_TOKENS:

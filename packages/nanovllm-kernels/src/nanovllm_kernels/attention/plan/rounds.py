@@ -1,4 +1,4 @@
-"""Estimates the time of attention in a step's prompts, from the tiles into which kernels cut the prompts."""
+"""Estimates how long attention takes for a step's prompt chunks, from the tiles into which kernels cut the chunks."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,47 +8,47 @@ WORK_LIST_RATE = 0.4
 
 
 def attention_pairs(start: int, num_tokens: int) -> int:
-    """Return the number of (query, visible key) pairs of `num_tokens` tokens after `start` computed tokens."""
+    """Return the number of (query, visible key) pairs of a chunk of `num_tokens` after `start` computed tokens."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 class AttentionRounds(NamedTuple):
-    """A device attends in rounds of `num_tiles` tiles. A tile holds `tile_tokens` tokens of one prompt.
+    """Sizes of attention rounds. In a round, a device computes `tiles_per_round` tiles of prompt chunks at once.
 
-    work_list_limit, min_work_list_context: work lists compute the chunks with at least `min_work_list_context` computed
-        tokens, if these chunks together have fewer than `work_list_limit` tokens.
+    tile_tokens: tokens of a tile, all in one chunk. work_list_limit, min_work_list_context: work lists compute chunks
+        after at least `min_work_list_context` tokens if such chunks have fewer than `work_list_limit` tokens in all.
     """
 
     tile_tokens: int
-    num_tiles: int
+    tiles_per_round: int
     work_list_limit: int = 0
     min_work_list_context: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a chunk whose tiles fill the device once."""
-        return self.tile_tokens * self.num_tiles
+        """Tokens in the tiles of one round."""
+        return self.tile_tokens * self.tiles_per_round
 
     def estimate_pairs(self, chunks: Iterable[tuple[int, int]]) -> int:
-        """Return the number of (query, key) pairs that a fully busy device would compute in the time of all `chunks`.
+        """Return the time of all `chunks`: the number of (query, key) pairs that a busy device computes meanwhile.
 
-        chunks: (computed tokens before the chunk, tokens of the chunk).
+        chunks: (computed tokens before the chunk, tokens of the chunk) of each chunk.
         """
-        longest_first = sorted(chunks, reverse=True)
-        num_late_tokens = sum(num_tokens for start, num_tokens in longest_first if start >= self.min_work_list_context)
-        busy_pairs = round_pairs = num_idle_tiles = 0
-        for start, num_tokens in longest_first:
+        latest_first = sorted(chunks, reverse=True)
+        num_late_tokens = sum(num_tokens for start, num_tokens in latest_first if start >= self.min_work_list_context)
+        pairs_if_busy = whole_round_pairs = num_idle_tiles = 0
+        for start, num_tokens in latest_first:
             pairs = attention_pairs(start, num_tokens)
-            num_tiles = -(-num_tokens // self.tile_tokens)
+            chunk_tiles = -(-num_tokens // self.tile_tokens)
             if start >= self.min_work_list_context and num_late_tokens < self.work_list_limit:
-                busy_pairs += int(pairs * num_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
+                pairs_if_busy += int(pairs * chunk_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
                 continue
-            busy_pairs += pairs
-            # Tiles of a chunk fill the rounds that longer chunks leave incomplete.
-            num_rounds = -(-max(num_tiles - num_idle_tiles, 0) // self.num_tiles)
-            num_idle_tiles += num_rounds * self.num_tiles - num_tiles
-            round_pairs += num_rounds * self.num_tokens * pairs // num_tokens
-        return max(busy_pairs, round_pairs)
+            pairs_if_busy += pairs
+            # Tiles first fill the incomplete rounds of earlier chunks, whose contexts are longer.
+            num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
+            num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
+            whole_round_pairs += num_rounds * self.num_tokens * pairs // num_tokens
+        return max(pairs_if_busy, whole_round_pairs)
 
 
 # For a device, such as a CPU, whose time does not depend on how chunks are cut.

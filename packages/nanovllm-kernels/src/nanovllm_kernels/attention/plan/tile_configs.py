@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-# Merging shorter parts of a work list would cost more time than parallel parts save.
+# Minimum keys in a part of a work list. Merging shorter parts would cost more time than parallel parts save.
 MIN_PART_TOKENS = 128
-# Rows of a narrow tile: the minimum of tensor cores without wgmma instructions.
+# Rows of a narrow tile: the fewest rows that tensor cores multiply (by instructions other than wgmma).
 NARROW_TILE_ROWS = 16
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
@@ -28,7 +28,7 @@ class TileConfig(NamedTuple):
 # Grouped-query attention, by padded head size.
 NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
 WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
-# Elements of one byte, which are multiplied as float16.
+# For FP8 caches, whose elements are multiplied as float16.
 NARROW_8_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 4, 3), 256: TileConfig(16, 64, 4, 4, 3)}
 WIDE_8_BIT = {
     # With 64 or 128 keys per block, Triton 3.6 generates kernels that fault or give wrong results.
@@ -39,11 +39,11 @@ WIDE_8_BIT = {
 # float32 products run without tensor cores. These tiles are not tuned.
 NARROW_32_BIT = {64: TileConfig(16, 32, 4, 2, 2), 128: TileConfig(16, 32, 4, 2, 2), 256: TileConfig(16, 16, 4, 2, 2)}
 WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2), 256: TileConfig(32, 16, 4, 2, 1)}
-# By element size in bytes.
+# Tiles by element size in bytes, then by padded head size.
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Absorbed latent attention, by rows of the tile. Not tuned: chosen so that 16-bit decodes do not spill on Hopper.
+# Absorbed latent attention, by rows of the tile. Not tuned, but 16-bit decodes spill no registers on Hopper.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
@@ -60,9 +60,9 @@ def next_power_of_2(number: int) -> int:
 
 
 def choose_num_parts(num_head_blocks: int, num_programs: int) -> int:
-    """Return the number of parts of a work list, so that the programs of all parts and head blocks run at once.
+    """Return the number of parts of a work list with which all programs, one per part and head block, run at once.
 
-    num_programs: programs that the device holds at once.
+    num_programs: number of programs that the device can run at once.
     """
     return max(1, num_programs // num_head_blocks)
 
@@ -73,30 +73,30 @@ def min_part_blocks(config: TileConfig) -> int:
 
 
 def tile_element_bytes(query_element_bytes: int, cache_element_bytes: int) -> int:
-    """Return the element size in bytes that selects a tile: 4 for float32 queries, otherwise the cache's."""
+    """Return the element size that selects a tile, in bytes: 4 for float32 queries, otherwise the cache's size."""
     return 4 if query_element_bytes == 4 else cache_element_bytes
 
 
-def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, is_wide: bool) -> TileConfig:
+def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, many_queries: bool) -> TileConfig:
     """Return the tile for heads of `head_dim`, with `group_size` query heads per key-value head.
 
-    element_bytes: see `tile_element_bytes`. is_wide: for many queries per request instead of one or a few.
+    element_bytes: see `tile_element_bytes`. many_queries: for many queries per request instead of one or a few.
     Raises: ValueError if no kernel supports the head size.
     """
     padded_dim = max(64, next_power_of_2(head_dim))
-    config_by_dim = (WIDE_TILES if is_wide else NARROW_TILES)[element_bytes]
+    config_by_dim = (WIDE_TILES if many_queries else NARROW_TILES)[element_bytes]
     if padded_dim not in config_by_dim:
         raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
     config = config_by_dim[padded_dim]
     return config._replace(block_m=max(config.block_m, next_power_of_2(group_size)))
 
 
-def latent_tile_config(num_heads: int, element_bytes: int, *, is_wide: bool) -> TileConfig:
+def latent_tile_config(num_heads: int, element_bytes: int, *, many_queries: bool) -> TileConfig:
     """Return the tile of absorbed latent attention with `num_heads` heads and latents of up to 512 elements.
 
-    element_bytes: see `tile_element_bytes`. is_wide: for many queries per request instead of one.
+    element_bytes: see `tile_element_bytes`. many_queries: for many queries per request instead of one.
     """
-    return LATENT_TILES[element_bytes][64 if is_wide or num_heads > NARROW_TILE_ROWS else NARROW_TILE_ROWS]
+    return LATENT_TILES[element_bytes][64 if many_queries or num_heads > NARROW_TILE_ROWS else NARROW_TILE_ROWS]
 
 
 def latent_tile_heads(num_heads: int, config: TileConfig) -> int:

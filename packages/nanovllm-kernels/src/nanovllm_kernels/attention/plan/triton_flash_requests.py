@@ -1,4 +1,4 @@
-"""Gathers the requests of a FlashAttention launch on the device."""
+"""Collects the requests of a FlashAttention launch on the device, with their page numbers."""
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
@@ -66,7 +66,7 @@ def _gather_requests(
     REQUEST_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
-    """Fill one entry, with one block of its page numbers. Entry i is the request with i selected requests before it."""
+    """Fill one entry and one block of its page numbers. Entry i is the i-th request with query_lens > 0, from 0."""
     entry = tl.program_id(0)
     request = -1
     num_selected = 0

@@ -78,9 +78,9 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the list. request_search_steps, tile_search_steps: maximum steps of the binary searches."""
+    """Write the work list. request_search_steps, tile_search_steps: maximum steps of the binary searches."""
     lanes = tl.arange(0, BLOCK)
-    # If the short requests together have many queries, they fill the device without cuts: exclude them.
+    # Short requests that together have at least `query_limit` queries fill the device without work lists: exclude them.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, first + lanes, first + lanes < num_reqs)
@@ -88,7 +88,7 @@ def _plan_work(
         num_short_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
     query_limit = tl.where(num_short_queries < query_limit, query_limit, 0)
 
-    # Count the tiles up to each request.
+    # Store the number of tiles up to the end of each request.
     num_tiles = 0
     num_excluded = 0
     for first in tl.range(0, num_reqs, BLOCK):
@@ -106,7 +106,7 @@ def _plan_work(
         num_tiles += tl.sum(request_tiles, 0)
     tl.debug_barrier()
 
-    # Find each tile's request and first query, and count the key blocks up to each tile.
+    # Find each tile's request and first query, and store the number of key blocks up to the end of each tile.
     num_blocks = tl.zeros((), tl.int64)
     tl.store(tile_starts_ptr, num_blocks)
     for first in tl.range(0, num_tiles, BLOCK):
@@ -116,9 +116,9 @@ def _plan_work(
         high = tl.zeros([BLOCK], tl.int32) + (num_reqs - 1)
         for _ in tl.range(0, request_search_steps):
             middle = (low + high) // 2
-            is_before = tl.load(tile_ends_ptr + middle, mask=in_range, other=0) <= tiles
-            low = tl.where(is_before & in_range, middle + 1, low)
-            high = tl.where(is_before, high, middle)
+            ends_before_tile = tl.load(tile_ends_ptr + middle, mask=in_range, other=0) <= tiles
+            low = tl.where(ends_before_tile & in_range, middle + 1, low)
+            high = tl.where(ends_before_tile, high, middle)
         first_tiles = tl.load(tile_ends_ptr + low - 1, mask=in_range & (low > 0), other=0)
         first_queries = (tiles - first_tiles) * BLOCK_Q
         query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, low, in_range)
@@ -131,26 +131,26 @@ def _plan_work(
     tl.debug_barrier()
 
     # Find the block and the tile at which each part begins.
-    part_blocks = tl.maximum(tl.cdiv(num_blocks, num_parts), min_part_blocks)
+    blocks_per_part = tl.maximum(tl.cdiv(num_blocks, num_parts), min_part_blocks)
     for first in tl.range(0, num_parts + 1, BLOCK):
         parts = first + lanes
         in_range = parts <= num_parts
-        part_starts = tl.minimum(parts.to(tl.int64) * part_blocks, num_blocks)
+        part_starts = tl.minimum(parts.to(tl.int64) * blocks_per_part, num_blocks)
         low = tl.zeros([BLOCK], tl.int32)
         high = tl.zeros([BLOCK], tl.int32) + num_tiles
         for _ in tl.range(0, tile_search_steps):
             middle = (low + high) // 2
             is_searching = in_range & (low < high)
-            is_before = tl.load(tile_starts_ptr + middle + 1, mask=is_searching, other=0) <= part_starts
-            low = tl.where(is_before & is_searching, middle + 1, low)
-            high = tl.where(is_before, high, middle)
+            ends_before_part = tl.load(tile_starts_ptr + middle + 1, mask=is_searching, other=0) <= part_starts
+            low = tl.where(ends_before_part & is_searching, middle + 1, low)
+            high = tl.where(ends_before_part, high, middle)
         tl.store(parts_ptr + 2 * parts, part_starts, mask=in_range)
         tl.store(parts_ptr + 2 * parts + 1, low.to(tl.int64), mask=in_range)
 
 
 @triton.jit
 def _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, mask):
-    """Return the number of queries of each request, and of tokens before the queries."""
+    """Return (query_lens, contexts): queries of each request, and tokens of each request before its queries."""
     query_starts = tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
     query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0) - query_starts
     return query_lens, tl.load(seq_lens_ptr + requests, mask=mask, other=0) - query_lens

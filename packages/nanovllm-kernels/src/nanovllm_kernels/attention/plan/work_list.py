@@ -1,6 +1,6 @@
 """Work lists: the attention work of a step, cut on the device into parts of equal length.
 
-The host gives only upper bounds on lengths. One captured graph therefore serves requests of any lengths.
+The host gives only upper bounds on lengths. One captured graph therefore serves any lengths within the bounds.
 """
 
 from typing import NamedTuple
@@ -23,10 +23,10 @@ class WorkList(NamedTuple):
     the queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
     computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
 
-    tile_starts: int64 [max_tiles + 1], number of blocks before each tile, then the total number of blocks.
-    tiles: int32 [max_tiles, 2], each tile's request, and the tile's first query, counted within the request.
-    parts: int64 [num_parts + 1, 2], the first block of each part, and the tile of this block. Parts past the last
-        block have the number of blocks and the number of tiles instead.
+    tile_starts: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
+    tiles: int32 [max_tiles, 2], each tile's request, and index of the tile's first query within the request.
+    parts: int64 [num_parts + 1, 2], index of each part's first block, and of the tile with this block. Empty parts and
+        the last row hold the total number of blocks and the total number of tiles.
     """
 
     tile_starts: Tensor
@@ -40,7 +40,7 @@ class WorkList(NamedTuple):
 
 
 class WorkListFilter(NamedTuple):
-    """Selects the requests with several queries that stay in work lists. Another kernel takes the excluded requests.
+    """Decides which requests with several queries stay in work lists. Another kernel takes the excluded requests.
 
     A request stays if it has fewer than `query_limit` queries and a context of at least `min_context` tokens, and if
     all such requests together have fewer than `query_limit` queries. The context is the tokens before the first query.
@@ -55,9 +55,9 @@ class WorkListFilter(NamedTuple):
 def split_query_lens(
     narrow_queries: int, wide_queries: int, min_query_len: int, max_query_len: int
 ) -> tuple[range, range]:
-    """Return the ranges of query lengths for narrow and for wide tiles; a range may be empty.
+    """Return (narrow, wide): the ranges of query lengths that narrow tiles and wide tiles take. A range may be empty.
 
-    narrow_queries, wide_queries: query positions per tile of each kind.
+    narrow_queries, wide_queries: query positions in a narrow tile and in a wide tile.
     min_query_len: 1, or 2 if another kernel takes decodes.
     max_query_len: the host's bound on query lengths.
     """
@@ -80,13 +80,13 @@ def make_work_list(
     num_head_blocks: int,
     num_tokens: int,
 ) -> tuple[WorkList, Tensor]:
-    """Plan the work of the requests that stay in work lists and whose number of queries is in `query_lens`.
+    """Plan the work of the requests that `request_filter` keeps and whose number of queries is in `query_lens`.
 
     seq_lens, query_start_loc: see `plan_batch`.
     block_q: query positions in a tile.
     num_head_blocks: programs that compute the same part for different heads.
     num_tokens: bound on the tokens of the step.
-    Returns: the list, and int32 [B], the number of queries of excluded requests, 0 for others.
+    Returns: (work list; int32 [B], number of queries of each excluded request, 0 for other requests).
     """
     num_reqs = seq_lens.shape[0]
     max_query_len = query_lens.stop - 1
@@ -123,7 +123,7 @@ def _plan_work_op(
     min_context: int,
     max_excluded: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of a `WorkList`, then the second result of `make_work_list`.
+    """Return the three tensors of a `WorkList`, then the second result of `make_work_list`.
 
     min_part_blocks: minimum number of blocks in a part. Other arguments: see `make_work_list` and `WorkListFilter`.
     """
