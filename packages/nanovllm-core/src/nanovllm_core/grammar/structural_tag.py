@@ -14,7 +14,7 @@ EMPTY: TagFormat = {"type": "const_string", "value": ""}
 
 
 def literal(text: str) -> TagFormat:
-    """Exactly `text`."""
+    """Exactly the text `text`."""
     return {"type": "const_string", "value": text}
 
 
@@ -39,7 +39,7 @@ def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
 
 
 def unconverted_json(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
-    """JSON of a schema that `convert_grammar` is to convert, which explains `place` and `objects_only`."""
+    """JSON of a schema that `convert_grammar` converts later. place, objects_only: see `convert_grammar`."""
     return {"type": "json_schema", "json_schema": schema, "place": place, "objects_only": objects_only}
 
 
