@@ -87,7 +87,7 @@ class BoundedStrings:
         rules_by_class = {
             characters: _SharedRules(characters, f"{prefix}_{index}_") for index, characters in enumerate(classes)
         }
-        bodies = [rules_by_class[bounded.characters].body(bounded) for bounded in self._index_by_string]
+        bodies = [rules_by_class[bounded.characters].rule_body(bounded) for bounded in self._index_by_string]
         marked_rule = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
         replaced = marked_rule.sub(lambda match: f"{match[1]} {bodies[int(match[2])]}", grammar)
         spelled_mark = " ".join(f'"{letter}"' for letter in self._mark)
@@ -105,7 +105,7 @@ class _SharedRules:
         self._block_sizes: set[int] = set()
         self._max_tail_length = 0
 
-    def body(self, bounded: BoundedString) -> str:
+    def rule_body(self, bounded: BoundedString) -> str:
         """The rule body of one string, without its quotation marks."""
         num_optional = bounded.high - bounded.low
         num_blocks = max(num_optional - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH

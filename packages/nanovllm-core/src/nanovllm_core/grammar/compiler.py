@@ -198,7 +198,7 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
     """Compile a JSON schema or a structural tag. Raises ValueError, RuntimeError, TypeError and RecursionError."""
     import xgrammar
 
-    text, bounded_strings = prepare(spec)
+    text, bounded_strings = prepare_source(spec)
     if spec.kind == "structural_tag":
         if not bounded_strings:
             return compiler.compile_structural_tag(text)
@@ -210,7 +210,7 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
     return compiler.compile_grammar(bounded_strings.insert_rules(str(grammar)))
 
 
-def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
+def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     """Prepare a JSON schema or a structural tag for xgrammar.
 
     Returns (source with marks in place of bounded strings, bounded strings).
@@ -224,7 +224,7 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
         return (json.dumps(marked) if bounded_strings else spec.source), bounded_strings
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
-    for part in _json_parts(cast("dict[str, Any]", source).get("format")):
+    for part in _json_formats(cast("dict[str, Any]", source).get("format")):
         # In other styles xgrammar writes patterns out letter by letter, so marks could not be replaced.
         if part.get("style", "json") == "json":
             part["json_schema"] = bounded_strings.mark_patterns(part.get("json_schema"))
@@ -233,20 +233,20 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     return json.dumps(source), bounded_strings
 
 
-def _json_parts(part: Any) -> Iterator[dict[str, Any]]:
+def _json_formats(part: Any) -> Iterator[dict[str, Any]]:
     """All formats of type "json_schema" within a structural tag's format. Invalid formats are left to xgrammar."""
     if isinstance(part, list):
         for item in cast("list[Any]", part):
-            yield from _json_parts(item)
+            yield from _json_formats(item)
     if not isinstance(part, dict):
         return
     part = cast("dict[str, Any]", part)
     if part.get("type") == "json_schema":
         yield part
     for name in _INNER_FORMAT_FIELDS:
-        yield from _json_parts(part.get(name))
+        yield from _json_formats(part.get(name))
     rules: Any = part.get("rules")
     if isinstance(rules, list):
         for rule in cast("list[Any]", rules):
             if isinstance(rule, list):
-                yield from _json_parts(cast("list[Any]", rule)[-1:])
+                yield from _json_formats(cast("list[Any]", rule)[-1:])

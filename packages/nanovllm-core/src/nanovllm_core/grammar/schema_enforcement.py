@@ -59,7 +59,7 @@ def _converted_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> J
     if not isinstance(value, dict):
         return value
     if value.get("type") == "xml_parameters":
-        return _converted_parameters(value, place, types_by_place)
+        return _converted_xml_parameters(value, place, types_by_place)
     converted = {
         name: _converted_tag(item, f"{place}/{escape_pointer_part(name)}", types_by_place)
         if name != "json_schema"
@@ -69,12 +69,12 @@ def _converted_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> J
     schema = value.get("json_schema")
     if isinstance(schema, dict | bool):
         schema_place = str(converted.pop("place", f"{place}/json_schema"))
-        convert = _objects_schema if converted.pop("objects_only", False) else convert_schema
+        convert = _convert_objects_only if converted.pop("objects_only", False) else convert_schema
         converted["json_schema"] = convert(schema, schema_place)
     return converted
 
 
-def _converted_parameters(value: dict[str, JSON], place: str, types_by_place: ParameterTypes) -> JSON:
+def _converted_xml_parameters(value: dict[str, JSON], place: str, types_by_place: ParameterTypes) -> JSON:
     try:
         parameters = msgspec.convert(value, XmlParameters)
     except msgspec.ValidationError as error:
@@ -82,12 +82,12 @@ def _converted_parameters(value: dict[str, JSON], place: str, types_by_place: Pa
     if parameters.json_schema is None:
         return any_elements(parameters)
     schema_place = parameters.place or f"{place}/json_schema"
-    schema = _objects_schema(parameters.json_schema, schema_place)
+    schema = _convert_objects_only(parameters.json_schema, schema_place)
     elements, types_by_place[schema_place] = schema_elements(parameters, schema, schema_place)
     return elements
 
 
-def _objects_schema(schema: JSON, place: str) -> dict[str, JSON]:
+def _convert_objects_only(schema: JSON, place: str) -> dict[str, JSON]:
     """Like `convert_schema`, but only for the objects that `schema` allows."""
     converted = convert_schema(schema, place)
     if not converted:

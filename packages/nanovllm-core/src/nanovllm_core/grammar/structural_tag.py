@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.json_values import JSON
 
 # A format of a structural tag: an object with `type`.
 TagFormat = dict[str, JSON]
-EMPTY: TagFormat = {"type": "const_string", "value": ""}
+EMPTY_TEXT: TagFormat = {"type": "const_string", "value": ""}
 
 
 def literal(text: str) -> TagFormat:
@@ -48,7 +48,7 @@ def sequence(*formats: TagFormat) -> TagFormat:
     joined: list[TagFormat] = []
     for outer in formats:
         for element in cast("list[TagFormat]", outer["elements"]) if outer["type"] == "sequence" else [outer]:
-            if element == EMPTY:
+            if element == EMPTY_TEXT:
                 continue
             previous = joined[-1] if joined else None
             # Fewer elements make a smaller grammar.
@@ -57,7 +57,7 @@ def sequence(*formats: TagFormat) -> TagFormat:
             else:
                 joined.append(element)
     if len(joined) < 2:
-        return joined[0] if joined else EMPTY
+        return joined[0] if joined else EMPTY_TEXT
     return {"type": "sequence", "elements": [*joined]}
 
 

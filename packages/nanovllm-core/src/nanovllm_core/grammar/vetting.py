@@ -100,7 +100,7 @@ class Vetter:
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
         """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
         # Without a reply, the vetting process has died. A grammar can kill only its own child, so try again.
-        reply = self._request_verdict(spec) or self._request_verdict(spec)
+        reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:
             return msgspec.msgpack.decode(reply[:-1], type=EnforceableGrammar)
@@ -118,7 +118,7 @@ class Vetter:
             )
         raise GrammarError("the process that compiles grammars was stopped: try again")
 
-    def _request_verdict(self, spec: GrammarSpec) -> bytes:
+    def _request_reply(self, spec: GrammarSpec) -> bytes:
         """The reply of the vetting process: message, then verdict; b"" if the process ended without a reply."""
         read_end, write_end = os.pipe()
         try:

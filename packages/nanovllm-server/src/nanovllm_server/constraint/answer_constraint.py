@@ -69,9 +69,9 @@ def constrain(
         if answer is None:
             return None
         spec = _answer_spec(answer)
-        used, unused = ((answer.path, spec),), ()
+        fields, unused_fields = ((answer.path, spec),), ()
         if reasoning_state == "closed":
-            return _with_checked_size(AnswerConstraint(spec, used, unused, calls_only_at_start=False))
+            return _with_checked_size(AnswerConstraint(spec, fields, unused_fields, calls_only_at_start=False))
         content, calls_only_at_start = _answer_format(answer), False
     else:
         functions = [*tools.functions.values()]
@@ -83,13 +83,13 @@ def constrain(
         )
         answer_fields = () if answer is None else ((answer.path, _answer_spec(answer)),)
         if tools.mode != "auto":
-            used, unused = function_fields, answer_fields
+            fields, unused_fields = function_fields, answer_fields
         elif isinstance(answer, TagAnswer):
-            used, unused = answer_fields, function_fields
+            fields, unused_fields = answer_fields, function_fields
         else:
-            used, unused = function_fields + answer_fields, ()
+            fields, unused_fields = function_fields + answer_fields, ()
     answer_format = sequence(*_reasoning_formats(model_format, reasoning_state, call_form), content)
-    return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), used, unused, calls_only_at_start))
+    return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), fields, unused_fields, calls_only_at_start))
 
 
 def _content_format(

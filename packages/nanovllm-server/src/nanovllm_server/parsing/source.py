@@ -19,7 +19,7 @@ MAX_NAME_LENGTH = 256
 # Characters of JSON's numbers, true, false and null.
 SCALAR_CHARACTERS = frozenset("+-.0123456789truefalsnE")
 # Characters that JSON allows only in strings. Tags, code fences and separators of calls begin with one of these.
-NON_JSON_CHARACTERS = "<`;"
+STRING_ONLY_CHARACTERS = "<`;"
 
 
 class NestingCounter:
@@ -172,7 +172,7 @@ class Source:
         """Passes a JSON object, array or string to `sink`, piece by piece. Returns whether the value was complete.
 
         Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
-        Outside strings, reading stops before a character of NON_JSON_CHARACTERS.
+        Outside strings, reading stops before a character of STRING_ONLY_CHARACTERS.
         max_length: maximum number of characters; a line break in a string then stops reading too. None: no limit.
         """
         nesting, length = NestingCounter(), 0
@@ -180,7 +180,7 @@ class Source:
         while True:
             text = self._text
             for index in range(self._position, len(text)):
-                if text[index] in (string_stops if nesting.in_string else NON_JSON_CHARACTERS):
+                if text[index] in (string_stops if nesting.in_string else STRING_ONLY_CHARACTERS):
                     sink(self._read_to(index))
                     return False
                 nesting.step(text[index])

@@ -261,7 +261,7 @@ class _Parser:
                 return self.hexadecimal(2)
             case "u" if self.skip("{"):
                 end = self.text.find("}", self.position)
-                return self.hexadecimal(end - self.position, closing=1)
+                return self.hexadecimal(end - self.position, num_closing=1)
             case "u":
                 high = self.hexadecimal(4)
                 if 0xD800 <= high < 0xDC00 and self.skip("\\u"):
@@ -281,11 +281,11 @@ class _Parser:
             case _:
                 return ord(letter)
 
-    def hexadecimal(self, count: int, closing: int = 0) -> int:
+    def hexadecimal(self, count: int, num_closing: int = 0) -> int:
         digits = self.text[self.position : self.position + max(count, 0)]
         if not 0 < count <= 6 or len(digits) < count or not HEX.issuperset(digits) or int(digits, 16) > MAX_CODE_POINT:
             raise RegexError("it has an escape with improper hexadecimal digits")
-        self.position += count + closing
+        self.position += count + num_closing
         return int(digits, 16)
 
 

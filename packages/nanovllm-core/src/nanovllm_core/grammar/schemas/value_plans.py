@@ -128,8 +128,8 @@ def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """Without `type`, keeps only types that keywords restrict. For example, `properties` then implies an object."""
     unrestricted = set(ANY_VALUE)
     if not all(
-        any(type(kind) is type(s) and (kind == s or not isinstance(kind, Constant)) for s in shapes)
-        for kind in ANY_VALUE
+        any(type(full) is type(shape) and (full == shape or not isinstance(full, Constant)) for shape in shapes)
+        for full in ANY_VALUE
     ):
         return shapes
     restricted = tuple(
