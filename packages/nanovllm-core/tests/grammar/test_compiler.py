@@ -9,7 +9,7 @@ import toy_model
 from grammars import CHECKS, JSON, TAG, TAGGED, text_of, toy_compiler
 
 from nanovllm_core import GrammarError, GrammarSpec
-from nanovllm_core.grammar.compiler import MAX_WHITESPACE, Grammar, prepare
+from nanovllm_core.grammar.compiler import MAX_WHITESPACE, Grammar, prepare_source
 
 WORDS = -(-toy_model.VOCAB // 32)
 
@@ -84,7 +84,7 @@ def test_whitespace_is_bounded_wherever_a_structural_tag_has_json():
             own,
         ],
     }
-    bounded = json.loads(prepare(GrammarSpec("structural_tag", json.dumps({"format": form})))[0])["format"]
+    bounded = json.loads(prepare_source(GrammarSpec("structural_tag", json.dumps({"format": form})))[0])["format"]
     changed = {**inner, "max_whitespace_cnt": MAX_WHITESPACE}
     assert bounded["elements"][0]["tags"][0]["content"] == changed
     assert bounded["elements"][1]["rules"][0][1]["content"] == changed

@@ -1,7 +1,7 @@
 """Compiles grammars and matches outputs with xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100).
 
-Compiling may take any time and memory and can't be interrupted, see `vetting`. xgrammar is imported on first use,
-because it imports transformers.
+Compiling may take any time and memory and can't be interrupted; `grammar/vetting.py` deals with this. xgrammar is
+imported on first use, because it imports transformers.
 """
 
 import json
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import xgrammar
 
 # Maximum number of consecutive whitespace characters between the parts of a JSON text. A limit of nine makes grammars
-# six times larger, and outputs of small models no shorter.
+# six times larger, and small models write outputs of the same length.
 MAX_WHITESPACE = 1
-# Maximum length of an error message of xgrammar, which may quote the grammar.
+# Maximum length of xgrammar's message in an error. The message may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
 # Fields of a structural tag's formats that contain further formats.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")
@@ -37,14 +37,14 @@ _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 class Matcher:
     """The state of an output in its grammar, see `nanovllm_core.grammar_types.GrammarMatcher`.
 
-    possible: int32 [words], mask of the tokens that have text or end an answer. xgrammar's masks also allow others,
-        which it then rejects.
+    possible_mask: int32 [num_words], allows the tokens that have text or end an answer. xgrammar's masks allow more
+        tokens, which `accept` then rejects.
     end_ids: token ids that end an answer.
     terminator: ends strings, numbers and nesting in JSON; None for grammars without JSON.
     """
 
     inner: "xgrammar.GrammarMatcher"
-    possible: NDArray[np.int32]
+    possible_mask: NDArray[np.int32]
     end_ids: frozenset[int]
     terminator: JsonTerminator | None
 
@@ -58,7 +58,7 @@ class Matcher:
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
         """Write the mask of allowed next tokens to masks[index]."""
         self.inner.fill_next_token_bitmask(masks, index)
-        masks[index] &= self.possible
+        masks[index] &= self.possible_mask
         if self.terminator is not None:
             self.terminator.narrow(masks[index])
 
@@ -78,7 +78,7 @@ class Matcher:
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
-        """Call `fill` of each matcher. All matchers belong to one engine and share `possible`."""
+        """Call `fill` of each matcher. All matchers belong to one engine and share `possible_mask`."""
         import xgrammar
 
         own_matchers = cast("Sequence[Matcher]", matchers)
@@ -86,7 +86,7 @@ class Matcher:
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
             [matcher.inner for matcher in own_matchers], masks
         )
-        masks[: len(own_matchers)] &= own_matchers[0].possible
+        masks[: len(own_matchers)] &= own_matchers[0].possible_mask
         for index, matcher in enumerate(own_matchers):
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
@@ -96,12 +96,12 @@ class Matcher:
 class Grammar:
     """A compiled grammar, see `nanovllm_core.grammar_types.CompiledGrammar`.
 
-    token_classes: None for grammars without JSON.
+    possible_mask, end_ids: see `Matcher`. token_classes: for the terminator; None for grammars without JSON.
     parameter_types: see `nanovllm_core.grammar_types.ParameterTypes`.
     """
 
     inner: "xgrammar.CompiledGrammar"
-    possible: NDArray[np.int32]
+    possible_mask: NDArray[np.int32]
     end_ids: frozenset[int]
     token_classes: JsonTokenClasses | None
     parameter_types: ParameterTypes
@@ -116,11 +116,11 @@ class Grammar:
         import xgrammar
 
         terminator = None if self.token_classes is None else JsonTerminator(self.token_classes)
-        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible, self.end_ids, terminator)
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible_mask, self.end_ids, terminator)
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary of `vocab_size` tokens. Tokens beyond `tokens` have no text."""
+    """Compiles grammars for one vocabulary. tokens: bytes by token id. Other ids up to `vocab_size` have no text."""
 
     def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int], vocab_size: int):
         self._tokens = tokens
@@ -138,11 +138,11 @@ class Compiler:
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._end_ids),
         )
-        # One thread, because other grammars compile in parallel. No cache, because `Grammars` is a bounded one.
+        # One thread, because other grammars compile in parallel. No cache: `Grammars` has a bounded one.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @cached_property
-    def _possible(self) -> NDArray[np.int32]:
+    def _possible_mask(self) -> NDArray[np.int32]:
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
         bits[: len(self._tokens)] = [token != b"" for token in self._tokens]
         bits[list(self._end_ids)] = True
@@ -150,14 +150,14 @@ class Compiler:
 
     @cached_property
     def _token_classes(self) -> JsonTokenClasses:
-        return JsonTokenClasses(self._tokens, len(self._possible))
+        return JsonTokenClasses(self._tokens, len(self._possible_mask))
 
     def warm_up(self) -> None:
         """Import xgrammar and build the data that all grammars share. This takes seconds."""
-        _ = self._inner, self._possible, self._token_classes
+        _ = self._inner, self._possible_mask, self._token_classes
 
     def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
-        """Compile a grammar, whose JSON schemas must be converted, see `schema_enforcement`. Raises GrammarError."""
+        """Compile a grammar whose JSON schemas `schema_enforcement` has converted. Raises GrammarError."""
         inner = self._inner
         try:
             match spec.kind:
@@ -168,10 +168,10 @@ class Compiler:
                 case "ebnf":
                     compiled = inner.compile_grammar(spec.source)
             token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
-            grammar = Grammar(compiled, self._possible, self._end_ids, token_classes, parameter_types or {})
-            first_mask = np.zeros((1, len(self._possible)), np.int32)
+            grammar = Grammar(compiled, self._possible_mask, self._end_ids, token_classes, parameter_types or {})
+            first_mask = np.zeros((1, len(self._possible_mask)), np.int32)
             grammar.start().fill(first_mask, 0)
-        # C++ exceptions arrive as one of these types. Only the text says what is wrong.
+        # C++ exceptions arrive as one of these types. Their text says what is wrong.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_reason(error)}") from error
         if not first_mask.any():
@@ -198,7 +198,7 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
     """Compile a JSON schema or a structural tag. Raises ValueError, RuntimeError, TypeError and RecursionError."""
     import xgrammar
 
-    text, bounded_strings = prepare(spec)
+    text, bounded_strings = prepare_source(spec)
     if spec.kind == "structural_tag":
         if not bounded_strings:
             return compiler.compile_structural_tag(text)
@@ -210,10 +210,10 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
     return compiler.compile_grammar(bounded_strings.insert_rules(str(grammar)))
 
 
-def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
+def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     """Prepare a JSON schema or a structural tag for xgrammar.
 
-    Returns the source with marks in place of bounded strings, and the bounded strings.
+    Returns (source with marks in place of bounded strings, bounded strings).
     Raises ValueError for invalid JSON, and for a structural tag that is not an object.
     """
     # Parsing here gives a short error message; xgrammar's message quotes the whole source.
@@ -224,7 +224,7 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
         return (json.dumps(marked) if bounded_strings else spec.source), bounded_strings
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
-    for part in _json_parts(cast("dict[str, Any]", source).get("format")):
+    for part in _json_formats(cast("dict[str, Any]", source).get("format")):
         # In other styles xgrammar writes patterns out letter by letter, so marks could not be replaced.
         if part.get("style", "json") == "json":
             part["json_schema"] = bounded_strings.mark_patterns(part.get("json_schema"))
@@ -233,20 +233,20 @@ def prepare(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     return json.dumps(source), bounded_strings
 
 
-def _json_parts(part: Any) -> Iterator[dict[str, Any]]:
+def _json_formats(part: Any) -> Iterator[dict[str, Any]]:
     """All formats of type "json_schema" within a structural tag's format. Invalid formats are left to xgrammar."""
     if isinstance(part, list):
         for item in cast("list[Any]", part):
-            yield from _json_parts(item)
+            yield from _json_formats(item)
     if not isinstance(part, dict):
         return
     part = cast("dict[str, Any]", part)
     if part.get("type") == "json_schema":
         yield part
     for name in _INNER_FORMAT_FIELDS:
-        yield from _json_parts(part.get(name))
+        yield from _json_formats(part.get(name))
     rules: Any = part.get("rules")
     if isinstance(rules, list):
         for rule in cast("list[Any]", rules):
             if isinstance(rule, list):
-                yield from _json_parts(cast("list[Any]", rule)[-1:])
+                yield from _json_formats(cast("list[Any]", rule)[-1:])

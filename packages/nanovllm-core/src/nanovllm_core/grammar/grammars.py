@@ -1,4 +1,4 @@
-"""A cache of compiled grammars, which compiles each grammar once, after `vetting` has accepted it."""
+"""A cache of compiled grammars, which compiles each grammar once, after the `Vetter` has accepted it."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 # Number of threads that compile grammars. Each grammar is vetted in its own process.
 NUM_COMPILE_THREADS = 8
-# Maximum size of all cached grammars.
+# Maximum size of all cached grammars together.
 MAX_CACHE_BYTES = 256 << 20
 # Maximum size of one compiled grammar.
 MAX_GRAMMAR_BYTES = 64 << 20
@@ -34,11 +34,11 @@ _NICE = 5
 class Grammars:
     """A cache of compiled grammars that evicts the least recently used one first.
 
-    Call its methods on the event loop's thread. vocabulary: reads the model's vocabulary, at the first grammar.
+    Call its methods on the event loop's thread. read_vocabulary: called once, when the first grammar is compiled.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
-        self._vetting_compiler = _VettingCompiler(vocabulary, vocab_size, eos_token_ids)
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
+        self._vetting_compiler = _VettingCompiler(read_vocabulary, vocab_size, eos_token_ids)
         self._cached: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._cache_bytes = 0
         self._compile_tasks: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
@@ -113,8 +113,8 @@ class Grammars:
 class _VettingCompiler:
     """Vets grammars, then compiles them. Starts the vetter and the compiler on first use. Safe for any thread."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
-        self._make_vocabulary = vocabulary
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
+        self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class _VettingCompiler:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Vet and compile. Raises GrammarError."""
         with self._lock:
-            # At the first grammar both start up at the same time. The vetter takes longer, because it imports torch.
+            # For the first grammar, both start at the same time. The vetter takes longer, because it imports torch.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm_up()
         enforceable = vetter.vet(spec)
@@ -136,7 +136,7 @@ class _VettingCompiler:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        vocabulary = self._make_vocabulary()
+        vocabulary = self._read_vocabulary()
         tokens, end_ids = vocabulary
         if len(tokens) > self._vocab_size:
             vocabulary = Vocabulary(tokens[: self._vocab_size], end_ids)
@@ -160,5 +160,5 @@ class _VettingCompiler:
 
 def _lower_priority() -> None:
     if sys.platform == "linux":
-        # Only on Linux a thread has a niceness of its own.
+        # Other systems have one niceness for the whole process.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,6 +1,6 @@
-"""Ends strings, numbers and nesting of JSON that small models repeat without end, where the grammar allows an end.
+"""Ends JSON strings, numbers and nesting that a small model would continue forever, if the grammar allows an end.
 
-The decision depends on the output so far, because length limits in the grammar are slow in xgrammar.
+This module looks at the output so far, because xgrammar is slow with length limits in the grammar.
 """
 
 import re
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 # A string is closed when a token pattern repeats at least this many times, over at least this many tokens.
 MIN_REPETITIONS = 4
-MAX_REPEATED_TOKENS = 96
+MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.
 MAX_PERIOD_TOKENS = 64
 # Maximum number of tokens of a string, where the grammar allows the string to end.
@@ -25,14 +25,14 @@ MAX_NUMBER_LENGTH = 40
 MAX_EXPONENT_DIGITS = 2
 # Maximum depth of nested arrays and objects.
 MAX_DEPTH = 32
-# Minimum number of consecutive numeric tokens from which the length of a number is checked.
+# The length of a number is checked after at least this many consecutive numeric tokens.
 MIN_NUMERIC_TOKENS = 2
 
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _OPENING_BRACKETS, _CLOSING_BRACKETS = frozenset(b"[{"), frozenset(b"]}")
 _STRUCTURAL_BYTES = frozenset((_QUOTE, _BACKSLASH)) | _OPENING_BRACKETS | _CLOSING_BRACKETS
 _NUMBER_BYTES = frozenset(b"0123456789+-.eE")
-# The end of a text that may be a number, and numbers that have reached a limit.
+# The number at the end of a text, and numbers that have reached a limit.
 _TRAILING_NUMBER = re.compile(rb"[-+.0-9eE]*$")
 _LONG_NUMBER = re.compile(
     rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER_LENGTH - 1, MAX_NUMBER_LENGTH, MAX_EXPONENT_DIGITS)
@@ -42,7 +42,7 @@ _LONG_NUMBER = re.compile(
 class JsonTokenClasses:
     """Tokens of a vocabulary, classified by their effect in a JSON text.
 
-    Computed at construction, because a step would wait for it at the first use.
+    Computed at construction, so that no engine step waits for the computation.
 
     tokens: the bytes of each token.
     structural: ids of tokens that contain a quotation mark, backslash, bracket or brace.
@@ -52,7 +52,7 @@ class JsonTokenClasses:
     whitespace: tokens of whitespace.
     opening: tokens that contain an opening bracket or brace.
     quote: the token `"`, which closes a string.
-    letter: the token `a`, which can't begin a JSON value.
+    letter: the token `a`, which may occur in a string, but can't begin a JSON value.
     bracket: the token `[`, which begins an array.
     line_break: a line break, which no string contains.
     number: tokens that begin with a character of numbers.
@@ -94,7 +94,7 @@ class JsonTerminator:
         self._is_in_string = False
         self._depth = 0
         self._tokens_since_quote: list[int] = []
-        # Trailing tokens that may belong to one number.
+        # Number of numeric tokens at the end of the output.
         self._num_numeric_tokens = 0
 
     def accept(self, token: int) -> None:
@@ -117,14 +117,14 @@ class JsonTerminator:
                 self._depth = max(self._depth - 1, 0)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
-        """Restrict a mask, int32 [words], to ending tokens where something must end and the mask allows an end."""
+        """Restrict a mask, int32 [num_words], to tokens that end what is overlong, if the mask allows such tokens."""
         if self._depth >= MAX_DEPTH:
             mask_without_opening = mask & ~self._token_classes.opening
             if (mask_without_opening & ~self._token_classes.whitespace).any():
                 mask[:] = mask_without_opening
         if self._num_numeric_tokens >= MIN_NUMERIC_TOKENS:
             self._end_number(mask)
-        if len(self._tokens_since_quote) >= MAX_REPEATED_TOKENS:
+        if len(self._tokens_since_quote) >= MIN_REPEATED_TOKENS:
             period = self._repeated_period()
             if period or len(self._tokens_since_quote) >= MAX_STRING_TOKENS:
                 self._end_string(mask, period)
@@ -134,8 +134,8 @@ class JsonTerminator:
         if (mask & (token_classes.letter | token_classes.quote)).any():
             return
         # One more token, because the number may begin inside it.
-        last = self._tokens_since_quote[-min(self._num_numeric_tokens, MAX_NUMBER_LENGTH) - 1 :]
-        text = b"".join([token_classes.tokens[token] for token in last])[-MAX_NUMBER_LENGTH:]
+        last_tokens = self._tokens_since_quote[-min(self._num_numeric_tokens, MAX_NUMBER_LENGTH) - 1 :]
+        text = b"".join([token_classes.tokens[token] for token in last_tokens])[-MAX_NUMBER_LENGTH:]
         number = _TRAILING_NUMBER.search(text)
         end_tokens = mask & ~token_classes.number
         if number is not None and _LONG_NUMBER.fullmatch(number[0]) and end_tokens.any():
@@ -146,9 +146,9 @@ class JsonTerminator:
         if (mask & token_classes.line_break).any():
             return
         # Where a value may begin, a quotation mark would open a string instead of closing one.
-        is_in_string = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
+        may_be_in_string = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
         end_tokens = mask & token_classes.quote
-        if not is_in_string:
+        if not may_be_in_string:
             return
         if end_tokens.any():
             mask[:] = end_tokens
@@ -165,7 +165,7 @@ class JsonTerminator:
         tokens = self._tokens_since_quote
         for period in range(1, MAX_PERIOD_TOKENS + 1):
             if tokens[-1] == tokens[-1 - period] and tokens[-2] == tokens[-2 - period]:
-                length = max(MAX_REPEATED_TOKENS, MIN_REPETITIONS * period)
+                length = max(MIN_REPEATED_TOKENS, MIN_REPETITIONS * period)
                 if len(tokens) >= length and tokens[period - length :] == tokens[-length:-period]:
                     return period
         return 0

@@ -25,11 +25,11 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     """Converts the JSON schemas of a grammar.
 
     A structural tag may have two additions to xgrammar's formats:
-    - The field "place" next to "json_schema" names the schema's root in errors, and "objects_only": true restricts
-      the schema to objects.
+    - A format with "json_schema" may have the field "place", which errors use as the name of the schema's root, and
+      "objects_only": true, which excludes values other than objects.
     - The format "xml_parameters" is replaced, see `XmlParameters`.
 
-    Raises GrammarError. Time and memory are not bounded: call this where `vetting` limits both.
+    Raises GrammarError. Time and memory have no limit here: call this in the vetting process, which limits both.
     """
     if spec.kind not in ("json_schema", "structural_tag"):
         return EnforceableGrammar(spec, {})
@@ -38,30 +38,30 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     except orjson.JSONDecodeError as error:
         name = "JSON schema" if spec.kind == "json_schema" else "structural tag"
         raise GrammarError(f"this {name} can't be compiled: {error}") from error
-    parameter_types: ParameterTypes = {}
+    types_by_place: ParameterTypes = {}
     if spec.kind == "json_schema":
         converted: JSON = convert_schema(source, spec.place)
     else:
-        converted = _converted_tag(source, spec.place, parameter_types)
+        converted = _converted_tag(source, spec.place, types_by_place)
     text = orjson.dumps(converted)
     if len(text) > MAX_CONVERTED_BYTES:
         raise GrammarError(
             f"with its schemas written out, this grammar has {len(text)} bytes, but may have at most "
             f"{MAX_CONVERTED_BYTES}: make it shorter"
         )
-    return EnforceableGrammar(GrammarSpec(spec.kind, text.decode()), parameter_types)
+    return EnforceableGrammar(GrammarSpec(spec.kind, text.decode()), types_by_place)
 
 
-def _converted_tag(value: JSON, place: str, parameter_types: ParameterTypes) -> JSON:
-    """`value`, a part of a structural tag, with converted schemas. Adds entries to `parameter_types`."""
+def _converted_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSON:
+    """`value`, a part of a structural tag, with converted schemas. Adds entries to `types_by_place`."""
     if isinstance(value, list):
-        return [_converted_tag(item, f"{place}/{index}", parameter_types) for index, item in enumerate(value)]
+        return [_converted_tag(item, f"{place}/{index}", types_by_place) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if value.get("type") == "xml_parameters":
-        return _converted_parameters(value, place, parameter_types)
+        return _converted_xml_parameters(value, place, types_by_place)
     converted = {
-        name: _converted_tag(item, f"{place}/{escape_pointer_part(name)}", parameter_types)
+        name: _converted_tag(item, f"{place}/{escape_pointer_part(name)}", types_by_place)
         if name != "json_schema"
         else item
         for name, item in value.items()
@@ -69,12 +69,12 @@ def _converted_tag(value: JSON, place: str, parameter_types: ParameterTypes) -> 
     schema = value.get("json_schema")
     if isinstance(schema, dict | bool):
         schema_place = str(converted.pop("place", f"{place}/json_schema"))
-        convert = _objects_schema if converted.pop("objects_only", False) else convert_schema
+        convert = _convert_objects_only if converted.pop("objects_only", False) else convert_schema
         converted["json_schema"] = convert(schema, schema_place)
     return converted
 
 
-def _converted_parameters(value: dict[str, JSON], place: str, parameter_types: ParameterTypes) -> JSON:
+def _converted_xml_parameters(value: dict[str, JSON], place: str, types_by_place: ParameterTypes) -> JSON:
     try:
         parameters = msgspec.convert(value, XmlParameters)
     except msgspec.ValidationError as error:
@@ -82,12 +82,12 @@ def _converted_parameters(value: dict[str, JSON], place: str, parameter_types: P
     if parameters.json_schema is None:
         return any_elements(parameters)
     schema_place = parameters.place or f"{place}/json_schema"
-    schema = _objects_schema(parameters.json_schema, schema_place)
-    elements, parameter_types[schema_place] = schema_elements(parameters, schema, schema_place)
+    schema = _convert_objects_only(parameters.json_schema, schema_place)
+    elements, types_by_place[schema_place] = schema_elements(parameters, schema, schema_place)
     return elements
 
 
-def _objects_schema(schema: JSON, place: str) -> dict[str, JSON]:
+def _convert_objects_only(schema: JSON, place: str) -> dict[str, JSON]:
     """Like `convert_schema`, but only for the objects that `schema` allows."""
     converted = convert_schema(schema, place)
     if not converted:

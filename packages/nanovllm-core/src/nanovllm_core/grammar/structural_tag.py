@@ -10,11 +10,11 @@ from nanovllm_core.grammar.schemas.json_values import JSON
 
 # A format of a structural tag: an object with `type`.
 TagFormat = dict[str, JSON]
-EMPTY: TagFormat = {"type": "const_string", "value": ""}
+EMPTY_TEXT: TagFormat = {"type": "const_string", "value": ""}
 
 
 def literal(text: str) -> TagFormat:
-    """Exactly `text`."""
+    """Exactly the text `text`."""
     return {"type": "const_string", "value": text}
 
 
@@ -39,7 +39,7 @@ def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
 
 
 def unconverted_json(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
-    """JSON of a schema that `convert_grammar` is to convert, which explains `place` and `objects_only`."""
+    """JSON of a schema that `convert_grammar` converts later. place, objects_only: see `convert_grammar`."""
     return {"type": "json_schema", "json_schema": schema, "place": place, "objects_only": objects_only}
 
 
@@ -48,7 +48,7 @@ def sequence(*formats: TagFormat) -> TagFormat:
     joined: list[TagFormat] = []
     for outer in formats:
         for element in cast("list[TagFormat]", outer["elements"]) if outer["type"] == "sequence" else [outer]:
-            if element == EMPTY:
+            if element == EMPTY_TEXT:
                 continue
             previous = joined[-1] if joined else None
             # Fewer elements make a smaller grammar.
@@ -57,7 +57,7 @@ def sequence(*formats: TagFormat) -> TagFormat:
             else:
                 joined.append(element)
     if len(joined) < 2:
-        return joined[0] if joined else EMPTY
+        return joined[0] if joined else EMPTY_TEXT
     return {"type": "sequence", "elements": [*joined]}
 
 

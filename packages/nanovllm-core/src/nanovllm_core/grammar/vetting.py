@@ -1,6 +1,6 @@
-"""Vets grammars: converts and compiles each in a process that is killed if it takes too much time or memory.
+"""Vets grammars: converts and compiles each in a child process, which is killed if it takes too much time or memory.
 
-The converted grammar comes back, and the engine compiles it again, because serialising a compiled grammar takes far
+The engine receives the converted grammar and compiles it again, because serialising a compiled grammar takes far
 longer than compiling it.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Limits on the wall-clock time and the additional memory of converting and compiling one grammar.
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
-# Time allowed for the vetting process to start, which imports torch, and for killing a child at its deadline.
+# Time for the vetting process to start, which imports torch, and for it to kill a child after the deadline.
 _START_TIMEOUT_S = 60.0
 
 # Verdicts: the last byte of a reply.
@@ -74,11 +74,11 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 class Vetter:
     """Owns the vetting process. The process starts with the first grammar and is restarted if it dies.
 
-    The vetting process imports xgrammar once and forks a child per grammar. Any thread may call this.
+    The vetting process imports xgrammar once and forks a child per grammar. Any thread may call the methods.
     """
 
-    def __init__(self, vocabulary: "Callable[[], Vocabulary]", vocab_size: int):
-        self._vocabulary = vocabulary
+    def __init__(self, read_vocabulary: "Callable[[], Vocabulary]", vocab_size: int):
+        self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._max_seconds, self._max_bytes = MAX_SECONDS, MAX_BYTES
         self._lock = threading.Lock()
@@ -99,8 +99,8 @@ class Vetter:
 
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
         """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
-        # No reply means that the vetting process died. The grammar's own child can't cause that, so try again.
-        reply = self._request_verdict(spec) or self._request_verdict(spec)
+        # Without a reply, the vetting process has died. A grammar can kill only its own child, so try again.
+        reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:
             return msgspec.msgpack.decode(reply[:-1], type=EnforceableGrammar)
@@ -118,8 +118,8 @@ class Vetter:
             )
         raise GrammarError("the process that compiles grammars was stopped: try again")
 
-    def _request_verdict(self, spec: GrammarSpec) -> bytes:
-        """The reply of the vetting process: a message and the verdict; b"" if the process ended without a reply."""
+    def _request_reply(self, spec: GrammarSpec) -> bytes:
+        """The reply of the vetting process: message, then verdict; b"" if the process ended without a reply."""
         read_end, write_end = os.pipe()
         try:
             try:
@@ -149,7 +149,7 @@ class Vetter:
 
     def _send_to(self, connection: socket.socket, spec: GrammarSpec, reply_fd: int) -> None:
         if not self._is_set_up:
-            tokens, end_ids = self._vocabulary()
+            tokens, end_ids = self._read_vocabulary()
             setup = VettingSetup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
             # Sending megabytes blocks until the process has finished its imports. A timeout raises OSError.
             connection.settimeout(_START_TIMEOUT_S)
@@ -177,7 +177,7 @@ class Vetter:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            # When the connection closes, the process kills its children and ends. During its imports it has none.
+            # When the connection closes, the process kills its children and ends. It has none during its imports.
             try:
                 self._process.wait(2)
             except subprocess.TimeoutExpired:

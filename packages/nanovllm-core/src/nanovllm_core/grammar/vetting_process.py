@@ -1,6 +1,6 @@
 """The program of the vetting process: forks a child per grammar, and kills children that take too long.
 
-An inherited socket connects it to the engine's process, see `vetting`. It must stay single-threaded, because it forks.
+An inherited socket connects this process to the engine's. This process forks, so it must stay single-threaded.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class VettingChild:
 
 def main() -> None:
     """Serve the socket whose descriptor is the only argument, until its other end is closed."""
-    # Terminals and service managers send these signals to all processes. This process ends with the engine's.
+    # Terminals and service managers send these signals to all processes. This process ends when the engine's ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, _ignore_signal)
@@ -93,7 +93,7 @@ def _serve(
             payload, (reply_fd,) = message
             pid = os.fork()
             if pid == 0:
-                # Readers of the other replies wait until every copy of the descriptor is closed.
+                # The engine reads each reply until every copy of its descriptor is closed.
                 for child in children.values():
                     os.close(child.reply_fd)
                 _compile_and_exit(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, reply_fd)

@@ -27,7 +27,7 @@ from nanovllm_core.grammar.structural_tag import (
 
 # Maximum number of elements if the schema does not name the properties.
 MAX_UNNAMED = 16
-# Maximum length of a property's name, and of its part that an error shows.
+# Maximum number of characters in a property's name, and of a name in an error.
 MAX_NAME_LENGTH = 256
 MAX_SHOWN_LENGTH = 80
 UNNAMED_KEY = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
@@ -41,7 +41,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     has_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None: properties have any names and any text as values.
-    place: name of the schema's root in errors and in `ParameterTypes`; None: its position in the structural tag.
+    place: name of the schema's root in errors and in `ParameterTypes`; None: its JSON pointer in the structural tag.
     """
 
     begin: str
@@ -65,7 +65,7 @@ def any_elements(parameters: XmlParameters) -> TagFormat:
 def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
     """The elements of the objects that `schema`, a converted schema, allows.
 
-    Returns their format, and a schema that states only the types of their values.
+    Returns (format of the elements, schema that states only the types of the values).
     Raises GrammarError for properties that elements can't hold or can't distinguish.
     """
     builder = _ElementBuilder(parameters, schema, place)
@@ -83,12 +83,12 @@ class _ElementBuilder:
         self._parameters = parameters
         self._root = root
         self._place = place
-        self._types: dict[str, set[str]] = {}
+        self._types_by_name: dict[str, set[str]] = {}
         self._unnamed_types: set[str] = set()
 
     def type_schema(self) -> dict[str, Any]:
         """A schema that states only the types of the values in all formats built so far."""
-        properties = {key: {"type": sorted(types)} for key, types in self._types.items()}
+        properties = {key: {"type": sorted(types)} for key, types in self._types_by_name.items()}
         return {"properties": properties, "additionalProperties": {"type": sorted(self._unnamed_types)}}
 
     def object_format(self, schema: JSON) -> TagFormat:
@@ -99,37 +99,37 @@ class _ElementBuilder:
             raise _unsupported(f"{self._place}/{min(unknown)}")
         properties = schema.get("properties")
         if not isinstance(properties, dict):
-            return self._unnamed(schema)
+            return self._unnamed_elements(schema)
         required = schema.get("required")
         elements: list[TagFormat] = []
         for key, value in properties.items():
             place = f"{self._place}/properties/{key[:MAX_SHOWN_LENGTH]}"
-            end = self._parameters.key_end
-            if key.strip() != key or not 0 < len(key) <= MAX_NAME_LENGTH or "\n" in key or end in key:
+            key_end = self._parameters.key_end
+            if key.strip() != key or not 0 < len(key) <= MAX_NAME_LENGTH or "\n" in key or key_end in key:
                 raise _unsupported(place)
-            element = self._parameters.element(literal(key), self._value(value, place))
+            element = self._parameters.element(literal(key), self._value_format(value, place))
             elements.append(element if isinstance(required, list) and key in required else optional(element))
             types = declared_types(value, self._root)
-            known = self._types.get(key, types)
-            # Where one object has a string and another has none, the text alone can't tell them apart.
-            self._types[key] = known | types if ("string" in known) == ("string" in types) else set()
+            known = self._types_by_name.get(key, types)
+            # If only some branches allow a string, the text does not show whether the value is a string.
+            self._types_by_name[key] = known | types if ("string" in known) == ("string" in types) else set()
         return sequence(*elements)
 
-    def _unnamed(self, schema: dict[str, JSON]) -> TagFormat:
-        """Elements of any names, if the schema allows any object; else no elements."""
+    def _unnamed_elements(self, schema: dict[str, JSON]) -> TagFormat:
+        """Elements with any names if the schema allows undeclared properties; otherwise no elements."""
         value = schema.get("additionalProperties", False)
         if value is False:
             return literal("")
         self._unnamed_types |= declared_types(value, self._root)
         element = self._parameters.element(
-            regex(UNNAMED_KEY), self._value(value, f"{self._place}/additionalProperties")
+            regex(UNNAMED_KEY), self._value_format(value, f"{self._place}/additionalProperties")
         )
         return repeated(element, MAX_UNNAMED)
 
-    def _value(self, schema: JSON, place: str) -> TagFormat:
+    def _value_format(self, schema: JSON, place: str) -> TagFormat:
         types = declared_types(schema, self._root)
         if "string" in types:
-            texts = self._texts(schema, place)
+            texts = self._text_formats(schema, place)
             if not texts:
                 raise _unsupported(place)
             return either([*texts, literal("null")] if "null" in types else texts)
@@ -138,12 +138,12 @@ class _ElementBuilder:
             value = {**value, "$defs": self._without_end(self._root["$defs"], place)}
         return json_value(value, (self._parameters.end,))
 
-    def _texts(self, schema: JSON, place: str) -> list[TagFormat]:
-        """The strings that `schema` allows. Other values are left out, because unquoted text may be a string too."""
+    def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
+        """Formats of the strings that `schema` allows. Leaves out other values: as text they look like strings."""
         end = self._parameters.end
         match resolve_references(schema, self._root):
             case {"anyOf": list(branches)}:
-                return [text for branch in branches for text in self._texts(branch, place)]
+                return [text for branch in branches for text in self._text_formats(branch, place)]
             case {"enum": list(constants)}:
                 return [literal(text) for text in constants if isinstance(text, str) and end not in text]
             case {"type": "string", "pattern": str(pattern)}:
@@ -156,7 +156,7 @@ class _ElementBuilder:
                 return []
 
     def _without_end(self, schema: JSON, place: str) -> JSON:
-        """`schema` with patterns that exclude the tag which ends a value. xgrammar excludes it from other strings."""
+        """A copy of `schema` whose patterns exclude the end tag. xgrammar excludes the tag from other strings."""
         if isinstance(schema, list):
             return [self._without_end(item, place) for item in schema]
         if not isinstance(schema, dict):

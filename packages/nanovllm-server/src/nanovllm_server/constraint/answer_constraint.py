@@ -1,4 +1,4 @@
-"""Builds the grammar of an answer: reasoning, then calls, or text in the requested format, or both."""
+"""Builds the grammar of an answer: reasoning, and then tool calls, text in the requested format, or both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ LINE_BREAKS = regex(r"\n{0,2}")
 class AnswerConstraint:
     """The constraint on an answer.
 
-    fields: path and own grammar of each field of the request that contributes, to find the field of a failure.
-    unused_fields: the same for fields without effect on this answer. They must be valid too.
+    fields: (path, grammar) of each field of the request in `spec`. If `spec` fails, they show which field is wrong.
+    unused_fields: (path, grammar) of each field without effect on this answer. These grammars must be valid, too.
     calls_only_at_start: see `Parser`.
     """
 
@@ -62,20 +62,20 @@ def constrain(
 ) -> AnswerConstraint | None:
     """The constraint on the answer; None for a free answer. reasoning_state: see `ModelFormat.reasoning_state`.
 
-    The engine converts the JSON schemas in it. Raises ApiError (400) for too large grammars.
+    The engine converts the JSON schemas later. Raises ApiError (400) if a grammar is too large.
     """
-    form = model_format.chat_format.tool_calls if tools is not None else None
-    if tools is None or form is None or not (tools.needs_grammar or answer is not None):
+    call_form = model_format.chat_format.tool_calls if tools is not None else None
+    if tools is None or call_form is None or not (tools.needs_grammar or answer is not None):
         if answer is None:
             return None
         spec = _answer_spec(answer)
-        used, unused = ((answer.path, spec),), ()
+        fields, unused_fields = ((answer.path, spec),), ()
         if reasoning_state == "closed":
-            return _with_checked_size(AnswerConstraint(spec, used, unused, calls_only_at_start=False))
+            return _with_checked_size(AnswerConstraint(spec, fields, unused_fields, calls_only_at_start=False))
         content, calls_only_at_start = _answer_format(answer), False
     else:
         functions = [*tools.functions.values()]
-        content, calls_only_at_start = _content_format(answer, tools, form, functions)
+        content, calls_only_at_start = _content_format(answer, tools, call_form, functions)
         function_fields = tuple(
             (function.path, _json_spec(function.enforced_schema, function.path))
             for function in functions
@@ -83,19 +83,19 @@ def constrain(
         )
         answer_fields = () if answer is None else ((answer.path, _answer_spec(answer)),)
         if tools.mode != "auto":
-            used, unused = function_fields, answer_fields
+            fields, unused_fields = function_fields, answer_fields
         elif isinstance(answer, TagAnswer):
-            used, unused = answer_fields, function_fields
+            fields, unused_fields = answer_fields, function_fields
         else:
-            used, unused = function_fields + answer_fields, ()
-    answer_format = sequence(*_reasoning_formats(model_format, reasoning_state, form), content)
-    return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), used, unused, calls_only_at_start))
+            fields, unused_fields = function_fields + answer_fields, ()
+    answer_format = sequence(*_reasoning_formats(model_format, reasoning_state, call_form), content)
+    return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), fields, unused_fields, calls_only_at_start))
 
 
 def _content_format(
     answer: Answer | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[Function]
 ) -> tuple[TagFormat, bool]:
-    """The format of content and calls, and `AnswerConstraint.calls_only_at_start`."""
+    """Returns (format of content and calls, `AnswerConstraint.calls_only_at_start`)."""
     max_calls = MAX_CALLS if tools.allows_parallel_calls else 1
     if tools.mode != "auto":
         return calls_format(form, functions, max_calls), True
@@ -110,13 +110,13 @@ def _content_format(
 
 
 def _reasoning_formats(
-    model_format: ModelFormat, reasoning_state: ReasoningState, calls_form: ToolCallFormat | None
+    model_format: ModelFormat, reasoning_state: ReasoningState, call_form: ToolCallFormat | None
 ) -> Iterator[TagFormat]:
     form = model_format.chat_format.reasoning
     if form is None or reasoning_state == "closed":
         return
     # A call within reasoning would end the reasoning and escape the constraint.
-    excludes = call_beginnings(calls_form) if calls_form is not None and calls_form.ends_reasoning else ()
+    excludes = call_beginnings(call_form) if call_form is not None and call_form.ends_reasoning else ()
     body = sequence(any_text((form.end, *excludes)), literal(form.end), LINE_BREAKS)
     yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 

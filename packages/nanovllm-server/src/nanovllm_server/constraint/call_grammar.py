@@ -47,7 +47,7 @@ def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls:
 def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
     """Text with up to `max_calls` calls in it. Text that begins like a call must be a call.
 
-    In bare formats, the answer is text or calls, never both.
+    In bare formats, see `is_bare`, the answer is either text or calls.
     """
     if isinstance(form, JsonCalls) and form.bare:
         return either([calls_format(form, functions, max_calls), optional(_text_that_begins_no_call(form))])
@@ -61,7 +61,7 @@ def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
 
 
 def is_bare(form: ToolCallFormat) -> bool:
-    """Whether calls need no opening tag. Only an answer that begins with a call can then have calls."""
+    """Whether calls need no opening tag. In that case, an answer has calls only if it begins with one."""
     return isinstance(form, JsonCalls) and form.bare
 
 

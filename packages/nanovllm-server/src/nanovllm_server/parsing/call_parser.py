@@ -1,6 +1,6 @@
 """Readers of tool calls, one class per kind of format. nanovllm_models defines the formats.
 
-A reader reports a call when its arguments begin. Text that turns out to be no call before that is content. Malformed
+A reader reports a call when the call's arguments begin. Text that proves to be no call until then is content. Malformed
 arguments are passed on unchanged.
 """
 
@@ -17,7 +17,7 @@ from nanovllm_server.parsing.source import MAX_NAME_LENGTH, Reading, Source
 from nanovllm_server.protocol.json import JSON
 
 CallFormat = TypeVar("CallFormat", bound=ToolCallFormat)
-# Schema of the parameters by name of the function; None for a function without a schema.
+# By name of a function: the schema of its parameters; None for a function without a schema.
 SchemasByFunction = Mapping[str, JSON]
 TextSink = Callable[[str], None]
 
@@ -25,7 +25,7 @@ TextSink = Callable[[str], None]
 class CallReader(ABC, Generic[CallFormat]):
     """Reads the calls of one answer from `source` and reports them to `collector`.
 
-    schemas: the functions that the model may call.
+    schemas: has one entry per function that the model may call.
     """
 
     def __init__(self, form: CallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction):
@@ -37,7 +37,7 @@ class CallReader(ABC, Generic[CallFormat]):
     @property
     @abstractmethod
     def begin_texts(self) -> tuple[str, ...]:
-        """Texts with which calls begin: the opening tag of the format first."""
+        """Texts with which calls may begin. The first is the format's opening tag."""
 
     @abstractmethod
     def read_call(self, *, has_opening_tag: bool) -> Reading[bool]:
@@ -47,7 +47,7 @@ class CallReader(ABC, Generic[CallFormat]):
         """
 
     def read_block(self, fallback: TextSink) -> Reading[bool]:
-        """Reads consecutive calls, and returns whether there are any. Otherwise passes the text to `fallback`."""
+        """Reads consecutive calls; returns whether there are any. If not, passes the text it read to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
         sink, has_calls = fallback, False
@@ -56,9 +56,9 @@ class CallReader(ABC, Generic[CallFormat]):
             if has_calls and self.form.end is not None and (yield from self._read_closing_tag(self.form.end)):
                 self.source.stop_recording()
                 return True
-            # Without a closing tag, each call has its own beginning.
-            is_separate = has_calls and not (has_opening_tag and self.form.end)
-            if is_separate or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
+            # Without an opening tag and a closing tag, a block has one call.
+            is_block_over = has_calls and not (has_opening_tag and self.form.end)
+            if is_block_over or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
                 sink(self.source.stop_recording())
                 return has_calls
             sink, has_calls = self.collector.add_content, True
@@ -68,8 +68,8 @@ class CallReader(ABC, Generic[CallFormat]):
         """Reads a closing tag. At the end of the answer, the first part of the tag is enough."""
         return (yield from self.source.read_literal(tag)) or self.source.read_truncated_literal(tag)
 
-    def is_known(self, name: str | None, *, has_opening_tag: bool) -> bool:
-        """Whether a call may have this name. Without an opening tag, a function must have this name."""
+    def accepts_name(self, name: str | None, *, has_opening_tag: bool) -> bool:
+        """Whether a call may have this name: any name after an opening tag, otherwise the name of a function."""
         return bool(name) and (has_opening_tag or name in self.schemas)
 
     def begin_call(self, name: str) -> None:
@@ -78,15 +78,15 @@ class CallReader(ABC, Generic[CallFormat]):
         self.collector.begin_call(name)
 
     def stream_call(self, name: str) -> Reading[None]:
-        """Reports a call whose arguments, a JSON object, are next in the text."""
+        """Reports a call, and reads its arguments: the JSON object that comes next."""
         self.begin_call(name)
         is_complete = yield from self.source.read_json(self.collector.add_arguments)
-        # A tag ends incomplete arguments too. Only the end of the answer leaves the call open.
+        # A tag ends incomplete arguments and the call. The end of the answer leaves the call open.
         if is_complete or (yield from self.source.peek()):
             self.collector.end_call(self.form.separator)
 
     def report_truncated_call(self, name: str | None, arguments: str = "") -> Reading[bool]:
-        """Reports a call if the answer ends before the end of its arguments. Returns False if text follows."""
+        """Reports a call if the answer ends before the call's arguments do. Returns False if text follows."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)
@@ -122,7 +122,7 @@ class JsonReader(CallReader[JsonCalls]):
             key = yield from self._read_key()
             if key == "name":
                 name = yield from source.read_string(MAX_NAME_LENGTH)
-                if not self.is_known(name, has_opening_tag=has_opening_tag):
+                if not self.accepts_name(name, has_opening_tag=has_opening_tag):
                     return False
             elif key in self.form.arguments:
                 if name is not None and (yield from source.peek()) == "{":
@@ -155,7 +155,7 @@ class JsonReader(CallReader[JsonCalls]):
         return key
 
     def _skip_remaining_keys(self) -> Reading[None]:
-        """Reads an object from the end of its arguments. Accepts missing and superfluous closing braces."""
+        """Reads the rest of a call's object after the arguments. Accepts missing and superfluous closing braces."""
         yield from self.source.skip_whitespace()
         while (yield from self.source.read_literal(",")):
             if (yield from self._read_key()) is None or (yield from self.source.read_value()) is None:
@@ -183,7 +183,7 @@ class FencedReader(CallReader[FencedCalls]):
             return False
         name = yield from source.read_name("\n")
         name = name and name.strip()
-        if name is None or not self.is_known(name, has_opening_tag=has_opening_tag):
+        if name is None or not self.accepts_name(name, has_opening_tag=has_opening_tag):
             return False
         yield from source.skip_whitespace()
         if not ((yield from source.read_literal(form.fence_begin)) or source.read_truncated_literal(form.fence_begin)):
@@ -213,7 +213,7 @@ class XmlReader(CallReader[XmlCalls]):
             return False
         name = yield from source.read_name(form.name_end)
         name = name and name.strip()
-        if name is None or not self.is_known(name, has_opening_tag=has_opening_tag):
+        if name is None or not self.accepts_name(name, has_opening_tag=has_opening_tag):
             return False
         yield from source.skip_whitespace()
         if (yield from source.read_literal(form.call_end)):

@@ -47,7 +47,7 @@ class TextVocabulary:
 
 
 class Detokenizer:
-    """Detokenizes one choice. tag_ids: special tokens whose names are part of the text; the other ones add no text."""
+    """Detokenizes one choice. tag_ids: special tokens whose names are added to the text, unlike those of others."""
 
     def __init__(self, vocabulary: TextVocabulary, tag_ids: frozenset[int] = frozenset()):
         self._vocabulary = vocabulary
@@ -56,7 +56,7 @@ class Detokenizer:
         self._must_strip_space = vocabulary.strips_leading_space
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns the characters that are complete now, often none."""
+        """Adds a token; returns the characters that it completes, often none."""
         has_text = token_id in self._tag_ids or not self._vocabulary.is_special(token_id)
         token_bytes = self._vocabulary.token_bytes(token_id) if has_text else b""
         return self._without_leading_space(self._utf8_decoder.decode(token_bytes))

@@ -64,21 +64,21 @@ class WhitespaceTrimmer:
         self._pending.append(body or text)
         if not body:
             return ""
-        out = self._take_pending()
+        passed_text = self._take_pending()
         if self.skips_leading:
-            out = out.lstrip(WHITESPACE + self.separator_characters)
-        if out:
+            passed_text = passed_text.lstrip(WHITESPACE + self.separator_characters)
+        if passed_text:
             self.has_text, self.skips_leading, self.separator_characters = True, False, ""
         if len(body) < len(text):
             self._pending.append(text[len(body) :])
-        return out
+        return passed_text
 
     def drop(self) -> None:
         """Discards the whitespace that is held back."""
         self._pending.clear()
 
     def flush(self) -> str:
-        """Returns the whitespace that is held back; "" if this is leading whitespace that is skipped."""
+        """Returns the whitespace that is held back; "" for leading whitespace that is skipped."""
         out = self._take_pending()
         return "" if self.skips_leading else out
 
@@ -101,7 +101,7 @@ class EventCollector:
 
     @property
     def is_content_unchanged(self) -> bool:
-        """Whether content now passes unchanged."""
+        """Whether `add_content` now passes all text on unchanged."""
         return not (self._content.holds_trailing or self._content.skips_leading)
 
     def take_events(self) -> list[Event]:

@@ -33,7 +33,7 @@ class ModelFormat:
         return None if self.chat_format.reasoning is None else self._vocabulary.find_id(self.chat_format.reasoning.end)
 
     def tag_ids(self, tools: SchemasByFunction | None) -> frozenset[int]:
-        """Ids of the special tokens that the parser needs in an answer's text."""
+        """Ids of the special tokens whose names the parser needs in an answer's text. tools: see `Parser`."""
         return self._reasoning_tag_ids if tools is None else self._all_tag_ids
 
     def reasoning_state(self, prompt: str) -> ReasoningState:
@@ -56,5 +56,5 @@ class ModelFormat:
 def _find_tag_ids(tag_format: ReasoningFormat | ToolCallFormat | None, vocabulary: TextVocabulary) -> frozenset[int]:
     if tag_format is None:
         return frozenset()
-    values = [getattr(tag_format, field.name) for field in fields(tag_format)]
-    return vocabulary.find_special_ids(value for value in values if isinstance(value, str))
+    tags = [getattr(tag_format, field.name) for field in fields(tag_format)]
+    return vocabulary.find_special_ids(tag for tag in tags if isinstance(tag, str))

@@ -7,27 +7,27 @@ import orjson
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_server.protocol.json import JSON
 
-# Python's spelling of these values, which some templates teach.
+# Python's words for JSON values, which some chat templates show to models.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def object_json(value: str | None) -> str | None:
-    """The arguments of a call as JSON text: `value` if it is an object, its content if it is a string with an object.
+    """Returns the arguments of a call as the text of a JSON object; None if `value` does not stand for an object.
 
-    null is {}. Returns None for any other value.
+    value: JSON text of an object, of a string that contains an object's text, or of null, which stands for {}.
     """
     if value is None or value == "null":
         return value and "{}"
     if value.startswith('"'):
-        text = _loads(value)
-        return text if isinstance(text, str) and isinstance(_loads(text), dict) else None
+        text = _loads_or_none(value)
+        return text if isinstance(text, str) and isinstance(_loads_or_none(text), dict) else None
     return value if value.startswith("{") else None
 
 
 def parameter_json(value: str, schema: JSON, key: str) -> str:
     """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
 
-    If the schema allows a string, the result is a string, or null if that is allowed too.
+    If the schema allows a string, the result is a string; or null, if the schema allows null and the text is "null".
     Otherwise the result is `value` itself if it is JSON, else a string.
     """
     types = declared_types(_property(schema, key), schema)
@@ -61,7 +61,7 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
 
-def _loads(text: str) -> JSON:
+def _loads_or_none(text: str) -> JSON:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""The parser of an answer: turns pieces of text into events. The joined events don't depend on the pieces' borders.
+"""The parser of an answer: turns pieces of text into events. The joined events don't depend on where pieces end.
 
 Accepts any text without raising an exception.
 """
@@ -8,7 +8,7 @@ from nanovllm_server.parsing.call_parser import SchemasByFunction, make_reader
 from nanovllm_server.parsing.events import ContentText, Event, EventCollector
 from nanovllm_server.parsing.source import Reading, Source
 
-# Maximum number of characters parsed at a time. It bounds the text in which tags are searched for.
+# Maximum number of characters that are parsed at a time, so that each search for tags is short.
 MAX_PIECE_LENGTH = 4096
 
 
@@ -22,26 +22,26 @@ class Parser:
 
     def __init__(
         self,
-        form: ChatFormat,
+        chat_format: ChatFormat,
         *,
         starts_in_reasoning: bool = False,
         tools: SchemasByFunction | None = None,
         calls_only_at_start: bool = False,
     ):
         self._source = Source()
-        if form.tool_calls is None or tools is None:
+        if chat_format.tool_calls is None or tools is None:
             self._collector = EventCollector(allows_calls=False)
             self._call_reader = None
         else:
             self._collector = EventCollector(allows_calls=True)
-            self._call_reader = make_reader(form.tool_calls, self._source, self._collector, tools)
+            self._call_reader = make_reader(chat_format.tool_calls, self._source, self._collector, tools)
         self._calls_only_at_start = calls_only_at_start
-        self._reader = self._read(form.reasoning, starts_in_reasoning)
+        self._reading = self._read(chat_format.reasoning, starts_in_reasoning)
         self._in_reasoning = False
         self._is_in_content = False
         # Whether only content can follow, so that `push` skips the parsing. Most answers begin with content.
         self._is_only_content = False
-        # Whether the answer has reasoning, even if it is empty.
+        # Whether the answer has reasoning, even if the reasoning is empty.
         self.has_reasoning = False
 
     @property
@@ -65,14 +65,14 @@ class Parser:
             return [ContentText(text)] if text else []
         for index in range(0, len(text), MAX_PIECE_LENGTH):
             self._source.feed(text[index : index + MAX_PIECE_LENGTH])
-            next(self._reader)
+            next(self._reading)
         self._is_only_content = self._is_in_content and self._collector.is_content_unchanged
         return self._collector.take_events()
 
     def finish(self) -> list[Event]:
         """Ends the answer; returns the remaining events."""
         self._source.end()
-        for _ in self._reader:
+        for _ in self._reading:
             pass
         self._collector.finish()
         return self._collector.take_events()

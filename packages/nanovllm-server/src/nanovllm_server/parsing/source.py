@@ -1,4 +1,4 @@
-"""Reads text that arrives in pieces. The results do not depend on the borders of the pieces.
+"""Reads text that arrives in pieces. The results do not depend on where the pieces end.
 
 Readers are generators that yield when they need more text. The total time is proportional to the text's length.
 """
@@ -19,7 +19,7 @@ MAX_NAME_LENGTH = 256
 # Characters of JSON's numbers, true, false and null.
 SCALAR_CHARACTERS = frozenset("+-.0123456789truefalsnE")
 # Characters that JSON allows only in strings. Tags, code fences and separators of calls begin with one of these.
-NON_JSON_CHARACTERS = "<`;"
+STRING_ONLY_CHARACTERS = "<`;"
 
 
 class NestingCounter:
@@ -28,17 +28,17 @@ class NestingCounter:
     def __init__(self, depth: int = 0):
         self.depth = depth
         self.in_string = False
-        self._escaped = False
+        self._is_escaped = False
 
     def step(self, character: str) -> None:
         """Updates the depth for the next character."""
-        if self._escaped:
-            self._escaped = False
+        if self._is_escaped:
+            self._is_escaped = False
         elif character == '"':
             self.depth += -1 if self.in_string else 1
             self.in_string = not self.in_string
         elif self.in_string:
-            self._escaped = character == "\\"
+            self._is_escaped = character == "\\"
         elif character in "{[":
             self.depth += 1
         elif character in "}]":
@@ -48,7 +48,7 @@ class NestingCounter:
         """Closes an open string: a JSON string has one line."""
         if self.in_string:
             self.depth -= 1
-        self.in_string = self._escaped = False
+        self.in_string = self._is_escaped = False
 
 
 class Source:
@@ -129,9 +129,9 @@ class Source:
             yield
 
     def read_name(self, end: str) -> Reading[str | None]:
-        """Reads a name and `end` after it; returns the name: one line of at most MAX_NAME_LENGTH characters.
+        """Reads a name of one line and at most MAX_NAME_LENGTH characters, and `end` after the name. Returns the name.
 
-        Otherwise returns None and reads nothing. If the text has ended without `end`, reads all of it.
+        Returns None and reads nothing if no name comes next. If the text ends within a name, reads it to the end.
         """
         while (index := self._text.find(end, self._position)) < 0:
             unread = self._text[self._position :]
@@ -172,15 +172,15 @@ class Source:
         """Passes a JSON object, array or string to `sink`, piece by piece. Returns whether the value was complete.
 
         Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
-        Outside strings, reading stops before a character of NON_JSON_CHARACTERS.
+        Outside strings, reading stops before a character of STRING_ONLY_CHARACTERS.
         max_length: maximum number of characters; a line break in a string then stops reading too. None: no limit.
         """
         nesting, length = NestingCounter(), 0
-        ends_string = "" if max_length is None else "\n"
+        string_stops = "" if max_length is None else "\n"
         while True:
             text = self._text
             for index in range(self._position, len(text)):
-                if text[index] in (ends_string if nesting.in_string else NON_JSON_CHARACTERS):
+                if text[index] in (string_stops if nesting.in_string else STRING_ONLY_CHARACTERS):
                     sink(self._read_to(index))
                     return False
                 nesting.step(text[index])
@@ -195,7 +195,7 @@ class Source:
             yield
 
     def read_open_object(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Passes an open object to `sink`, up to its closing brace or to a line that begins with {."""
+        """Passes an object after its { to `sink`: up to its closing brace, or to a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text
@@ -216,7 +216,7 @@ class Source:
             yield
 
     def _find_possible_tag(self, tags: Sequence[str]) -> int:
-        """Index from which the text may be the beginning of a tag; the text's length if it is no beginning."""
+        """The index at which an incomplete tag may begin; the text's length if there is none."""
         text = self._text
         tag_start = len(text)
         for tag in tags:

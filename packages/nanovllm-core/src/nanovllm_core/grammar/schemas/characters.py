@@ -5,7 +5,7 @@ from typing import TypeAlias
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 MAX_CODE_POINT = 0x10FFFF
-# Whitespace in every regex engine, and in at least one.
+# Characters that count as whitespace in every regex engine; in at least one engine.
 SPACES: Ranges = ((9, 13), (32, 32))
 SPACES_IN_ANY_ENGINE: Ranges = (
     (9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A),
@@ -14,20 +14,20 @@ SPACES_IN_ANY_ENGINE: Ranges = (
 DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
-# Each class letter's characters in every regex engine, and in at least one.
+# By class letter: (characters in every regex engine, characters in at least one engine).
 CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
     "d": (DIGITS, DIGITS + BEYOND_ASCII),
     "w": (WORD, WORD + BEYOND_ASCII),
     "s": (SPACES, SPACES_IN_ANY_ENGINE),
 }
-# Line ends that `.` does not match in at least one regex engine; the first is the only one in every engine.
+# Line ends, which `.` excludes in at least one regex engine. In every engine, `.` excludes the first one.
 LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
 # Characters that a JSON string holds without an escape.
 UNESCAPED: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
 
 
 def normalize_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
-    """`ranges`, sorted, with ranges joined that overlap or touch."""
+    """`ranges` in order. Ranges that overlap or touch become one range."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if joined and low <= joined[-1][1] + 1:

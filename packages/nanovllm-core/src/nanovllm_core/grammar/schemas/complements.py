@@ -11,7 +11,7 @@ from nanovllm_core.grammar.schemas.shapes import ANY_VALUE, NEVER, Array, Consta
 
 
 def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-    """The shapes of the values that are in none of `shapes`. Raises SchemaError if shapes can't express them."""
+    """The shapes of the values that are in none of `shapes`. Raises SchemaError if no shapes describe these values."""
     remaining: tuple[Shape, ...] = ANY_VALUE
     shapes = list(shapes)
     constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
@@ -56,7 +56,7 @@ def _complement_of_array(resolver: ShapeResolver, shape: Array, place: str) -> l
     if shape.unique or shape.rest or is_counted:
         raise SchemaError(place, "not", "can't be negated: it has items, uniqueItems or counted contains")
     complement = _complement_of_counts(shape)
-    complement += [Array(rest=resolver.negation(contained.item)) for contained in shape.contains]
+    complement += [Array(rest=resolver.negation(contained.item_schemas)) for contained in shape.contains]
     for index, item in enumerate(shape.prefix):
         if item:
             complement.append(Array(((),) * index + (resolver.negation(item),), low=index + 1))
@@ -64,7 +64,7 @@ def _complement_of_array(resolver: ShapeResolver, shape: Array, place: str) -> l
 
 
 def _complement_of_object(resolver: ShapeResolver, shape: Object, place: str) -> list[Shape]:
-    if shape.rest or shape.patterns or shape.names:
+    if shape.rest or shape.patterns or shape.name_schemas:
         keywords = "additionalProperties, patternProperties or propertyNames"
         raise SchemaError(place, "not", f"can't be negated: it has {keywords}")
     complement = _complement_of_counts(shape)
@@ -83,9 +83,9 @@ def _complement_of_counts(shape: Text | Array | Object) -> list[Shape]:
 
 
 def _complement_of_number(shape: Number, place: str) -> list[Shape]:
-    if shape.integer and not (shape.low is None and shape.high is None and not shape.multiples):
+    if shape.integer and not (shape.low is None and shape.high is None and not shape.divisors):
         raise SchemaError(place, "not", "can't be negated: it has bounds of an integer")
-    if shape.integer or shape.multiples:
+    if shape.integer or shape.divisors:
         raise SchemaError(place, "not", "can't be negated: it has type integer or multipleOf")
     complement: list[Shape] = []
     if shape.low is not None:

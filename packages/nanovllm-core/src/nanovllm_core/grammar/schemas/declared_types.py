@@ -4,7 +4,7 @@ from nanovllm_core.grammar.schemas.json_values import JSON
 
 # Maximum number of subschemas, type names and constants that are looked at; the search ignores the others.
 MAX_STEPS = 10_000
-# Maximum number of characters of a reference, and of references in a row, which may be circular.
+# Maximum number of characters in a reference; of references in a chain, which may be circular.
 MAX_REFERENCE_LENGTH = 1_000
 MAX_REFERENCES = 8
 TYPE_NAMES: dict[type, str] = {
@@ -21,7 +21,7 @@ TYPE_NAMES: dict[type, str] = {
 def declared_types(schema: JSON, root: JSON) -> set[str]:
     """The types that `schema`, a part of `root`, declares for its values; empty if it declares none.
 
-    The types come from `type`, else from `enum` and `const`. Those of `$ref`, `anyOf`, `oneOf` and `allOf` are added.
+    The types come from `type`, else from `enum` and `const`. Schemas in `$ref`, `anyOf`, `oneOf`, `allOf` add theirs.
     """
     types: set[str] = set()
     pending, seen, steps = [schema], set[int](), 0

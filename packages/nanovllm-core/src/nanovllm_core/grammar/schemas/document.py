@@ -11,7 +11,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
-# Keywords whose value is a schema, an array of schemas, and an object of schemas.
+# Keywords whose value is a schema; an array of schemas; an object of schemas.
 SCHEMA_KEYWORDS = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -24,7 +24,7 @@ class SchemaError(GrammarError):
     """A schema is invalid or can't be enforced.
 
     place: JSON pointer to the keyword.
-    problem: the rest of the sentence that begins with keyword and place.
+    problem: the end of the message, which begins with the keyword and the place.
     is_invalid: the schema is invalid; otherwise it is valid but can't be enforced.
     """
 
@@ -57,9 +57,9 @@ class Document:
         self._anchors: dict[tuple[str, str], LocatedSchema] = {}
         self._dynamic_anchors: dict[str, list[LocatedSchema]] = {}
         self._bases: dict[int, str] = {}
-        self._index()
+        self._index_subschemas()
 
-    def _index(self) -> None:
+    def _index_subschemas(self) -> None:
         self._resources[""] = self.root
         pending = [self.root]
         while pending:
@@ -67,15 +67,15 @@ class Document:
             schema = located.schema
             if not isinstance(schema, dict):
                 continue
-            name = schema.get("$id")
-            if isinstance(name, str) and name and not name.startswith("#"):
-                base = urldefrag(urljoin(located.base, name)).url
+            uri = schema.get("$id")
+            if isinstance(uri, str) and uri and not uri.startswith("#"):
+                base = urldefrag(urljoin(located.base, uri)).url
                 located = LocatedSchema(schema, located.place, base)
                 self._resources.setdefault(base, located)
                 if located.place == self.root.place:
                     self.root = located
-            elif isinstance(name, str) and name.startswith("#"):
-                self._anchors.setdefault((located.base, name[1:]), located)
+            elif isinstance(uri, str) and uri.startswith("#"):
+                self._anchors.setdefault((located.base, uri[1:]), located)
             self._bases[id(schema)] = located.base
             for keyword in ("$anchor", "$dynamicAnchor"):
                 anchor = schema.get(keyword)
@@ -90,7 +90,7 @@ class Document:
         return self._bases.get(id(located.schema), located.base)
 
     def resolve_reference(self, located: LocatedSchema, reference: JSON, keyword: str) -> LocatedSchema:
-        """The schema that `reference` in the schema at `located` names. Raises SchemaError."""
+        """The target of `reference`, the value of `keyword` in the schema at `located`. Raises SchemaError."""
         place = f"{located.place}/{keyword}"
         if not isinstance(reference, str):
             raise SchemaError(place, keyword, "must be a string", is_invalid=True)
@@ -158,7 +158,7 @@ def escape_pointer_part(name: str) -> str:
 
 
 def check_schema_size(schema: JSON, place: str) -> None:
-    """Refuses a schema that is too large or too deep. Iterates, because recursion would overflow on a deep one."""
+    """Refuses a schema that is too large or too deep. A loop, because recursion into a deep schema would overflow."""
     level: list[JSON] = [schema]
     num_values = size_bytes = depth = 0
     while level:

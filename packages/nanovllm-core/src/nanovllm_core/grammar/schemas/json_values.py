@@ -6,7 +6,7 @@ import orjson
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-SHOWN_CHARACTERS = 80
+MAX_SHOWN_CHARACTERS = 80
 
 
 def show(value: JSON) -> str:
@@ -17,12 +17,12 @@ def show(value: JSON) -> str:
         # Nested values may be deeper than orjson can write.
         case list() if len(value) > 4 or any(isinstance(item, dict | list) for item in value):
             return f"an array of {len(value)} {'items' if len(value) > 1 else 'item'}"
-        case str() if len(value) > SHOWN_CHARACTERS:
-            text = orjson.dumps(value[:SHOWN_CHARACTERS]).decode()
+        case str() if len(value) > MAX_SHOWN_CHARACTERS:
+            text = orjson.dumps(value[:MAX_SHOWN_CHARACTERS]).decode()
             return f'{text[:-1]}..." ({len(value)} characters)'
         case _:
             text = orjson.dumps(value).decode()
-            return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+            return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
 
 
 def key_of(value: JSON) -> str:

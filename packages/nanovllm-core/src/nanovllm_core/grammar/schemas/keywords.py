@@ -212,7 +212,7 @@ class _KeywordReader:
     def read_bound(
         self, keyword: str, exclusive_keyword: str, pick_stricter: Callable[[Fraction, Fraction], Fraction]
     ) -> tuple[Fraction | None, bool]:
-        """One bound of a number, and whether the range excludes the bound."""
+        """Returns (bound of a number or None, whether the range excludes the bound)."""
         bound = self.read_number(keyword)
         # Up to draft 4, a boolean says whether the range excludes its bound.
         if isinstance(self.schema.get(exclusive_keyword), bool):
@@ -312,10 +312,10 @@ class _KeywordReader:
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 exclusive: tuple[Shape, ...] = (shape,)
-                for other, (schema_set, second) in enumerate(options):
-                    if other != index and self.may_overlap(exclusive, second):
+                for other_index, (schema_set, other) in enumerate(options):
+                    if other_index != index and self.may_overlap(exclusive, other):
                         closed = tuple(_close_object(part) for part in exclusive)
-                        if self.may_overlap(closed, second):
+                        if self.may_overlap(closed, other):
                             exclusive = self.intersect(exclusive, self.complement(schema_set, "oneOf"))
                         else:
                             exclusive = closed

@@ -20,7 +20,7 @@ from nanovllm_core.grammar.schemas.characters import (
 
 MAX_PATTERN_LENGTH = 4096
 MAX_NESTING = 40
-# Limit of `_count_states`, in which repeated groups are written out.
+# Maximum number of states of a pattern. A repeated group counts once per repetition.
 MAX_STATES = 20_000
 CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
@@ -32,7 +32,7 @@ class RegexError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CharacterSet:
-    """One character. ranges: its code points; sorted ranges that neither overlap nor touch."""
+    """One character from `ranges`: sorted ranges of code points that neither overlap nor touch."""
 
     ranges: Ranges
 
@@ -64,12 +64,12 @@ class Repeat:
 class Anchor:
     """The start of the string (`^`), or its end (`$`)."""
 
-    start: bool
+    is_start: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """A lookahead: the following text begins with `part`, or, if negative, does not."""
+    """A lookahead: the following text must begin with `part`. If negative, it must not."""
 
     part: "Node"
     is_negative: bool
@@ -88,7 +88,7 @@ def parse(pattern: str, *, any_engine: bool = False) -> Node:
     """Parses `pattern` into a tree that keeps its anchors. Raises RegexError if it is invalid or not supported.
 
     Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
-    any_engine: the tree matches a character if at least one engine does; otherwise, if all engines do.
+    any_engine: True: the tree matches what at least one engine matches. False: what all engines match.
     """
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are supported")
@@ -261,7 +261,7 @@ class _Parser:
                 return self.hexadecimal(2)
             case "u" if self.skip("{"):
                 end = self.text.find("}", self.position)
-                return self.hexadecimal(end - self.position, closing=1)
+                return self.hexadecimal(end - self.position, num_closing=1)
             case "u":
                 high = self.hexadecimal(4)
                 if 0xD800 <= high < 0xDC00 and self.skip("\\u"):
@@ -281,11 +281,11 @@ class _Parser:
             case _:
                 return ord(letter)
 
-    def hexadecimal(self, count: int, closing: int = 0) -> int:
+    def hexadecimal(self, count: int, num_closing: int = 0) -> int:
         digits = self.text[self.position : self.position + max(count, 0)]
         if not 0 < count <= 6 or len(digits) < count or not HEX.issuperset(digits) or int(digits, 16) > MAX_CODE_POINT:
             raise RegexError("it has an escape with improper hexadecimal digits")
-        self.position += count + closing
+        self.position += count + num_closing
         return int(digits, 16)
 
 
@@ -297,20 +297,20 @@ def match_whole(tree: Node) -> Node:
     return _with_open_edges(tree, True, True)
 
 
-def _with_open_edges(node: Node, left: bool, right: bool) -> Node:
-    """Adds `ANY_STRING` at the open edges of `node` that have no anchor.
+def _with_open_edges(node: Node, is_first: bool, is_last: bool) -> Node:
+    """Adds `ANY_STRING` at edges of `node` that are edges of the whole pattern and have no anchor.
 
-    left, right: whether `node` is at the start, at the end of the whole pattern.
+    is_first, is_last: whether `node` is at the start of the whole pattern; at its end.
     """
     if isinstance(node, Alternation) and _has_anchor(node):
-        return Alternation(tuple(_with_open_edges(option, left, right) for option in node.options))
+        return Alternation(tuple(_with_open_edges(option, is_first, is_last) for option in node.options))
     parts: list[Node] = list(node.parts) if isinstance(node, Concatenation) else [node]
     start, end = 0, len(parts)
-    while start < end and parts[start] == Anchor(True) and left:
+    while start < end and parts[start] == Anchor(True) and is_first:
         start += 1
-    while end > start and parts[end - 1] == Anchor(False) and right:
+    while end > start and parts[end - 1] == Anchor(False) and is_last:
         end -= 1
-    open_left, open_right = left and start == 0, right and end == len(parts)
+    open_left, open_right = is_first and start == 0, is_last and end == len(parts)
     inner: list[Node] = parts[start:end]
     if inner and open_left and _has_anchor(inner[0]):
         if isinstance(inner[0], Repeat):

@@ -14,9 +14,9 @@ from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers,
 PlansBySet: TypeAlias = dict[SchemaSet, tuple[Plan, ...] | None]
 # Maximum number of distinct subschemas of a schema.
 MAX_SUBSCHEMAS = 5_000
-# Maximum depth of schemas that are written inside one another; deeper schemas go to `$defs`.
+# Maximum depth of schemas that are written in place. Deeper schemas go to `$defs`.
 MAX_INLINE_DEPTH = 16
-# When xgrammar compares two schemas, it ignores properties with these names.
+# When xgrammar tests whether two schemas are equal, it ignores properties with these names.
 IGNORED_PROPERTY_NAMES = frozenset(
     ("title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema")
 )
@@ -64,7 +64,7 @@ def _inner_sets(plan: Plan) -> Iterator[SchemaSet]:
 
 
 def _find_finite(plans_by_set: PlansBySet) -> set[SchemaSet]:
-    """The schemas that allow a finite value. The others allow no value, or only infinitely nested ones."""
+    """The schemas that allow a finite value. The others allow no value, or only values nested without end."""
     finite = {schema_set for schema_set, value_plans in plans_by_set.items() if value_plans is None}
     has_grown = True
     while has_grown:
@@ -113,7 +113,7 @@ def _required_sets(plan: Plan) -> list[SchemaSet]:
 
 
 class _SchemaWriter:
-    """Writes leaves and schemas that are used once in place; shared, recursive and deeply nested ones under `$defs`."""
+    """Writes one schema: leaves and subschemas with one use in place; shared, recursive and deep ones under `$defs`."""
 
     def __init__(self, root: SchemaSet, plans_by_set: PlansBySet, finite: set[SchemaSet]):
         self.root = root
@@ -230,8 +230,8 @@ def _write_numbers(plan: Numbers) -> dict[str, JSON]:
         schema["exclusiveMinimum" if plan.excludes_low else "minimum"] = _write_bound(plan.low, plan.integer)
     if plan.high is not None:
         schema["exclusiveMaximum" if plan.excludes_high else "maximum"] = _write_bound(plan.high, plan.integer)
-    if plan.multiple is not None:
-        schema["multipleOf"] = plan.multiple
+    if plan.divisor is not None:
+        schema["multipleOf"] = plan.divisor
     return schema
 
 

@@ -49,7 +49,7 @@ def _contains(point: int, ranges: Ranges) -> bool:
 
 
 def match_lengths(node: regex.Node) -> tuple[int, int | None]:
-    """The minimum and maximum number of code points that `node` matches. A maximum of None means no limit."""
+    """Returns (minimum, maximum) of the number of code points that `node` matches. A maximum of None is no limit."""
     match node:
         case regex.CharacterSet():
             return 1, 1

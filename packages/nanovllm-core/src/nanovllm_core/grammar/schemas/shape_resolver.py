@@ -1,4 +1,4 @@
-"""Numbers the schemas of one document and finds the shapes of any set of schemas. Reads a schema on first use."""
+"""Gives the schemas of one document numbers, and finds the shapes of sets of schemas. Reads a schema on first use."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from nanovllm_core.grammar.schemas.shapes import (
     with_origins_of,
 )
 
-# Maximum number of steps of one conversion. A step takes about 2 us, and usual schemas take less than 40,000 steps.
-# Without a limit, a few kilobytes of `oneOf` would take seconds, because its work is quadratic.
+# Maximum number of steps in one conversion. A step takes about 2 us, and usual schemas take less than 40,000 steps.
+# Without a limit, a few kilobytes of `oneOf` would take seconds, because the work for `oneOf` is quadratic.
 MAX_STEPS = 400_000
 # Maximum number of shapes of one set of schemas.
 MAX_SHAPES = 4096
@@ -48,7 +48,7 @@ class LoopError(SchemaError):
 
 @dataclass(frozen=True, slots=True)
 class Negation:
-    """The values that are not valid against all of `schema_set`."""
+    """The values that at least one schema of `schema_set` excludes."""
 
     schema_set: SchemaSet
 
@@ -56,21 +56,21 @@ class Negation:
 class ShapeResolver:
     """The schemas of a document, by number, and their shapes.
 
-    reader: reads one schema or negation. It numbers the schemas inside and asks the resolver for their shapes.
+    reader: finds the shapes of one schema or negation. It asks this resolver for numbers and shapes of inner schemas.
     """
 
     def __init__(self, document: Document, reader: "SchemaReader"):
         self.document = document
         self._reader = reader
         self._entries: list[LocatedSchema | Negation | None] = [None]
-        # By the id of a schema, or by a negation: its index in `_entries`.
+        # Index in `_entries`, by the `id` of a schema or by a negation.
         self._entry_numbers: dict[int | Negation, int] = {}
         self._shapes: dict[SchemaSet, tuple[Shape, ...]] = {(): ANY_VALUE, (NEVER,): ()}
         self._sets_in_progress: list[SchemaSet] = []
         self._num_steps = 0
 
     def schema_set_of(self, located: LocatedSchema) -> SchemaSet:
-        """The schema at `located` as a conjunction: () if it allows everything, (NEVER,) if nothing."""
+        """The set of the schema at `located`: () if the schema allows any value, (NEVER,) if it allows none."""
         if located.schema is True or located.schema == {}:
             return ()
         if located.schema is False:
@@ -78,7 +78,7 @@ class ShapeResolver:
         return self._number_entry(id(located.schema), located)
 
     def negation(self, schema_set: SchemaSet) -> SchemaSet:
-        """The negation of `schema_set`, as a conjunction of one entry."""
+        """A set whose only entry is the negation of `schema_set`."""
         if not schema_set or schema_set == (NEVER,):
             return () if schema_set else (NEVER,)
         negation = Negation(schema_set)
@@ -146,7 +146,7 @@ class ShapeResolver:
     # Intersection.
 
     def intersect(self, first: Sequence[Shape], second: Sequence[Shape], place: str) -> tuple[Shape, ...]:
-        """The shapes of the values that are in both. Raises SchemaError, which names `place`, if there are too many."""
+        """The shapes of values in both `first` and `second`. Raises SchemaError at `place` if there are too many."""
         self.count_steps()
         if first is ANY_VALUE:
             return tuple(second)
@@ -206,7 +206,7 @@ class ShapeResolver:
             else second.rest
             if first.rest is None
             else conjunction(first.rest, second.rest),
-            conjunction(first.names, second.names),
+            conjunction(first.name_schemas, second.name_schemas),
             low,
             high,
         )
@@ -237,7 +237,7 @@ class ShapeResolver:
         schema_sets += [schema_set for pattern, schema_set in shape.patterns if self.is_found(pattern, name, shape)]
         if not schema_sets:
             schema_sets = [shape.rest or ()]
-        if shape.names and not self.admits(shape.names, name):
+        if shape.name_schemas and not self.admits(shape.name_schemas, name):
             schema_sets.append((NEVER,))
         joined: SchemaSet = ()
         for schema_set in schema_sets:
@@ -294,7 +294,7 @@ class ShapeResolver:
         if shape.unique and len({key_of(item) for item in value}) < len(value):
             return False
         for contained in shape.contains:
-            count = sum(self.admits(contained.item, item) for item in value)
+            count = sum(self.admits(contained.item_schemas, item) for item in value)
             if count < contained.low or (contained.high is not None and count > contained.high):
                 return False
         return all(self.admits(schemas_of_item(shape, index), item) for index, item in enumerate(value))
@@ -302,7 +302,7 @@ class ShapeResolver:
     # Emptiness.
 
     def may_have_value(self, shapes: Iterable[Shape], depth: int = MAX_EMPTINESS_DEPTH) -> bool:
-        """Whether the shapes may have a value. False is certain; True is not, because `depth` bounds the search."""
+        """False if the shapes certainly have no value. True may be wrong, because `depth` bounds the search."""
         return any(self._shape_may_have_value(shape, depth) for shape in shapes)
 
     def _shape_may_have_value(self, shape: Shape, depth: int) -> bool:

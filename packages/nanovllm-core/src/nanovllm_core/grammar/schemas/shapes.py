@@ -10,11 +10,11 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# A conjunction: sorted numbers, in a `ShapeResolver`, of schemas that all apply. () allows any value.
+# Schemas against which a value must be valid, all of them: sorted numbers from `ShapeResolver`. () allows any value.
 SchemaSet: TypeAlias = tuple[int, ...]
-# Number, in every `ShapeResolver`, of the schema that allows no value.
+# Number of the schema that allows no value.
 NEVER = 0
-# Keywords and their places in the document.
+# Pairs (keyword, JSON pointer to the keyword in the document).
 Places: TypeAlias = tuple[tuple[str, str], ...]
 
 
@@ -23,8 +23,8 @@ class Shape:
     """Values of one JSON type.
 
     places: keywords that the shape comes from, for error messages.
-    is_narrowed: the shape has fewer values than the schema allows, so that it can't be negated.
-    is_negated: the shape comes from a negation, so that its properties and items do not count as evaluated.
+    is_narrowed: the shape lacks some values that the schema allows. Such a shape can't be negated.
+    is_negated: the shape comes from a negation, whose properties and items remain unevaluated in JSON Schema's sense.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
@@ -46,7 +46,7 @@ class Number(Shape):
 
     integer: only numbers without a fraction.
     excludes_low, excludes_high: whether the range excludes the bound.
-    multiples: each number is a multiple of all of `multiples`.
+    divisors: each number is a multiple of every divisor.
     excluded: numbers that the shape does not include.
     """
 
@@ -55,7 +55,7 @@ class Number(Shape):
     high: Fraction | None = None
     excludes_low: bool = False
     excludes_high: bool = False
-    multiples: frozenset[Fraction] = frozenset()
+    divisors: frozenset[Fraction] = frozenset()
     excluded: frozenset[Fraction] = frozenset()
 
 
@@ -64,7 +64,7 @@ class Text(Shape):
     """Strings of `low` to `high` code points, without those in `excluded`.
 
     patterns, absent_patterns: all of `patterns` and none of `absent_patterns` are found in the string.
-    format: strings are written in this format; other strings are valid too. None for no format.
+    format: the grammar writes strings in this format, although other strings are valid. None for no format.
     """
 
     low: int = 0
@@ -77,9 +77,9 @@ class Text(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """`low` to `high` items are valid against `item`."""
+    """A condition on an array: `low` to `high` items are valid against `item_schemas`."""
 
-    item: SchemaSet
+    item_schemas: SchemaSet
     low: int
     high: int | None
 
@@ -104,10 +104,10 @@ class Array(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Object(Shape):
-    """Objects of `low` to `high` properties, whose names are valid against `names`.
+    """Objects of `low` to `high` properties, whose names are valid against `name_schemas`.
 
-    properties: schemas by name.
-    patterns: schemas by a pattern that is found in the name.
+    properties: pairs (name, schemas of the value).
+    patterns: pairs (pattern that is found in the name, schemas of the value).
     rest: schemas of all other properties; None if no keyword is about them.
     """
 
@@ -115,7 +115,7 @@ class Object(Shape):
     required: tuple[str, ...] = ()
     patterns: tuple[tuple[str, SchemaSet], ...] = ()
     rest: SchemaSet | None = None
-    names: SchemaSet = ()
+    name_schemas: SchemaSet = ()
     low: int = 0
     high: int | None = None
 
@@ -133,7 +133,7 @@ ANY_VALUE: tuple[Shape, ...] = (
 
 
 def conjunction(first: SchemaSet, second: SchemaSet) -> SchemaSet:
-    """All schemas of `first` and `second`."""
+    """The set of all schemas in `first` and `second`."""
     if NEVER in first or NEVER in second:
         return (NEVER,)
     return first if not second else tuple(sorted({*first, *second}))
@@ -149,16 +149,16 @@ def intersect_numbers(first: Number, second: Number) -> Number | None:
     lows = [(s.low, s.excludes_low) for s in (first, second) if s.low is not None]
     highs = [(s.high, not s.excludes_high) for s in (first, second) if s.high is not None]
     low, excludes_low = max(lows, default=(None, False))
-    high, closed_high = min(highs, default=(None, True))
-    if low is not None and high is not None and (low > high or (low == high and (excludes_low or not closed_high))):
+    high, includes_high = min(highs, default=(None, True))
+    if low is not None and high is not None and (low > high or (low == high and (excludes_low or not includes_high))):
         return None
     return Number(
         first.integer or second.integer,
         low,
         high,
         excludes_low,
-        not closed_high,
-        first.multiples | second.multiples,
+        not includes_high,
+        first.divisors | second.divisors,
         first.excluded | second.excluded,
     )
 
@@ -171,7 +171,7 @@ def includes_number(shape: Number, value: Fraction) -> bool:
         return False
     if (shape.integer and value.denominator != 1) or value in shape.excluded:
         return False
-    return all((value / step).denominator == 1 for step in shape.multiples)
+    return all((value / step).denominator == 1 for step in shape.divisors)
 
 
 def intersect_strings(first: Text, second: Text) -> Text | None:
@@ -212,7 +212,7 @@ def schemas_of_item(shape: Array, index: int) -> SchemaSet:
 
 
 def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
-    """`shape` with the places and marks of the shapes that it was made from."""
+    """`shape` with the places and flags of `origins`, the shapes that it was made from."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),

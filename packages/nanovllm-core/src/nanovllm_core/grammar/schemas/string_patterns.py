@@ -11,7 +11,7 @@ from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_patte
 from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 
 MAX_LENGTH = 1_000_000
-# Limits of the trie in `exclude_strings`: its depth in characters, and its number of prefixes.
+# Limits of the trie in `exclude_strings`: depth in characters, and number of prefixes.
 MAX_TRIE_DEPTH = 32
 MAX_TRIE_PREFIXES = 16
 
@@ -63,7 +63,7 @@ def _matches(tree: regex.Node, text: str) -> bool:
 
 
 def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | None:
-    """Restricts `tree` to strings of `low` to `high` code points; None if this function can't express it."""
+    """Restricts `tree` to strings of `low` to `high` code points. Returns None if it can't find a tree."""
     min_length, max_length = search.match_lengths(tree)
     if min_length >= low and (high is None or (max_length is not None and max_length <= high)):
         return tree
@@ -112,7 +112,7 @@ class _TrieNode:
 
 
 def exclude_strings(texts: Collection[str]) -> regex.Node:
-    """All strings without escapes except `texts`. If `texts` are many or long, excludes others too."""
+    """All strings without escapes except `texts`. If `texts` are many or long, excludes other strings too."""
     max_depth = MAX_TRIE_DEPTH
     while max_depth > 1 and len({text[:length] for text in texts for length in range(max_depth)}) > MAX_TRIE_PREFIXES:
         max_depth //= 2

@@ -11,27 +11,27 @@ from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, strin
 def plan_undeclared_properties(
     resolver: ShapeResolver, shape: Object, rest: SchemaSet, place: str
 ) -> tuple[list[tuple[str, SchemaSet, bool]], list[tuple[str | None, SchemaSet]]]:
-    """The undeclared properties of an object: those with a known name, and those whose names match a pattern.
+    """Plans undeclared properties: those with a known name, and those whose names match a pattern (None for any name).
 
-    Returns (name, schemas, required), with required = False, and (pattern, schemas), with None for any name.
+    Returns lists of (name, schemas of the value, False: not required) and of (pattern or None, schemas of the value).
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
         return [], _plan_pattern_properties(shape, declared, place)
     if rest == (NEVER,):
         return [], []
-    if not shape.names:
+    if not shape.name_schemas:
         if not declared:
             return [], [(None, rest)]
         return [], [(write_pattern(exclude_strings(declared)), rest)]
     named: list[tuple[str, SchemaSet, bool]] = []
     patterns: list[tuple[str | None, SchemaSet]] = []
-    for names in resolver.shapes(shape.names):
-        match names:
+    for name_shape in resolver.shapes(shape.name_schemas):
+        match name_shape:
             case Constant(value=str() as name) if name not in declared:
                 named.append((name, rest, False))
             case Text():
-                tree = _name_tree(names, declared, shape, place)
+                tree = _name_tree(name_shape, declared, shape, place)
                 if tree != regex.NO_STRING:
                     patterns.append((write_pattern(tree), rest))
             case _:
@@ -39,9 +39,9 @@ def plan_undeclared_properties(
     return named, patterns
 
 
-def _name_tree(names: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
+def _name_tree(name_shape: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
     error_place = keyword_place(shape, "propertyNames") or place
-    tree = string_tree(names, error_place)
+    tree = string_tree(name_shape, error_place)
     matching = [name for name in declared if search.is_found(_anchored(tree), name)]
     if not matching:
         return tree
@@ -59,7 +59,7 @@ def _plan_pattern_properties(shape: Object, declared: list[str], place: str) -> 
     allowed = [(pattern, schema_set) for pattern, schema_set in shape.patterns if schema_set != (NEVER,)]
     if len({schema_set for _, schema_set in shape.patterns}) > 1:
         raise SchemaError(error_place, "patternProperties", "with several patterns can't be enforced")
-    if shape.names:
+    if shape.name_schemas:
         raise SchemaError(error_place, "patternProperties", "can't be enforced beside propertyNames")
     planned: list[tuple[str | None, SchemaSet]] = []
     for pattern, schema_set in allowed:

@@ -1,6 +1,6 @@
 """Turns shapes into plans: descriptions of values that an xgrammar grammar can express. Refuses all other shapes.
 
-A plan never allows a value that the schema excludes. It may allow fewer: properties keep their declared order, strings
+A plan allows only values that the schema allows, but maybe not all: properties keep their declared order, strings
 with a pattern or length have no escapes, and the items that `contains` requires come first.
 """
 
@@ -54,14 +54,14 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers between bounds; fields as in `shapes.Number`. multiple: all numbers are multiples of it; None for any."""
+    """Numbers between bounds; fields as in `shapes.Number`. divisor: all numbers are multiples of it; None for any."""
 
     integer: bool
     low: Fraction | None = None
     high: Fraction | None = None
     excludes_low: bool = False
     excludes_high: bool = False
-    multiple: int | None = None
+    divisor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Arrays of `low` to `high` items: the first ones follow `prefix`, the others `rest`. high: None for no limit."""
+    """Arrays of `low` to `high` (None for no limit) items. prefix, rest: schemas of the first items, of all others."""
 
     prefix: tuple[SchemaSet, ...]
     rest: SchemaSet
@@ -85,8 +85,8 @@ class Items:
 class Properties:
     """Objects of `low` to `high` properties (None for no limit).
 
-    named: properties in the order in which they are written: name, schemas of the value, whether it is required.
-    undeclared: further properties: pattern of the name (None for any name), schemas of the value.
+    named: (name, schemas of the value, whether the property is required), in the order of writing.
+    undeclared: (pattern of the name, schemas of the value) of further properties. A pattern of None: any name.
     """
 
     named: tuple[tuple[str, SchemaSet, bool], ...]
@@ -125,11 +125,11 @@ def plan_values(resolver: ShapeResolver, schema_set: SchemaSet) -> tuple[Plan, .
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Without `type`, keeps only the types that keywords restrict: a schema with `properties` then means an object."""
+    """Without `type`, keeps only types that keywords restrict. For example, `properties` then implies an object."""
     unrestricted = set(ANY_VALUE)
     if not all(
-        any(type(kind) is type(s) and (kind == s or not isinstance(kind, Constant)) for s in shapes)
-        for kind in ANY_VALUE
+        any(type(full) is type(shape) and (full == shape or not isinstance(full, Constant)) for shape in shapes)
+        for full in ANY_VALUE
     ):
         return shapes
     restricted = tuple(
@@ -211,9 +211,9 @@ def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
 
 
 def _common_multiple(shape: Number, place: str) -> Fraction | None:
-    """The number of which all `multiples` require a multiple; None without `multiples`."""
+    """The least common multiple of `divisors`, an integer for integers; None without divisors."""
     step: Fraction | None = None
-    for divisor in shape.multiples:
+    for divisor in shape.divisors:
         # The least common multiple of fractions in lowest terms.
         step = divisor if step is None else step * (step / divisor).denominator
     if step is not None and shape.integer and step.denominator != 1:
@@ -244,8 +244,8 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
             problem = f"above {MAX_UNBOUNDED_MULTIPLE} can be enforced between bounds only"
             raise _unsupported(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
-            return [Numbers(True, multiple=step)]
-        # Appended zeros never make such a number a multiple, so the grammar could not let it end.
+            return [Numbers(True, divisor=step)]
+        # Zeros after a number do not make it a multiple of this step, so the grammar could not always end a number.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
         problem = "can be enforced with both bounds or without bounds; give the other bound"
@@ -298,10 +298,10 @@ def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan
 
 
 def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[list[SchemaSet], int]:
-    """The schemas of the first items, including those that `contains` requires, and the number that it requires."""
+    """Returns (schemas of the first items, with `contains` added; number of items that `contains` requires)."""
     prefix = list(shape.prefix)
     position = 0
-    for contains in sorted(shape.contains, key=lambda contains: contains.item):
+    for contains in sorted(shape.contains, key=lambda contains: contains.item_schemas):
         if contains.high is not None and (high is None or high > contains.high):
             raise _unsupported(shape, "contains", place, "can't be enforced with maxContains below maxItems")
         if contains.low > MAX_ENUMERATED_VALUES:
@@ -309,7 +309,7 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
             raise _unsupported(shape, "contains", place, problem)
         prefix += [shape.rest] * (position + contains.low - len(prefix))
         for index in range(position, position + contains.low):
-            prefix[index] = conjunction(prefix[index], contains.item)
+            prefix[index] = conjunction(prefix[index], contains.item_schemas)
         position += contains.low
     return prefix, position
 
@@ -343,7 +343,7 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     named = [prop for prop in named if prop[1] != (NEVER,)]
     rest = shape.rest
     if rest is None:
-        # No keyword is about other properties: there are none if some are declared and they suffice for `low`.
+        # No keyword is about other properties: exclude these if declared properties exist and suffice for `low`.
         rest = (NEVER,) if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     undeclared: list[tuple[str | None, SchemaSet]] = []
     if shape.high is None or shape.high > 0:
