@@ -35,7 +35,7 @@ def make_tile(
     num_rows: int,
     *,
     num_groups: int = 1,
-    from_bf16: bool = False,
+    has_bf16_panel: bool = False,
     num_prefetches: int = 0,
     row_stride: int | None = None,
     sums_stride: int = PANEL,
@@ -45,7 +45,7 @@ def make_tile(
     The parameters of the intrinsic are:
 
     rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
-    panel_ptr: bf16 [depth, PANEL] if `from_bf16`, else float32 [depth, GROUP]. depth: a multiple of UNROLL.
+    panel_ptr: bf16 [depth, PANEL] if `has_bf16_panel`, else float32 [depth, GROUP]. depth: a multiple of UNROLL.
     sums_ptr: float32 [num_rows, sums_stride]. continues_sums: 0 to overwrite the sums, else products are added.
     prefetch_ptr: address of the cache lines to prefetch, `num_prefetches` per UNROLL values of k.
     prefetch_step: number of bytes from these lines to the next lines.
@@ -64,7 +64,7 @@ def make_tile(
     ) -> Any:
         def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             strides = (1, row_stride) if row_stride else (num_rows, 1)
-            _lower_tile(builder, values, num_rows, num_groups, from_bf16, num_prefetches, strides, sums_stride)
+            _lower_tile(builder, values, num_rows, num_groups, has_bf16_panel, num_prefetches, strides, sums_stride)
             return context.get_dummy_value()
 
         return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step), lower
@@ -88,7 +88,7 @@ def _lower_tile(
     values: Any,
     num_rows: int,
     num_groups: int,
-    from_bf16: bool,
+    has_bf16_panel: bool,
     num_prefetches: int,
     strides: tuple[int, int],
     sums_stride: int,
@@ -96,7 +96,7 @@ def _lower_tile(
     """Emit the code of `make_tile`. strides: elements of the rows to the next k, and to the next row."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step = values
     num_vectors = 2 * num_groups
-    k_bytes = 2 * PANEL if from_bf16 else 4 * GROUP
+    k_bytes = 2 * PANEL if has_bf16_panel else 4 * GROUP
     zero = ir.Constant(_FLOAT_VECTOR, [0.0] * LANES)
     sum_ptrs = [
         _typed_pointer(builder, sums_ptr, _FLOAT_VECTOR, 4 * (row * sums_stride + vector * LANES))
@@ -117,7 +117,7 @@ def _lower_tile(
             prefetch_line(builder, builder.add(prefetch_address, _INT64(line * LINE)))
         for k in range(UNROLL):
             columns: list[Any] = []
-            if from_bf16:
+            if has_bf16_panel:
                 for group in range(num_groups):
                     element_ptr = _typed_pointer(builder, panel_address, _INT_VECTOR, k * k_bytes + group * 2 * GROUP)
                     columns += _lower_halves(builder, builder.load(element_ptr, align=4))
