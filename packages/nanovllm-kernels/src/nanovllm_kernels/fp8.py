@@ -1,7 +1,6 @@
-"""Keys and values in FP8, in plain torch: as e4m3 values and scales.
+"""FP8 keys and values in plain torch: e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P] for N pages of P tokens.
 
-A cache of N pages with P tokens each has values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P]. A scale is
-a power of two, stored as its biased float32 exponent (uint8, E8M0).
+A scale is a power of two, stored as its biased float32 exponent (uint8, E8M0).
 """
 
 import torch

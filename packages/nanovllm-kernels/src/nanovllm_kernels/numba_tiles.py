@@ -123,8 +123,9 @@ def _lower_tile(
                     columns += _lower_halves(builder, builder.load(element_ptr, align=4))
             else:
                 for vector in range(num_vectors):
-                    offset = k * k_bytes + 4 * vector * LANES
-                    element_ptr = _typed_pointer(builder, panel_address, _FLOAT_VECTOR, offset)
+                    element_ptr = _typed_pointer(
+                        builder, panel_address, _FLOAT_VECTOR, k * k_bytes + 4 * vector * LANES
+                    )
                     columns.append(builder.load(element_ptr, align=4))
             for row in range(num_rows):
                 element_ptr = _typed_pointer(
@@ -173,9 +174,10 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
         rows: list[Any] = []
         for i in range(TRANSPOSED_SIZE):
             element_ptr = _typed_pointer(builder, builder.add(keys, builder.mul(step, _INT64(i))), half_vector)
-            words = builder.zext(builder.load(element_ptr, align=2), int_vector)
-            words = builder.shl(words, ir.Constant(int_vector, [16] * TRANSPOSED_SIZE))
-            rows.append(builder.bitcast(words, float_vector))
+            bits = builder.zext(builder.load(element_ptr, align=2), int_vector)
+            rows.append(
+                builder.bitcast(builder.shl(bits, ir.Constant(int_vector, [16] * TRANSPOSED_SIZE)), float_vector)
+            )
         # Each round swaps elements of rows i and i + distance.
         distance = 1
         while distance < TRANSPOSED_SIZE:

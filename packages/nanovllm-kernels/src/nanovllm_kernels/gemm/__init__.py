@@ -21,7 +21,7 @@ from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# A weight whose N or K is at most this number is packed in panels too, not only in oneDNN's layout.
+# A weight whose N or K is at most this number is packed in panels too, in addition to oneDNN's copy.
 MAX_PANEL_SIZE = 2048
 # Number of logits per row, from the largest on, that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
@@ -42,8 +42,7 @@ class PackedWeight(NamedTuple):
     data: the weight [N, K], or `panels.data` if the panels are the only copy.
     in_onednn_layout: whether `data` is in oneDNN's layout. If so, panels are used for few rows only.
     panels: the weight for products in float32. None: not used.
-    counters: int32, one per tile, 0 before and after each launch. None if no kernel splits K. Concurrent launches must
-        not share counters.
+    counters: int32 per tile, 0 between launches. None: K is not split. Concurrent launches must not share counters.
     """
 
     data: Tensor
@@ -270,8 +269,8 @@ def _project_few_rows_op(
 ) -> Tensor:
     """Norm up to 8 rows `x` [M, K], multiply by contiguous `weight` [N, K], add `bias`, gate, and add `residual`.
 
-    Rounds once: to float32 if `float32_out`, else to the dtype of `residual`, else of `weight`. `x` and `residual` are
-    float32, or have the weight's dtype.
+    Rounds once: to float32 if `float32_out`, else to the residual's dtype, else the weight's. `x` and `residual` may be
+    float32 with any weight.
     """
     from nanovllm_kernels.gemm import triton_few_rows
 

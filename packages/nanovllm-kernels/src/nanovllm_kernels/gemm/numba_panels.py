@@ -92,8 +92,7 @@ def project_rows(
 ) -> None:
     """Norm `x`, multiply by a weight, add a bias, gate, and write the results into `out`.
 
-    x: float32 [M, K], contiguous, M >= 1.
-    norm_weight: float32, at least K elements. None: no norm.
+    x: float32 [M, K], contiguous, M >= 1. norm_weight: float32, at least K elements. None: no norm.
     panels: the weight [N, K], from `pack_panels`. bias: bf16 [N], contiguous.
     out: float32 [M, N], contiguous. If gated, [M, N / 2]: silu of the first half of the results times the second half.
     add: add the results to `out`, instead of overwriting `out`. Not with `gated`.
@@ -247,6 +246,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
     prefetch_step = LINE * UNROLL // num_passes
     for first_k in range(0, padded_depth, block_depth):
         size = min(block_depth, padded_depth - first_k)
+        pass_bytes = prefetch_step * size // UNROLL
         block_ptr, rows_ptr = panel_ptr + 2 * first_k * PANEL, args[_PACKED_PTR] + 4 * first_k * num_rows
         prefetch_ptr = block_ptr + 2 * size * PANEL
         if first_k + size == padded_depth:
@@ -268,7 +268,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
                         prefetch_ptr,
                         prefetch_step,
                     )
-                    prefetch_ptr += prefetch_step * size // UNROLL
+                    prefetch_ptr += pass_bytes
         else:
             for tile in range(num_tiles):
                 first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
@@ -276,9 +276,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
                 _multiply_bf16(
                     end_row - first_row, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
                 )
-                prefetch_ptr += (
-                    (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
-                )
+                prefetch_ptr += (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * pass_bytes
 
 
 @kernel

@@ -50,7 +50,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def few_rows_config(num_rows: int, num_columns: int, depth: int, *, gated: bool) -> FewRowsConfig:
-    """Return the tile for up to 8 rows."""
+    """Return the few-row kernel's tile for up to 8 rows."""
     if gated:
         kind = "gated"
     elif num_columns <= MAX_NARROW_COLUMNS:
@@ -86,7 +86,7 @@ SPLIT_CONFIGS = {
 
 
 def split_config(num_rows: int) -> SplitConfig:
-    """Return the tile for up to MAX_SPLIT_ROWS rows."""
+    """Return the tile for a launch that splits K, with up to MAX_SPLIT_ROWS rows."""
     return next(config for max_rows, config in SPLIT_CONFIGS.items() if num_rows <= max_rows)
 
 
@@ -98,7 +98,7 @@ def can_split(num_columns: int, depth: int) -> bool:
 
 
 def num_split_counters(num_columns: int) -> int:
-    """Return the number of tiles of the largest launch that splits K."""
+    """Return the maximum number of tiles in a launch that splits K."""
     return max(-(-rows // config.block_m) * (num_columns // config.block_n) for rows, config in SPLIT_CONFIGS.items())
 
 
@@ -112,13 +112,13 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Maximum number of rows that the product's own kernel quantises. After a norm, a separate kernel is faster.
+# Maximum number of rows that the product's kernel quantises itself. After a norm, a separate kernel is faster.
 MAX_FUSED_FP8_ROWS = 16
-# Maximum rows for which our kernel is faster than cuBLAS: up to MAX_NARROW_FP8_COLUMNS columns, and for wider weights.
+# Our kernel is faster than cuBLAS up to MAX_FP8_ROWS rows, or MAX_WIDE_FP8_ROWS above MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
 MAX_WIDE_FP8_ROWS = 64
 MAX_NARROW_FP8_COLUMNS = 4096
-# K is split until a launch has MIN_FP8_CTAS CTAs, or MIN_FUSED_FP8_CTAS if its kernel quantises rows.
+# K is split until a launch has this number of CTAs: MIN_FUSED_FP8_CTAS if its kernel quantises rows.
 MIN_FUSED_FP8_CTAS = 192
 MIN_FP8_CTAS = 128
 # Minimum number of groups per part of K.
@@ -169,5 +169,5 @@ def is_own_fp8_faster(num_rows: int, num_columns: int) -> bool:
 
 
 def num_fp8_counters(num_columns: int) -> int:
-    """Return the number of tiles of the largest launch that may split K."""
+    """Return the maximum number of tiles in a launch that may split K."""
     return max(-(-rows // config.block_m) * -(-num_columns // config.block_n) for rows, config in FP8_CONFIGS.items())

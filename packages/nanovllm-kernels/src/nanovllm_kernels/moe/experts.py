@@ -30,7 +30,7 @@ class Routing:
 class PackedExperts(NamedTuple):
     """Weights of E experts. `pack_experts` makes them, and describes the other fields.
 
-    counters: int32, 0 before and after each launch. Concurrent launches must not share counters. None: on a CPU.
+    counters: int32 per tile, 0 between launches. Concurrent launches must not share counters. None: on a CPU.
     """
 
     w13: Tensor
