@@ -72,7 +72,7 @@ def ordered_kernel(function: Function) -> Function:
 
 
 def compile_region(function: Callable[[int], None]) -> int:
-    """Compile `function`, a parallel region of OpenMP, and return its address, for `run_region`.
+    """Compile `function` as a region, which `run_region` runs on several threads, and return its address.
 
     function: takes the address of an int64 array, whose first element is OPENMP.
     """
@@ -114,12 +114,8 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
         region, args_address, count = values
         byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, byte_pointer, int32, int32])
-        arguments = [
-            builder.inttoptr(region, byte_pointer),
-            builder.inttoptr(args_address, byte_pointer),
-            builder.trunc(count, int32),
-            int32(0),
-        ]
+        pointers = [builder.inttoptr(address, byte_pointer) for address in (region, args_address)]
+        arguments = [*pointers, builder.trunc(count, int32), int32(0)]
         builder.call(_openmp_function(builder, args_address, 0, function_type), arguments)
         return context.get_dummy_value()
 
@@ -152,6 +148,7 @@ def _call_openmp(args: Any, table_index: int) -> Any:
 
 
 def _openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
+    """Emit code that loads a pointer to a function from the table OPENMP, whose address is the first of `args`."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
     address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))

@@ -154,7 +154,7 @@ def has_numba() -> bool:
 def runs_in_float32(num_rows: int) -> bool:
     """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
 
-    Kernels do so for up to MAX_FLOAT32_ROWS rows, and without bf16 instructions for any number of rows.
+    True for 1 to MAX_FLOAT32_ROWS rows, and on a CPU without bf16 instructions for more rows too.
     """
     return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not can_pack_bf16())
 

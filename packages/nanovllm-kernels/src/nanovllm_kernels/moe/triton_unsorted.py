@@ -29,7 +29,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     rows = max(16, triton.next_power_of_2(num_tokens))
     overlap = can_overlap_launches(x.device)
     hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)
-    partial = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
+    pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
     launch_options = {
         "TOP_K": top_k,
         "PADDED_TOP_K": triton.next_power_of_2(top_k),
@@ -71,7 +71,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         chosen.weights,
         x if residual is None else residual,
         out,
-        partial,
+        pair_results,
         counters,
         num_tokens,
         0 if residual is None else residual.stride(0),
@@ -98,8 +98,8 @@ def _find_expert(
 ):
     """Find the expert of this program.
 
-    Returns: the expert, int64. For each token, the slot in which it chose the expert, or at least TOP_K if it did not.
-        Whether this program computes the expert: of pairs with the same expert, only the first pair's program does.
+    Returns: expert, int64. chosen_slots [ROWS]: the slot in which each token chose the expert, or else at least TOP_K.
+        is_owner: whether this program computes the expert. Of an expert's pairs, only the first pair's program does.
     """
     program = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
