@@ -1,4 +1,4 @@
-"""FP8 key-value cache in plain torch: e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P].
+"""FP8 keys and values in plain torch: e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P] for N pages of P tokens.
 
 A scale is a power of two, stored as its biased float32 exponent (uint8, E8M0).
 """
@@ -18,28 +18,28 @@ MAX_E4M3_EXPONENT = 8
 CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
 # A head of zeros gets the smallest scale, 2^-40. Kernels can then divide by any scale.
 MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
-# Block FP8: the largest magnitude of a group is at least this. A group of zeros then has a nonzero scale.
+# Block FP8 raises a group's largest magnitude to at least this number: a group of zeros then has a nonzero scale.
 MIN_GROUP_MAGNITUDE = 1e-10
 
 
 def make_scales(kv_cache: Tensor) -> Tensor:
     """Return scales of 1 for a cache [N, P, 2 Hkv, D]."""
-    num_pages, page_size, num_cached, _ = kv_cache.shape
-    return torch.full((num_pages, num_cached, page_size), EXPONENT_BIAS, dtype=torch.uint8, device=kv_cache.device)
+    num_pages, page_size, num_heads, _ = kv_cache.shape
+    return torch.full((num_pages, num_heads, page_size), EXPONENT_BIAS, dtype=torch.uint8, device=kv_cache.device)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` [..., D] to e4m3 with the smallest possible scales. Returns the values and uint8 exponents [...]."""
+    """Round `x` [..., D] to e4m3 with the smallest possible scales. Returns e4m3 values and uint8 exponents [...]."""
     x = x.float()
     exponents = (x.abs().amax(-1).view(torch.int32) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23
     exponents = (exponents - MAX_E4M3_EXPONENT).clamp_(min=MIN_SCALE_EXPONENT)
-    inverse = (2 * EXPONENT_BIAS - exponents << 23).view(torch.float32)
-    return (x * inverse.unsqueeze(-1)).to(DTYPE), exponents.to(torch.uint8)
+    inverse_scales = (2 * EXPONENT_BIAS - exponents << 23).view(torch.float32)
+    return (x * inverse_scales.unsqueeze(-1)).to(DTYPE), exponents.to(torch.uint8)
 
 
 def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Invert `quantize`. The result is exact in float32 and bfloat16. NaN becomes a number."""
-    # Scales may be too small for float16.
+    # float16 cannot hold the smallest scales.
     product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scales = (exponents.int() << 23).view(torch.float32).to(product_dtype)
     return widen(values, product_dtype).mul_(scales.unsqueeze(-1)).to(dtype)

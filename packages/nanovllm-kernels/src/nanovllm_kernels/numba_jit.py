@@ -28,9 +28,9 @@ VECTOR_INSTRUCTIONS = next(
 LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 
 # Fast-math flags that let the compiler reorder sums, as vectorised sums require. NaN and infinities stay valid.
-_SUMS = {"reassoc", "contract", "nsz"}
+_FAST_MATH = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-# exp: its range, ln 2 in two parts, and the polynomial's coefficients from the sixth power down.
+# For `exp`: its range of inputs, 1 / ln 2, ln 2 in two parts, and coefficients of the sixth to the third power.
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
 EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
@@ -38,7 +38,7 @@ _MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
-# Addresses of OpenMP functions. Kernels get this table's address at run time: Numba caches no kernel with addresses.
+# Addresses of OpenMP functions. Kernels get this table's address as an argument: a cached kernel cannot contain it.
 _OPENMP = np.array(
     [
         ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
@@ -63,7 +63,7 @@ _CAN_CACHE = _can_cache()
 
 def kernel(function: Function) -> Function:
     """Compile `function` to run without the interpreter lock. Kernels may call one another."""
-    return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_SUMS)(function)
+    return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_FAST_MATH)(function)
 
 
 def ordered_kernel(function: Function) -> Function:
@@ -72,11 +72,11 @@ def ordered_kernel(function: Function) -> Function:
 
 
 def compile_region(function: Callable[[int], None]) -> int:
-    """Compile `function` for `run_region` and return its address.
+    """Compile `function` as a region, which `run_region` runs on several threads, and return its address.
 
     function: takes the address of an int64 array, whose first element is OPENMP.
     """
-    address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_SUMS)(function).address
+    address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_FAST_MATH)(function).address
     return address
 
 
@@ -106,21 +106,17 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 @intrinsic
 def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
-    """Call a function from `compile_region` on `num_threads` threads. args: address of the function's int64 array."""
+    """Run a region from `compile_region` on `num_threads` threads. args: the address that its function receives."""
     if (region_address, args, num_threads) != (types.int64,) * 3:
         return None
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        body, data, count = values
+        region, args_address, count = values
         byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, byte_pointer, int32, int32])
-        arguments = [
-            builder.inttoptr(body, byte_pointer),
-            builder.inttoptr(data, byte_pointer),
-            builder.trunc(count, int32),
-            int32(0),
-        ]
-        builder.call(_openmp_function(builder, data, 0, function_type), arguments)
+        pointers = [builder.inttoptr(address, byte_pointer) for address in (region, args_address)]
+        arguments = [*pointers, builder.trunc(count, int32), int32(0)]
+        builder.call(_openmp_function(builder, args_address, 0, function_type), arguments)
         return context.get_dummy_value()
 
     return types.void(region_address, args, num_threads), lower
@@ -129,43 +125,44 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
 @intrinsic
 def thread_index(_typing: Any, args: Any) -> Any:
     """Return the index of the calling thread. args: address that the function of `run_region` received."""
-    return _openmp_number(args, 1)
+    return _call_openmp(args, 1)
 
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
     """Return the number of threads, possibly fewer than `run_region` requested. args: as for `thread_index`."""
-    return _openmp_number(args, 2)
+    return _call_openmp(args, 2)
 
 
-def _openmp_number(args: Any, entry: int) -> Any:
+def _call_openmp(args: Any, table_index: int) -> Any:
     if args != types.int64:
         return None
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         function_type = ir.FunctionType(ir.IntType(32), [])
         return builder.sext(
-            builder.call(_openmp_function(builder, values[0], entry, function_type), []), ir.IntType(64)
+            builder.call(_openmp_function(builder, values[0], table_index, function_type), []), ir.IntType(64)
         )
 
     return types.int64(args), lower
 
 
-def _openmp_function(builder: Any, args: Any, entry: int, function_type: ir.FunctionType) -> Any:
+def _openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
+    """Emit code that loads a pointer to a function from the table OPENMP, whose address is the first of `args`."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
-    address = builder.load(builder.inttoptr(builder.add(table, int64(8 * entry)), int64.as_pointer()))
+    address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))
     return builder.inttoptr(address, function_type.as_pointer())
 
 
 @kernel
 def keep_alive(array):
-    """Keep `array` alive until this call. Numba would free it earlier, because it does not see uses of addresses."""
+    """Keep `array` alive until this call. Numba does not see uses of its address, and would free the array earlier."""
     return array.size
 
 
 def prefetch_line(builder: Any, address: Any) -> None:
-    """Emit a prefetch of the cache line at `address`, an LLVM value. The address may be invalid."""
+    """Emit code that prefetches the cache line at `address`, an LLVM value. The address may be invalid."""
     byte_pointer, int32 = builder.inttoptr(address, ir.IntType(8).as_pointer()), ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer.type, int32, int32, int32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -180,16 +177,16 @@ def fetch_and_increment(_typing: Any, address: Any) -> Any:
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         int64 = ir.IntType(64)
-        byte_pointer = builder.inttoptr(values[0], int64.as_pointer())
-        return builder.atomic_rmw("add", byte_pointer, int64(1), "monotonic")
+        counter_pointer = builder.inttoptr(values[0], int64.as_pointer())
+        return builder.atomic_rmw("add", counter_pointer, int64(1), "monotonic")
 
     return types.int64(address), lower
 
 
 @kernel
-def from_bf16(number):
+def from_bf16(bits):
     """Convert the uint16 bits of a bf16 number to float32."""
-    return float_of_bits(np.uint32(np.uint32(number) << np.uint32(16)))
+    return float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @kernel
@@ -203,9 +200,9 @@ def to_bf16(number):
 
 @ordered_kernel
 def exp(x):
-    """Return exp of a float32 to 2 ulp, clamped to [e^-87, e^88] (the method of Cephes' expf).
+    """Return exp of a float32 with an error of at most 2 ulp, clamped to [e^-87, e^88] (the method of Cephes' expf).
 
-    Unlike the library's exp, this function vectorises.
+    The compiler vectorises this function, but not the library's exp.
     """
     x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
     n = np.floor(x * LOG2_E + _HALF)

@@ -1,4 +1,4 @@
-"""Numba intrinsics for float32 products on a CPU: a few rows times a panel, which is PANEL columns of a weight.
+"""Numba intrinsics for float32 products on a CPU: a few rows times a panel (PANEL columns of a weight [N, K]).
 
 Each sum runs over K in order. Hence a row's result does not depend on the other rows.
 """
@@ -16,12 +16,12 @@ from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, L
 PANEL = 32
 # Bytes of a cache line.
 LINE = 64
-# Columns of a group: two vectors. In bf16, column i is stored beside column i + LANES.
+# Columns of a group: the lanes of two vectors. In a bf16 panel, column i + LANES follows column i.
 GROUP = 2 * LANES
 NUM_GROUPS = PANEL // GROUP
 # Maximum rows of a tile: the sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
-# Steps of K that are unrolled.
+# Number of k per pass of the unrolled inner loop.
 UNROLL = 4
 # Rows and columns that `transpose_keys` transposes at once.
 TRANSPOSED_SIZE = 8
@@ -35,20 +35,20 @@ def make_tile(
     num_rows: int,
     *,
     num_groups: int = 1,
-    from_bf16: bool = False,
+    has_bf16_panel: bool = False,
     num_prefetches: int = 0,
     row_stride: int | None = None,
     sums_stride: int = PANEL,
 ) -> Any:
-    """Make an intrinsic that multiplies `num_rows` rows by a panel.
+    """Make an intrinsic that multiplies `num_rows` rows by the first `num_groups` groups of a panel's columns.
 
     The parameters of the intrinsic are:
 
     rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
-    panel_ptr: bf16 [depth, PANEL], or float32 [depth, GROUP]. depth: a multiple of UNROLL.
+    panel_ptr: bf16 [depth, PANEL] if `has_bf16_panel`, else float32 [depth, GROUP]. depth: a multiple of UNROLL.
     sums_ptr: float32 [num_rows, sums_stride]. continues_sums: 0 to overwrite the sums, else products are added.
-    prefetch_ptr: address of `num_prefetches` cache lines, which are prefetched in each UNROLL steps of `depth`.
-    prefetch_step: number of bytes that `prefetch_ptr` then advances.
+    prefetch_ptr: address of the cache lines to prefetch, `num_prefetches` per UNROLL values of k.
+    prefetch_step: number of bytes from these lines to the next lines.
     """
 
     @intrinsic
@@ -64,7 +64,7 @@ def make_tile(
     ) -> Any:
         def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             strides = (1, row_stride) if row_stride else (num_rows, 1)
-            _lower_tile(builder, values, num_rows, num_groups, from_bf16, num_prefetches, strides, sums_stride)
+            _lower_tile(builder, values, num_rows, num_groups, has_bf16_panel, num_prefetches, strides, sums_stride)
             return context.get_dummy_value()
 
         return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step), lower
@@ -72,12 +72,12 @@ def make_tile(
     return tile
 
 
-def _typed_pointer(builder: Any, address: Any, function_type: Any, offset: int = 0) -> Any:
-    return builder.inttoptr(builder.add(address, _INT64(offset)), function_type.as_pointer())
+def _typed_pointer(builder: Any, address: Any, element_type: Any, offset: int = 0) -> Any:
+    return builder.inttoptr(builder.add(address, _INT64(offset)), element_type.as_pointer())
 
 
 def _lower_halves(builder: Any, words: Any) -> list[Any]:
-    """Convert pairs of bf16 to float32: a vector of the lower halves, and a vector of the upper halves."""
+    """Emit code that converts int32 `words` of two bf16 each to float32 vectors: the lower halves, the upper halves."""
     low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
     high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]
@@ -88,15 +88,15 @@ def _lower_tile(
     values: Any,
     num_rows: int,
     num_groups: int,
-    from_bf16: bool,
+    has_bf16_panel: bool,
     num_prefetches: int,
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_tile`. strides: number of elements to the next k, and to the next row."""
+    """Emit the code of `make_tile`. strides: elements of the rows to the next k, and to the next row."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step = values
     num_vectors = 2 * num_groups
-    step = 2 * PANEL if from_bf16 else 4 * GROUP
+    k_bytes = 2 * PANEL if has_bf16_panel else 4 * GROUP
     zero = ir.Constant(_FLOAT_VECTOR, [0.0] * LANES)
     sum_ptrs = [
         _typed_pointer(builder, sums_ptr, _FLOAT_VECTOR, 4 * (row * sums_stride + vector * LANES))
@@ -111,19 +111,21 @@ def _lower_tile(
     fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fmuladd.v{LANES}f32")
     with cgutils.for_range(builder, builder.udiv(depth, _INT64(UNROLL))) as loop:
         rows_address = builder.add(rows_ptr, builder.mul(loop.index, _INT64(4 * UNROLL * strides[0])))
-        panel_address = builder.add(panel_ptr, builder.mul(loop.index, _INT64(UNROLL * step)))
+        panel_address = builder.add(panel_ptr, builder.mul(loop.index, _INT64(UNROLL * k_bytes)))
         prefetch_address = builder.add(prefetch_ptr, builder.mul(loop.index, prefetch_step))
         for line in range(num_prefetches):
             prefetch_line(builder, builder.add(prefetch_address, _INT64(line * LINE)))
         for k in range(UNROLL):
             columns: list[Any] = []
-            if from_bf16:
+            if has_bf16_panel:
                 for group in range(num_groups):
-                    element_ptr = _typed_pointer(builder, panel_address, _INT_VECTOR, k * step + group * 2 * GROUP)
+                    element_ptr = _typed_pointer(builder, panel_address, _INT_VECTOR, k * k_bytes + group * 2 * GROUP)
                     columns += _lower_halves(builder, builder.load(element_ptr, align=4))
             else:
                 for vector in range(num_vectors):
-                    element_ptr = _typed_pointer(builder, panel_address, _FLOAT_VECTOR, k * step + 4 * vector * LANES)
+                    element_ptr = _typed_pointer(
+                        builder, panel_address, _FLOAT_VECTOR, k * k_bytes + 4 * vector * LANES
+                    )
                     columns.append(builder.load(element_ptr, align=4))
             for row in range(num_rows):
                 element_ptr = _typed_pointer(
@@ -160,35 +162,37 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
-    """Transpose TRANSPOSED_SIZE x TRANSPOSED_SIZE bf16 values to float32. step: bytes between two rows of keys.
+    """Transpose TRANSPOSED_SIZE x TRANSPOSED_SIZE bf16 values of keys, and convert the values to float32.
 
-    Rows of the output are 4 * GROUP bytes apart.
+    step: number of bytes from one key to the next. Rows of the output are 4 * GROUP bytes apart.
     """
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         keys, step, out = values
-        number = ir.VectorType(ir.FloatType(), TRANSPOSED_SIZE)
-        bits, halves = ir.VectorType(ir.IntType(32), TRANSPOSED_SIZE), ir.VectorType(ir.IntType(16), TRANSPOSED_SIZE)
+        scalars = (ir.FloatType(), ir.IntType(32), ir.IntType(16))
+        float_vector, int_vector, half_vector = (ir.VectorType(scalar, TRANSPOSED_SIZE) for scalar in scalars)
         rows: list[Any] = []
         for i in range(TRANSPOSED_SIZE):
-            element_ptr = _typed_pointer(builder, builder.add(keys, builder.mul(step, _INT64(i))), halves)
-            wide_values = builder.zext(builder.load(element_ptr, align=2), bits)
-            rows.append(builder.bitcast(builder.shl(wide_values, ir.Constant(bits, [16] * TRANSPOSED_SIZE)), number))
+            element_ptr = _typed_pointer(builder, builder.add(keys, builder.mul(step, _INT64(i))), half_vector)
+            bits = builder.zext(builder.load(element_ptr, align=2), int_vector)
+            rows.append(
+                builder.bitcast(builder.shl(bits, ir.Constant(int_vector, [16] * TRANSPOSED_SIZE)), float_vector)
+            )
         # Each round swaps elements of rows i and i + distance.
         distance = 1
         while distance < TRANSPOSED_SIZE:
-            first = [i if i & distance == 0 else TRANSPOSED_SIZE + i - distance for i in range(TRANSPOSED_SIZE)]
-            second = [i + distance if i & distance == 0 else TRANSPOSED_SIZE + i for i in range(TRANSPOSED_SIZE)]
+            first_mask = [i if i & distance == 0 else TRANSPOSED_SIZE + i - distance for i in range(TRANSPOSED_SIZE)]
+            second_mask = [i + distance if i & distance == 0 else TRANSPOSED_SIZE + i for i in range(TRANSPOSED_SIZE)]
             swapped = list(rows)
             for i in range(TRANSPOSED_SIZE):
                 if i & distance == 0:
                     other = i + distance
-                    swapped[i] = builder.shuffle_vector(rows[i], rows[other], ir.Constant(bits, first))
-                    swapped[other] = builder.shuffle_vector(rows[i], rows[other], ir.Constant(bits, second))
+                    swapped[i] = builder.shuffle_vector(rows[i], rows[other], ir.Constant(int_vector, first_mask))
+                    swapped[other] = builder.shuffle_vector(rows[i], rows[other], ir.Constant(int_vector, second_mask))
             rows = swapped
             distance *= 2
         for i, row in enumerate(rows):
-            builder.store(row, _typed_pointer(builder, out, number, 4 * GROUP * i), align=4)
+            builder.store(row, _typed_pointer(builder, out, float_vector, 4 * GROUP * i), align=4)
         return context.get_dummy_value()
 
     return types.void(keys_ptr, step, out_ptr), lower
@@ -199,13 +203,13 @@ def widen_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
     """Convert GROUP bf16 values to float32."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        halves = ir.VectorType(ir.IntType(16), LANES)
+        half_vector = ir.VectorType(ir.IntType(16), LANES)
         for i in range(2):
             bits = builder.zext(
-                builder.load(_typed_pointer(builder, values[0], halves, 2 * LANES * i), align=2), _INT_VECTOR
+                builder.load(_typed_pointer(builder, values[0], half_vector, 2 * LANES * i), align=2), _INT_VECTOR
             )
-            number = builder.bitcast(builder.shl(bits, ir.Constant(_INT_VECTOR, [16] * LANES)), _FLOAT_VECTOR)
-            builder.store(number, _typed_pointer(builder, values[1], _FLOAT_VECTOR, 4 * LANES * i), align=4)
+            numbers = builder.bitcast(builder.shl(bits, ir.Constant(_INT_VECTOR, [16] * LANES)), _FLOAT_VECTOR)
+            builder.store(numbers, _typed_pointer(builder, values[1], _FLOAT_VECTOR, 4 * LANES * i), align=4)
         return context.get_dummy_value()
 
     return types.void(values_ptr, out_ptr), lower
@@ -221,9 +225,9 @@ def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
             builder, builder.load(_typed_pointer(builder, values_ptr, _FLOAT_VECTOR), align=4)
         )
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES)), start=_INT64(1)) as loop:
-            number = _load_lanes(builder, values_ptr, loop.index)
-            before = builder.load(accumulator)
-            builder.store(builder.select(builder.fcmp_ordered(">", before, number), before, number), accumulator)
+            numbers = _load_lanes(builder, values_ptr, loop.index)
+            previous = builder.load(accumulator)
+            builder.store(builder.select(builder.fcmp_ordered(">", previous, numbers), previous, numbers), accumulator)
         function_type = ir.FunctionType(ir.FloatType(), [_FLOAT_VECTOR])
         reduce = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.vector.reduce.fmax.v{LANES}f32")
         return builder.call(reduce, [builder.load(accumulator)], fastmath=("nnan",))
@@ -252,13 +256,13 @@ def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> An
 
 @intrinsic
 def gate_values(_typing: Any, gates_ptr: Any, up_ptr: Any, out_ptr: Any, count: Any) -> Any:
-    """Write silu(gate) * up of `count` float32 values. count: a multiple of LANES."""
+    """Write silu(gate) * up for `count` float32 gates and ups. count: a multiple of LANES."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         gates, ups, out, size = values
         one = ir.Constant(_FLOAT_VECTOR, [1.0] * LANES)
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
-            gate, up = (_load_lanes(builder, element_ptr, loop.index) for element_ptr in (gates, ups))
+            gate, up = (_load_lanes(builder, values_ptr, loop.index) for values_ptr in (gates, ups))
             divisor = builder.fadd(one, _lower_exp(builder, builder.fneg(gate)))
             _store_lanes(builder, builder.fdiv(builder.fmul(up, gate), divisor), out, loop.index)
         return context.get_dummy_value()
@@ -266,32 +270,32 @@ def gate_values(_typing: Any, gates_ptr: Any, up_ptr: Any, out_ptr: Any, count: 
     return types.void(gates_ptr, up_ptr, out_ptr, count), lower
 
 
-def _load_lanes(builder: Any, element_ptr: Any, index: Any) -> Any:
-    target_address = builder.add(element_ptr, builder.mul(index, _INT64(4 * LANES)))
-    return builder.load(_typed_pointer(builder, target_address, _FLOAT_VECTOR), align=4)
+def _load_lanes(builder: Any, values_ptr: Any, index: Any) -> Any:
+    vector_address = builder.add(values_ptr, builder.mul(index, _INT64(4 * LANES)))
+    return builder.load(_typed_pointer(builder, vector_address, _FLOAT_VECTOR), align=4)
 
 
-def _store_lanes(builder: Any, number: Any, element_ptr: Any, index: Any) -> None:
-    target_address = builder.add(element_ptr, builder.mul(index, _INT64(4 * LANES)))
-    builder.store(number, _typed_pointer(builder, target_address, _FLOAT_VECTOR), align=4)
+def _store_lanes(builder: Any, vector: Any, values_ptr: Any, index: Any) -> None:
+    vector_address = builder.add(values_ptr, builder.mul(index, _INT64(4 * LANES)))
+    builder.store(vector, _typed_pointer(builder, vector_address, _FLOAT_VECTOR), align=4)
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
-    nothing = ir.Constant(_FLOAT_VECTOR, ir.Undefined)
-    first = builder.insert_element(nothing, number, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    undefined = ir.Constant(_FLOAT_VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
 
 def _lower_exp(builder: Any, x: Any) -> Any:
-    """Emit `numba_jit.exp` of a vector."""
+    """Emit the code of `numba_jit.exp` for a vector."""
 
     def constant(number: Any) -> Any:
         return ir.Constant(_FLOAT_VECTOR, [float(number)] * LANES)
 
     function_type = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fmuladd.v{LANES}f32")
-    floor_kind = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR])
-    floor = cgutils.get_or_insert_function(builder.module, floor_kind, f"llvm.floor.v{LANES}f32")
+    floor_type = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR])
+    floor = cgutils.get_or_insert_function(builder.module, floor_type, f"llvm.floor.v{LANES}f32")
     min_input, max_input = constant(EXP_RANGE[0]), constant(EXP_RANGE[1])
     x = builder.select(builder.fcmp_ordered(">", x, min_input), x, min_input)
     x = builder.select(builder.fcmp_ordered("<", x, max_input), x, max_input)

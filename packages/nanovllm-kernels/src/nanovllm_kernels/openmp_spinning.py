@@ -1,7 +1,7 @@
 """Shortens the spinning of torch's threads at barriers while other processes need the cores.
 
-GCC's OpenMP runtime spins for milliseconds at each barrier. If another process uses a core, a thread may reach the
-barrier a time slice late, and a decode step has hundreds of barriers.
+GCC's OpenMP runtime spins for milliseconds at each barrier. While another process uses a core, a thread may reach a
+barrier a time slice late, and the other threads spin. A decode step has hundreds of barriers.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 SAMPLE_INTERVAL_S = 0.2
-# Other processes use this many of our threads' cores: above MIN_BUSY_CORES spins are short, below MAX_IDLE_CORES long.
+# Number of our threads' cores that others use: above MIN_BUSY_CORES spins get short, below MAX_IDLE_CORES long.
 MIN_BUSY_CORES = 0.4
 MAX_IDLE_CORES = 0.2
 # Environment variables by which a user chooses how threads wait.
@@ -35,7 +35,7 @@ def can_shorten_spins() -> bool:
 
 
 class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
-    """While open, threads at a barrier spin for microseconds and then sleep.
+    """From construction until `__exit__`, threads at a barrier spin for microseconds and then sleep.
 
     GCC's runtime spins briefly if it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). This
     object makes the runtime start additional threads, which sleep.
@@ -55,10 +55,10 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
 
     def _run_team(self) -> None:
         library = ctypes.CDLL(None)
-        num_missing = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
-        # The runtime requires a function, and free(NULL) does nothing.
+        num_extra = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
+        # The runtime requires a function to call: free(NULL) does nothing.
         no_op = ctypes.cast(library.free, ctypes.c_void_p)
-        library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_missing, 1) + 1), ctypes.c_uint(0))
+        library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_extra, 1) + 1), ctypes.c_uint(0))
         self._has_started.set()
         self._stop.wait()
 
@@ -66,7 +66,7 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
 class SpinControl:
     """Shortens spinning while other processes need the cores, from construction until `close`.
 
-    A thread samples the use of the cores also during steps, because one step with long spins can take seconds.
+    A thread samples the use of the cores even during a step, because one step with long spins can take seconds.
 
     is_on: if False, the object does nothing.
     """
@@ -85,11 +85,11 @@ class SpinControl:
         return self._short_spins is not None
 
     def _watch(self) -> None:
-        before = _sample_cpu_use()
+        previous = _sample_cpu_use()
         while not self._stop.wait(SAMPLE_INTERVAL_S):
-            now = _sample_cpu_use()
-            window_s, others_s = (later - earlier for later, earlier in zip(now, before, strict=True))
-            before = now
+            current = _sample_cpu_use()
+            window_s, others_s = (later - earlier for later, earlier in zip(current, previous, strict=True))
+            previous = current
             self.adapt(others_s / window_s)
 
     def adapt(self, num_busy_cores: float) -> None:
@@ -98,16 +98,16 @@ class SpinControl:
         if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES:
             self._short_spins = ShortSpins()
         elif self._short_spins is not None and num_missing_cores < MAX_IDLE_CORES:
-            self._spin_long()
+            self._restore_long_spins()
 
     def close(self) -> None:
         """Stop sampling and restore the runtime's spinning."""
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
-        self._spin_long()
+        self._restore_long_spins()
 
-    def _spin_long(self) -> None:
+    def _restore_long_spins(self) -> None:
         if self._short_spins is not None:
             self._short_spins.__exit__()
             self._short_spins = None
@@ -125,8 +125,8 @@ def _busy_seconds() -> float:
     counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     ticks = 0
     for line in PROC_STAT.read_text().splitlines():
-        name, *fields = line.split()
-        if name in cores:
+        core_name, *fields = line.split()
+        if core_name in cores:
             user, low_priority, system, _idle, _waiting, interrupts, soft_interrupts = map(int, fields[:7])
             ticks += user + system + interrupts + soft_interrupts + (low_priority if counts_low_priority else 0)
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -16,7 +16,7 @@ FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)
 # Number of SMs for which launches are planned in Triton's interpreter.
 INTERPRETER_SMS = 8
-# Maximum number of rows that a CPU with bf16 instructions computes in float32.
+# Maximum number of rows that Numba kernels multiply in float32 on a CPU with bf16 instructions.
 MAX_FLOAT32_ROWS = 8
 # Below this hidden size, kernel launches limit the speed of decodes, and a float32 residual stream costs nothing.
 MIN_WIDE_HIDDEN_SIZE = 1024
@@ -26,7 +26,7 @@ _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Properties of a device. A CPU has no `capability` (CUDA's), and 0 bytes of `total_memory` and 0 `num_sms`."""
+    """Properties of a device. On a CPU `capability` is None, and `total_memory` (in bytes) and `num_sms` are 0."""
 
     name: str
     capability: tuple[int, int] | None
@@ -47,13 +47,13 @@ def _capability() -> tuple[int, int]:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Does not import it."""
+    """Whether Triton is installed. Does not import Triton."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def has_flash_attention() -> bool:
-    """Whether FlashAttention's CuTe build is installed and supports this machine's GPU. Does not import it."""
+    """Whether FlashAttention's CuTe build is installed and supports this machine's GPU. Does not import the build."""
     return (
         has_cuda()
         and _capability()[0] == FLASH_ATTENTION_MAJOR
@@ -90,10 +90,10 @@ def describe_device(device: torch.device) -> DeviceInfo:
 
 
 def make_cache_directory(name: str) -> Path | None:
-    """Create a directory for a compiler's output, in $NANOVLLM_CACHE or the user's cache. None: it is not writable."""
+    """Create directory `name` for compiled code in $NANOVLLM_CACHE or the user's cache. Returns None if that fails."""
     try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-        directory = Path(os.environ.get("NANOVLLM_CACHE") or Path(home) / "nanovllm") / name
+        user_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        directory = Path(os.environ.get("NANOVLLM_CACHE") or Path(user_cache) / "nanovllm") / name
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return None
@@ -104,7 +104,7 @@ def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -
     """Return the dtype of the residual stream [T, hidden_size] of a model with weights of `dtype` on `device`.
 
     A float32 stream is chosen where it costs nothing: for narrow models on CUDA, and for bf16 on a CPU. A bf16 stream
-    rounds twice per layer, often by more than the difference of two logits. float16 overflows in a few models.
+    rounds twice per layer, and the errors often exceed the difference of two logits. float16 overflows in a few models.
     """
     uses_float32 = (
         dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < MIN_WIDE_HIDDEN_SIZE
@@ -121,7 +121,7 @@ def can_overlap_launches(device: torch.device) -> bool:
 
 @functools.cache
 def can_pack_bf16() -> bool:
-    """Whether oneDNN on this CPU has bfloat16 instructions and accepts packed weights."""
+    """Whether oneDNN uses bf16 instructions of this CPU and accepts packed weights."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -135,11 +135,11 @@ def _bf16_instructions() -> str | None:
     # torch's own probe also accepts x86 CPUs that have AVX-512 but no bf16 instructions.
     if platform.machine() not in ("x86_64", "AMD64"):
         return "BF16"
-    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
-    if limit in _ISA_WITHOUT_BF16:
+    isa_limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
+    if isa_limit in _ISA_WITHOUT_BF16:
         return None
     cpu = torch.cpu
-    if cpu._is_amx_tile_supported() and "AMX" in (limit if limit.startswith("AVX") else "AMX"):  # noqa: SLF001
+    if cpu._is_amx_tile_supported() and "AMX" in (isa_limit if isa_limit.startswith("AVX") else "AMX"):  # noqa: SLF001
         return "AMX"
     return "AVX-512 BF16" if cpu._is_avx512_bf16_supported() else None  # noqa: SLF001
 
@@ -154,19 +154,19 @@ def has_numba() -> bool:
 def runs_in_float32(num_rows: int) -> bool:
     """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
 
-    True for at most MAX_FLOAT32_ROWS rows. Without bf16 instructions true for any number of rows.
+    True for 1 to MAX_FLOAT32_ROWS rows, and on a CPU without bf16 instructions for more rows too.
     """
     return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not can_pack_bf16())
 
 
 def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Return a text for users about how products with weights of `dtype` are computed on `device`."""
-    name = str(dtype).removeprefix("torch.")
+    """Describe for users how `device` computes products with weights of `dtype`."""
+    dtype_name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
-        return name
+        return dtype_name
     capability = torch.backends.cpu.get_cpu_capability()
     if dtype != torch.bfloat16:
-        return f"{name}, {capability} (torch)"
+        return f"{dtype_name}, {capability} (torch)"
     in_float32 = f"float32 from bfloat16 weights, {capability} (torch)"
     if has_numba():
         from nanovllm_kernels.numba_jit import VECTOR_INSTRUCTIONS
@@ -174,5 +174,5 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
         in_float32 = f"float32 from bfloat16 weights, {VECTOR_INSTRUCTIONS} (Numba)"
     if not can_pack_bf16():
         return in_float32
-    native = f"bfloat16, {_bf16_instructions()} (oneDNN)"
-    return f"{native}; up to {MAX_FLOAT32_ROWS} tokens {in_float32}" if has_numba() else native
+    in_bf16 = f"bfloat16, {_bf16_instructions()} (oneDNN)"
+    return f"{in_bf16}; up to {MAX_FLOAT32_ROWS} tokens {in_float32}" if has_numba() else in_bf16

@@ -1,4 +1,4 @@
-"""FP8 rounding in Triton and Gluon kernels, with the same bits as `fp8` and `gemm.block_fp8_reference`."""
+"""FP8 rounding in Triton and Gluon kernels, bit-identical to `fp8` and `gemm.block_fp8_reference`."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def quantize_groups(x, axis: tl.constexpr):
 
 @triton.jit
 def scale_exponents(magnitude):
-    """Return the biased exponents of the scales that `fp8.quantize` chooses for heads with this largest magnitude."""
+    """Return the biased exponents of the scales that `fp8.quantize` chooses for heads with these largest magnitudes."""
     exponents = ((magnitude.to(tl.int32, bitcast=True) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23) - MAX_E4M3_EXPONENT
     return tl.maximum(exponents, MIN_SCALE_EXPONENT)
 

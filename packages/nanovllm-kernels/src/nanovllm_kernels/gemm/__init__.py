@@ -1,8 +1,8 @@
 """Linear layers, optionally with a norm before the product and a gate or residual after the product.
 
-CUDA: one Triton kernel computes a layer with few rows (see `tiles`). torch.compile always sees separate operators:
-compile only for more than MAX_OWN_ROWS rows.
-CPU: `numba_panels` computes few rows in float32, and oneDNN more rows if the CPU has bf16 instructions.
+CUDA: one Triton kernel computes a layer with few rows (see `tiles`). torch.compile always sees separate operators, so
+compile a model only for more than MAX_OWN_ROWS rows.
+CPU: `numba_panels` computes few rows in float32. If the CPU has bf16 instructions, oneDNN computes more rows.
 """
 
 import functools
@@ -21,12 +21,12 @@ from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# A weight with at most this N or K is packed in panels too, beside oneDNN's copy.
+# A weight whose N or K is at most this number is packed in panels too, in addition to oneDNN's copy.
 MAX_PANEL_SIZE = 2048
-# Number of logits per row that a CPU computes again in float32: the largest ones.
+# Number of logits per row, from the largest on, that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
 # Number of neighbouring logits that share a maximum in the search for the largest logits.
-RUN_LOGITS = 64
+LOGITS_PER_RUN = 64
 
 
 class Panels(NamedTuple):
@@ -39,11 +39,10 @@ class Panels(NamedTuple):
 class PackedWeight(NamedTuple):
     """A linear layer's weight, prepared for `linear`.
 
-    data: [N, K]. `panels.data` if `panels` is the only copy.
-    in_onednn_layout: whether `data` is in oneDNN's layout. Panels then serve few rows only.
-    panels: for products in float32. None: not used.
-    counters: int32 zeros before and after each launch, None if no kernel splits K. Concurrent launches must not share
-        them.
+    data: the weight [N, K], or `panels.data` if the panels are the only copy.
+    in_onednn_layout: whether `data` is in oneDNN's layout. If so, panels are used for few rows only.
+    panels: the weight for products in float32. None: not used.
+    counters: int32 per tile, 0 between launches. None: K is not split. Concurrent launches must not share counters.
     """
 
     data: Tensor
@@ -53,7 +52,7 @@ class PackedWeight(NamedTuple):
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Prepare `weight` [N, K] for `linear`. Copies bf16 weights on a CPU, and no others."""
+    """Prepare `weight` [N, K] for `linear`. Copies only bf16 weights on a CPU."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         in_onednn_layout = can_pack_bf16()
         panels = None
@@ -79,7 +78,7 @@ def _onednn_linear() -> torch._ops.OpOverload:
 
 
 def _choose_panels(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
-    """Return the weight's panels if `_project_panels` should multiply `x` [.., K], else None."""
+    """Return the weight's panels if `_project_panels` should multiply `x` [.., K] by the weight, else None."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
     if weight.in_onednn_layout and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
@@ -105,14 +104,14 @@ def _project_panels(
 
     if gated and not numba_panels.can_gate(panels.num_columns):
         return silu_and_mul(_project_panels(x, norm_weight, eps, panels, bias, None))
-    adds_residual = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
+    adds_in_place = residual is not None and residual.dtype == torch.float32 and residual.is_contiguous()
     num_columns = panels.num_columns // 2 if gated else panels.num_columns
-    out = residual if adds_residual else torch.empty((*x.shape[:-1], num_columns))
+    out = residual if adds_in_place else torch.empty((*x.shape[:-1], num_columns))
     norm = None if norm_weight is None else norm_weight.float()
     rows, results = x.float().contiguous().view(-1, x.shape[-1]), out.view(-1, num_columns)
     if len(rows):
-        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, add=adds_residual)
-    return out if adds_residual or residual is None else residual.add_(out)
+        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, add=adds_in_place)
+    return out if adds_in_place or residual is None else residual.add_(out)
 
 
 def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
@@ -133,10 +132,10 @@ def linear(
 ) -> Tensor:
     """Return `x` [.., K] times the transpose of `weight` [N, K], plus `bias` [N] and `residual` [.., N].
 
-    All have one dtype, except that `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
+    All tensors have one dtype, but `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
     residual: may be overwritten, and may share memory with the result.
-    Returns: the residual's dtype, else the dtype of `x`. On a CPU with bf16 weights: float32 if `runs_in_float32`, else
-        bf16. Sums are float32 and rounded once, or twice with both a bias and a residual.
+    Returns: [.., N] in the residual's dtype. Without a residual in the dtype of `x`, or on a CPU with bf16 weights in
+        float32 if `runs_in_float32`, else bf16. Float32 sums are rounded once, with bias and residual twice.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)
@@ -168,8 +167,8 @@ def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     out = functional.linear(x, weight, bias)
     if residual is None:
         return out
-    # The compiler fuses a float32 sum with the following norm. It moves other sums into the product, which then copies
-    # the residual first.
+    # The compiler fuses a float32 sum with the following norm. A sum in another dtype would become part of the product,
+    # which would copy the residual first.
     return (out.float() + residual.float()).to(residual.dtype)
 
 
@@ -182,7 +181,7 @@ def norm_linear(
 ) -> Tensor:
     """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. The few-row kernel does not round the normed rows.
 
-    x: may be float32 with any weight. norm_weight: [K], from `pack_norm`.
+    x: float32, or the weight's dtype. norm_weight: [K], from `pack_norm`.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
@@ -227,11 +226,11 @@ def split_float32(weight: Tensor) -> Tensor:
 def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None = None) -> Tensor:
     """Return the logits of a vocabulary or a router: `x` [n, K] times the transpose of `weight` [N, K], float32 [n, N].
 
-    Logits rounded to bf16 would often tie: near 25, bf16 numbers are 1/8 apart. oneDNN's bf16 product returns bf16, so
-    each row's NUM_REFINED_LOGITS largest logits are computed again in float32.
+    Logits rounded to bf16 would often be equal: near 25, bf16 numbers are 1/8 apart. As oneDNN's bf16 product returns
+    bf16, each row's NUM_REFINED_LOGITS largest logits are computed again in float32.
 
     table: the unpacked weight [N, K]. If the table is float32, `x` is converted to float32.
-    thirds: `split_float32(table)`, for tensor cores with bfloat16 `x`, or None. The relative error is about 3e-6.
+    thirds: `split_float32(table)`, for bf16 `x` on tensor cores: the relative error is about 3e-6. None: not used.
     """
     if table.dtype == torch.float32:
         if thirds is not None and not _is_few_rows_product(x, table):
@@ -243,11 +242,11 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None
         return torch.mm(x, table.t(), out_dtype=torch.float32)
     if (panels := _choose_panels(x, weight)) is not None:
         return _project_panels(x, None, 0.0, panels, None, None)
-    # Finding the largest logits is four times as fast in float32.
-    rough_logits = linear(x, weight).float()
-    largest_ids = _find_largest(rough_logits, NUM_REFINED_LOGITS)
+    # A search for the largest logits is four times as fast in float32 as in bf16.
+    bf16_logits = linear(x, weight).float()
+    largest_ids = _find_largest(bf16_logits, NUM_REFINED_LOGITS)
     rows = functional.embedding(largest_ids, table).float()
-    return rough_logits.scatter_(1, largest_ids, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
+    return bf16_logits.scatter_(1, largest_ids, torch.bmm(rows, x.float().unsqueeze(-1)).squeeze(-1))
 
 
 def _is_few_rows_product(x: Tensor, weight: Tensor) -> bool:
@@ -270,8 +269,8 @@ def _project_few_rows_op(
 ) -> Tensor:
     """Norm up to 8 rows `x` [M, K], multiply by contiguous `weight` [N, K], add `bias`, gate, and add `residual`.
 
-    Rounds once: to float32 if `float32_out`, else to the dtype of `residual`, else of `weight`. `x` and `residual` may
-    be float32 with any weight.
+    Rounds once: to float32 if `float32_out`, else to the residual's dtype, else the weight's. `x` and `residual` may be
+    float32 with any weight.
     """
     from nanovllm_kernels.gemm import triton_few_rows
 
@@ -321,13 +320,13 @@ def _find_largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values of each row of `values` [n, N]: int64 [n, min(count, N)]."""
     # The largest values lie in the `count` runs with the largest maxima. A direct search takes ten times as long.
     num_rows, size = values.shape
-    num_whole = size // RUN_LOGITS * RUN_LOGITS
-    if num_whole <= count * RUN_LOGITS:
+    end_of_runs = size // LOGITS_PER_RUN * LOGITS_PER_RUN
+    if end_of_runs <= count * LOGITS_PER_RUN:
         return values.topk(min(count, size), -1, sorted=False).indices
-    run_maxima = values[:, :num_whole].view(num_rows, -1, RUN_LOGITS).amax(-1)
+    run_maxima = values[:, :end_of_runs].view(num_rows, -1, LOGITS_PER_RUN).amax(-1)
     runs = run_maxima.topk(count, -1, sorted=False).indices
-    candidates = (runs.unsqueeze(-1) * RUN_LOGITS + torch.arange(RUN_LOGITS)).flatten(1)
-    if num_whole < size:
-        candidates = torch.cat((candidates, torch.arange(num_whole, size).expand(num_rows, -1)), -1)
+    candidates = (runs.unsqueeze(-1) * LOGITS_PER_RUN + torch.arange(LOGITS_PER_RUN)).flatten(1)
+    if end_of_runs < size:
+        candidates = torch.cat((candidates, torch.arange(end_of_runs, size).expand(num_rows, -1)), -1)
     best = values.gather(1, candidates).topk(count, -1, sorted=False).indices
     return candidates.gather(1, best)

@@ -26,13 +26,13 @@ __all__ = [
     "quantize_groups",
 ]
 
-# cuBLAS requires multiples of these numbers: scales along K (and rows), and columns.
+# cuBLAS requires multiples: of the first number for rows and scales along K, of the second number for columns.
 SCALES_MULTIPLE = 4
 COLUMNS_MULTIPLE = 16
 
 
 def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate an uninitialised weight [num_rows, depth]. Raises ValueError if the GPU does not multiply e4m3."""
+    """Allocate a weight [num_rows, depth] without values. Raises ValueError if the GPU does not multiply e4m3."""
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
     num_groups = -(-depth // GROUP)
@@ -46,7 +46,7 @@ def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.devic
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows `x` [T, K] to e4m3 in groups of 128. A group's scale is its largest magnitude / 448, but not 0.
+    """Round rows `x` [T, K] to e4m3 in groups of 128. A group's scale is its largest magnitude / 448, never 0.
 
     Returns: float8_e4m3fn [T, K], contiguous, and float32 scales [T, ceil(K / 128)], stored column by column. A
         non-finite element makes elements of its group NaN.
@@ -57,7 +57,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight [N, K] to e4m3 with one scale per block of 128 x 128.
 
-    Returns: the checkpoint's `weight` [N, K] and `weight_scale_inv`, float32 [ceil(N / 128), ceil(K / 128)].
+    Returns: e4m3 [N, K], and float32 [ceil(N / 128), ceil(K / 128)], a checkpoint's `weight` and `weight_scale_inv`.
     """
     return reference.quantize_blocks(weight)
 
@@ -171,7 +171,7 @@ _block_fp8_linear_op.register_fake(
 
 
 def _library_supports(weight: BlockFP8Weight) -> bool:
-    """Whether cuBLAS supports this weight: whole blocks, scales from `empty_weight`, and Hopper."""
+    """Whether cuBLAS supports this weight: on Hopper, with whole blocks and scales as in `empty_weight`."""
     data, scales, block_rows, _ = weight
     num_columns, depth = data.shape
     has_whole_blocks = block_rows == GROUP and num_columns % COLUMNS_MULTIPLE == 0 and depth % GROUP == 0
@@ -186,13 +186,13 @@ def _multiply_with_library(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weigh
     if num_padding:
         rows = torch.cat((rows.view(torch.uint8), rows[:num_padding].view(torch.uint8))).view(DTYPE)
         x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :num_padding]), 1).t()
-    stride = scales.stride(0)
+    padded_groups = scales.padded_groups(0)
     out = functional.scaled_mm(
         rows,
         weight.data.t(),
         x_scales,
         functional.ScalingType.BlockWise1x128,
-        scales.as_strided((stride, scales.shape[0]), (1, stride)),
+        scales.as_strided((padded_groups, scales.shape[0]), (1, padded_groups)),
         functional.ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )

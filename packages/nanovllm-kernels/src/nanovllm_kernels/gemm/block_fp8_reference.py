@@ -6,7 +6,7 @@ from torch import Tensor
 from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
 
-# Number of weight elements that are converted to float32 at once. These fit a core's cache.
+# Number of weight elements that are converted to float32 at once. They fit a core's cache.
 DEQUANTIZED_ELEMENTS = 1 << 19
 
 
@@ -33,12 +33,12 @@ def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """See `block_fp8.quantize_blocks`."""
-    rows, width = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -width % GROUP, 0, -rows % GROUP))
+    num_columns, depth = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -depth % GROUP, 0, -num_columns % GROUP))
     blocks = padded.view(padded.shape[0] // GROUP, GROUP, -1, GROUP)
     factors, scales = _compute_scales(blocks.abs().amax((1, 3)))
     values = (blocks * factors[:, None, :, None]).to(fp8.DTYPE).view(padded.shape)
-    return values[:rows, :width].contiguous(), scales
+    return values[:num_columns, :depth].contiguous(), scales
 
 
 def dequantize_groups(values: Tensor, scales: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ def project(values: Tensor, scales: Tensor, weight: BlockFP8Weight) -> Tensor:
     data, weight_scales, block_rows, _ = weight
     rows = dequantize_groups(values, scales)
     out = rows.new_empty((rows.shape[0], data.shape[0]))
-    num_columns = max(1, DEQUANTIZED_ELEMENTS // (data.shape[1] * block_rows)) * block_rows
-    for begin in range(0, data.shape[0], num_columns):
-        columns = slice(begin, begin + num_columns)
-        column_scales = weight_scales[begin // block_rows : (begin + num_columns) // block_rows]
+    slice_columns = max(1, DEQUANTIZED_ELEMENTS // (data.shape[1] * block_rows)) * block_rows
+    for begin in range(0, data.shape[0], slice_columns):
+        columns = slice(begin, begin + slice_columns)
+        column_scales = weight_scales[begin // block_rows : (begin + slice_columns) // block_rows]
         torch.mm(rows, dequantize_blocks(data[columns], column_scales, block_rows).t(), out=out[:, columns])
     return out

@@ -13,7 +13,7 @@ class BlockFP8Weight(NamedTuple):
 
     data: float8_e4m3fn [N, K], contiguous.
     scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.
-    block_rows: 128, or less if weights with partial blocks were concatenated.
+    block_rows: 128, or less if the weight is a concatenation of weights with partial blocks.
     counters: as in `PackedWeight`.
     """
 

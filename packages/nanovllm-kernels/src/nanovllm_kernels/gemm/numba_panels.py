@@ -34,7 +34,7 @@ from nanovllm_kernels.numba_tiles import (
     make_tile,
 )
 
-# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. EPS holds the bits of a float64.
+# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds a float64's bits.
 (
     _OPENMP,
     _X_PTR,
@@ -45,14 +45,14 @@ from nanovllm_kernels.numba_tiles import (
     _OUT_PTR,
     _PACKED_PTR,
     _NUM_ROWS,
-    _WIDTH,
     _DEPTH,
+    _PADDED_DEPTH,
     _NUM_COLUMNS,
     _IS_GATED,
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block: its float32 panel fits the first-level cache.
+# Maximum depth of a block (part of K): the block of a float32 panel fits the first-level cache.
 BLOCK_DEPTH = 320
 # Maximum number of rows that are packed at once.
 BLOCK_ROWS = 252
@@ -92,13 +92,12 @@ def project_rows(
 ) -> None:
     """Norm `x`, multiply by a weight, add a bias, gate, and write the results into `out`.
 
-    x: float32 [M, K], contiguous, M >= 1.
-    norm_weight: float32, at least K elements. None: no norm.
+    x: float32 [M, K], contiguous, M >= 1. norm_weight: float32, at least K elements. None: no norm.
     panels: the weight [N, K], from `pack_panels`. bias: bf16 [N], contiguous.
     out: float32 [M, N], contiguous. If gated, [M, N / 2]: silu of the first half of the results times the second half.
-    add: add the results to `out`.
+    add: add the results to `out`, instead of overwriting `out`. Not with `gated`.
     """
-    num_rows, width = x.shape
+    num_rows, depth = x.shape
     _project(
         OPENMP,
         _PACK_REGION,
@@ -110,7 +109,7 @@ def project_rows(
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         num_rows,
-        width,
+        depth,
         panels.shape[1],
         out.shape[1],
         gated,
@@ -121,9 +120,9 @@ def project_rows(
 
 @kernel
 def _project(
-    openmp,
-    pack,
-    multiply,
+    openmp_table,
+    pack_region,
+    multiply_region,
     x_ptr,
     norm_ptr,
     eps,
@@ -131,31 +130,31 @@ def _project(
     bias_ptr,
     out_ptr,
     num_rows,
-    width,
     depth,
+    padded_depth,
     num_columns,
     gated,
     add,
     num_threads,
 ):
-    block = min(num_rows, BLOCK_ROWS)
-    scratch = np.empty(block * depth + LINE // 4, np.float32)
+    block_rows = min(num_rows, BLOCK_ROWS)
+    scratch = np.empty(block_rows * padded_depth + LINE // 4, np.float32)
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp, norm_ptr, panels_ptr, bias_ptr
-    args[_PACKED_PTR], args[_WIDTH], args[_DEPTH] = packed_ptr, width, depth
+    args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp_table, norm_ptr, panels_ptr, bias_ptr
+    args[_PACKED_PTR], args[_DEPTH], args[_PADDED_DEPTH] = packed_ptr, depth, padded_depth
     args[_NUM_COLUMNS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_columns, gated, add
     args_ptr = np.int64(args.ctypes.data)
     args.view(np.float64)[_EPS] = eps
-    for first_row in range(0, num_rows, block):
-        args[_X_PTR] = x_ptr + 4 * first_row * width
+    for first_row in range(0, num_rows, block_rows):
+        args[_X_PTR] = x_ptr + 4 * first_row * depth
         args[_OUT_PTR] = out_ptr + 4 * first_row * num_columns
-        args[_NUM_ROWS] = min(block, num_rows - first_row)
+        args[_NUM_ROWS] = min(block_rows, num_rows - first_row)
         if num_rows > 2 * TILE_ROWS:
-            run_region(pack, args_ptr, num_threads)
+            run_region(pack_region, args_ptr, num_threads)
         else:
             _pack_tiles(args, 0, -(-args[_NUM_ROWS] // TILE_ROWS))
-        run_region(multiply, args_ptr, num_threads)
+        run_region(multiply_region, args_ptr, num_threads)
     keep_alive(args)
     keep_alive(scratch)
 
@@ -167,32 +166,32 @@ def _pack_on_thread(args_ptr):
 
 
 @kernel
-def _compute_block_depth(depth):
+def _compute_block_depth(padded_depth):
     """Return the depth of all blocks except the last block."""
-    num_blocks = -(-depth // BLOCK_DEPTH)
-    return -(-depth // (num_blocks * UNROLL)) * UNROLL
+    num_blocks = -(-padded_depth // BLOCK_DEPTH)
+    return -(-padded_depth // (num_blocks * UNROLL)) * UNROLL
 
 
 @ordered_kernel
-def _pack_tiles(args, first_tile, last_tile):
+def _pack_tiles(args, first_tile, end_tile):
     """Write normed rows of tiles to the packed buffer, ordered by block of K, tile, k and row."""
-    num_rows, width, depth = args[_NUM_ROWS], args[_WIDTH], args[_DEPTH]
-    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
+    num_rows, depth, padded_depth = args[_NUM_ROWS], args[_DEPTH], args[_PADDED_DEPTH]
+    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(padded_depth)
     eps = np.float32(args.view(np.float64)[_EPS])
-    x = numba.carray(pointer(args[_X_PTR]), (num_rows, width), np.float32)
-    weight = numba.carray(pointer(args[_NORM_PTR]), (width,), np.float32)
-    scales = np.empty(TILE_ROWS, np.float32)
-    for tile in range(first_tile, last_tile):
+    x = numba.carray(pointer(args[_X_PTR]), (num_rows, depth), np.float32)
+    norm_weight = numba.carray(pointer(args[_NORM_PTR]), (depth,), np.float32)
+    row_factors = np.empty(TILE_ROWS, np.float32)
+    for tile in range(first_tile, end_tile):
         first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
         num_tile_rows = end_row - first_row
         if args[_NORM_PTR]:
             for row in range(num_tile_rows):
-                scales[row] = inverse_rms(x, first_row + row, 0, width, eps)
-        for first_k in range(0, depth, block_depth):
-            size = min(block_depth, depth - first_k)
+                row_factors[row] = inverse_rms(x, first_row + row, 0, depth, eps)
+        for first_k in range(0, padded_depth, block_depth):
+            size = min(block_depth, padded_depth - first_k)
             packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + first_row * size)
             packed = numba.carray(pointer(packed_ptr), (size, num_tile_rows), np.float32)
-            num_filled = min(size, width - first_k)
+            num_filled = min(size, depth - first_k)
             if num_tile_rows == TILE_ROWS:
                 _pack_whole_tile(x[first_row:end_row, first_k : first_k + num_filled], packed)
             else:
@@ -202,9 +201,9 @@ def _pack_tiles(args, first_tile, last_tile):
             packed[num_filled:] = _ZERO
             if args[_NORM_PTR]:
                 for k in range(num_filled):
-                    number = weight[first_k + k]
+                    factor = norm_weight[first_k + k]
                     for row in range(num_tile_rows):
-                        packed[k, row] = packed[k, row] * scales[row] * number
+                        packed[k, row] = packed[k, row] * row_factors[row] * factor
 
 
 @ordered_kernel
@@ -237,27 +236,29 @@ def _multiply_on_thread(args_ptr):
 
 @kernel
 def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
-    num_rows, depth = args[_NUM_ROWS], args[_DEPTH]
-    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(depth)
-    panel_ptr = args[_PANELS_PTR] + 2 * panel * depth * PANEL
-    copies_panels = num_rows >= MIN_CONVERTED_ROWS
-    # Each pass over a block prefetches part of the next block.
+    """Write the sums of all rows with the columns of `panel`, and prefetch the start of `next_panel`."""
+    num_rows, padded_depth = args[_NUM_ROWS], args[_PADDED_DEPTH]
+    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(padded_depth)
+    panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL
+    converts_panels = num_rows >= MIN_CONVERTED_ROWS
+    # Each pass over a block prefetches a part of the next block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
     prefetch_step = LINE * UNROLL // num_passes
-    for first_k in range(0, depth, block_depth):
-        size = min(block_depth, depth - first_k)
+    for first_k in range(0, padded_depth, block_depth):
+        size = min(block_depth, padded_depth - first_k)
+        pass_bytes = prefetch_step * size // UNROLL
         block_ptr, rows_ptr = panel_ptr + 2 * first_k * PANEL, args[_PACKED_PTR] + 4 * first_k * num_rows
         prefetch_ptr = block_ptr + 2 * size * PANEL
-        if first_k + size == depth:
-            prefetch_ptr = args[_PANELS_PTR] + 2 * next_panel * depth * PANEL
-        if copies_panels:
+        if first_k + size == padded_depth:
+            prefetch_ptr = args[_PANELS_PTR] + 2 * next_panel * padded_depth * PANEL
+        if converts_panels:
             convert_panel(block_ptr, size, copy_ptr)
             for group in range(NUM_GROUPS):
-                group_ptr, shift = copy_ptr + 4 * group * size * GROUP, 4 * group * GROUP
+                group_ptr, group_sums_ptr = copy_ptr + 4 * group * size * GROUP, sums_ptr + 4 * group * GROUP
                 for tile in range(num_tiles):
                     first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL + shift
-                    _multiply_copy(
+                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, group_sums_ptr + 4 * first_row * PANEL
+                    _multiply_float32(
                         end_row - first_row,
                         tile_ptr,
                         group_ptr,
@@ -267,7 +268,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
                         prefetch_ptr,
                         prefetch_step,
                     )
-                    prefetch_ptr += prefetch_step * size // UNROLL
+                    prefetch_ptr += pass_bytes
         else:
             for tile in range(num_tiles):
                 first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
@@ -275,9 +276,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
                 _multiply_bf16(
                     end_row - first_row, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
                 )
-                prefetch_ptr += (
-                    (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetch_step * size // UNROLL
-                )
+                prefetch_ptr += (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * pass_bytes
 
 
 @kernel
@@ -315,15 +314,15 @@ def _finish_row(sums_ptr, out_ptr, size, add):
         out[j] = out[j] + sums[j] if add else sums[j]
 
 
-_bf16_1 = make_tile(1, num_groups=NUM_GROUPS, from_bf16=True, num_prefetches=UNROLL)
-_bf16_2 = make_tile(2, num_groups=NUM_GROUPS, from_bf16=True, num_prefetches=UNROLL)
-_bf16_3 = make_tile(3, num_groups=NUM_GROUPS, from_bf16=True, num_prefetches=UNROLL)
-_bf16_4 = make_tile(4, from_bf16=True, num_prefetches=UNROLL // NUM_GROUPS)
-_bf16_5 = make_tile(5, from_bf16=True, num_prefetches=UNROLL // NUM_GROUPS)
-_bf16_6 = make_tile(6, from_bf16=True, num_prefetches=UNROLL // NUM_GROUPS)
-_copy_4 = make_tile(4, num_prefetches=1)
-_copy_5 = make_tile(5, num_prefetches=1)
-_copy_6 = make_tile(6, num_prefetches=1)
+_bf16_1 = make_tile(1, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
+_bf16_2 = make_tile(2, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
+_bf16_3 = make_tile(3, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
+_bf16_4 = make_tile(4, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
+_bf16_5 = make_tile(5, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
+_bf16_6 = make_tile(6, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
+_float32_4 = make_tile(4, num_prefetches=1)
+_float32_5 = make_tile(5, num_prefetches=1)
+_float32_6 = make_tile(6, num_prefetches=1)
 
 
 @kernel
@@ -353,13 +352,13 @@ def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sum
 
 
 @kernel
-def _multiply_copy(num_rows, rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step):
+def _multiply_float32(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step):
     if num_rows == 6:
-        _copy_6(rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _float32_6(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     elif num_rows == 5:
-        _copy_5(rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _float32_5(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
     else:
-        _copy_4(rows_ptr, copy_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _float32_4(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
 
 
 _PACK_REGION = compile_region(_pack_on_thread)

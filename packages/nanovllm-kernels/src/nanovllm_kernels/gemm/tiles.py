@@ -1,19 +1,19 @@
 """Launch configurations of our GEMM kernels, and rules that choose between our kernels and cuBLAS.
 
-The constants were measured on one H200 in bf16 with cold weights. A weight is [num_columns, depth]: N x K.
+The constants were measured on one H200 in bf16, with uncached weights. A weight is [num_columns, depth].
 """
 
 from typing import NamedTuple
 
-# Maximum elements of a weight for which the few-row kernel is faster, by number of rows rounded up to a power of two.
+# Maximum size of a weight for which the few-row kernel is faster. Keys: number of rows, rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
-# Bounds of the kinds of weights in FEW_ROWS_CONFIGS.
+# Bounds of a weight's columns and depth for the kinds of weights in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
 MAX_LONG_COLUMNS = 4096
 MIN_LONG_DEPTH = 4096
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
-# Splitting K is faster within these bounds.
+# A kernel that splits K is faster within these bounds.
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
@@ -45,12 +45,12 @@ def is_few_rows_faster(num_rows: int, num_columns: int, depth: int) -> bool:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up to a power of two. Returns 0 for 0."""
+    """Return `num_rows` rounded up to a power of two, and 0 for 0."""
     return 1 << (num_rows - 1).bit_length() if num_rows else 0
 
 
 def few_rows_config(num_rows: int, num_columns: int, depth: int, *, gated: bool) -> FewRowsConfig:
-    """Return the tile for up to 8 rows."""
+    """Return the few-row kernel's tile for up to 8 rows."""
     if gated:
         kind = "gated"
     elif num_columns <= MAX_NARROW_COLUMNS:
@@ -86,7 +86,7 @@ SPLIT_CONFIGS = {
 
 
 def split_config(num_rows: int) -> SplitConfig:
-    """Return the tile for up to MAX_SPLIT_ROWS rows."""
+    """Return the tile for a launch that splits K, with up to MAX_SPLIT_ROWS rows."""
     return next(config for max_rows, config in SPLIT_CONFIGS.items() if num_rows <= max_rows)
 
 
@@ -98,7 +98,7 @@ def can_split(num_columns: int, depth: int) -> bool:
 
 
 def num_split_counters(num_columns: int) -> int:
-    """Return the number of tiles of the largest launch that splits K."""
+    """Return the maximum number of tiles in a launch that splits K."""
     return max(-(-rows // config.block_m) * (num_columns // config.block_n) for rows, config in SPLIT_CONFIGS.items())
 
 
@@ -112,19 +112,19 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Maximum number of rows that the product quantises itself. After a norm, a separate quantising kernel is faster.
+# Maximum number of rows that the product's kernel quantises itself. After a norm, a separate kernel is faster.
 MAX_FUSED_FP8_ROWS = 16
-# cuBLAS is faster with more rows than MAX_FP8_ROWS, or MAX_WIDE_FP8_ROWS above MAX_NARROW_FP8_COLUMNS columns.
+# Our kernel is faster than cuBLAS up to MAX_FP8_ROWS rows, or MAX_WIDE_FP8_ROWS above MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
-MAX_NARROW_FP8_COLUMNS = 4096
 MAX_WIDE_FP8_ROWS = 64
-# K is split until a launch has MIN_FP8_CTAS CTAs, or MIN_FUSED_FP8_CTAS if the product quantises rows.
+MAX_NARROW_FP8_COLUMNS = 4096
+# K is split until a launch has this number of CTAs: MIN_FUSED_FP8_CTAS if its kernel quantises rows.
 MIN_FUSED_FP8_CTAS = 192
 MIN_FP8_CTAS = 128
-# Minimum number of groups per split.
+# Minimum number of groups per part of K.
 MIN_FP8_GROUPS = 4
 MAX_FP8_SPLITS = 8
-# Gated launches hold two tiles of the weight per pipeline stage, so they have fewer stages.
+# Pipeline stages of gated launches: fewer, because each stage holds two tiles of the weight.
 GATED_FP8_STAGES = 4
 # Keys: maximum number of rows.
 FP8_CONFIGS = {
@@ -141,7 +141,7 @@ FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 def block_fp8_config(
     num_rows: int, num_columns: int, num_groups: int, *, gated: bool, may_split: bool
 ) -> BlockFP8Config:
-    """Return the tile for a weight of `num_columns` columns (pairs if gated) and `num_groups` groups along K."""
+    """Return the tile for `num_columns` columns (pairs if gated) and `num_groups` groups. may_split: K may be split."""
     if num_rows > MAX_FP8_ROWS:
         return FP8_CONFIG_OF_MORE_ROWS._replace(block_n=64) if gated else FP8_CONFIG_OF_MORE_ROWS
     max_rows = next(max_rows for max_rows in FP8_CONFIGS if num_rows <= max_rows)
@@ -169,5 +169,5 @@ def is_own_fp8_faster(num_rows: int, num_columns: int) -> bool:
 
 
 def num_fp8_counters(num_columns: int) -> int:
-    """Return the number of tiles of the largest launch that may split K."""
+    """Return the maximum number of tiles in a launch that may split K."""
     return max(-(-rows // config.block_m) * -(-num_columns // config.block_n) for rows, config in FP8_CONFIGS.items())

@@ -1,7 +1,7 @@
 """Block FP8 on CUDA: quantises rows in groups of 128, and multiplies the rows by a weight in blocks of 128 x 128.
 
-Without a norm, each CTA of a product quantises the few rows itself while the weight loads. Tensor cores sum within a
-group only, because their accumulators have less than float32's precision. K is split as in `triton_split_k`.
+Without a norm, each CTA of a product with few rows quantises the rows itself while the weight loads. Tensor cores sum
+within a group only, because their accumulators have less than float32's precision. K is split as in `triton_split_k`.
 """
 
 import torch
@@ -28,12 +28,13 @@ NUM_PREFETCHED_TILES = 4
 def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Implement `block_fp8.quantize_groups`, after RMSNorm of `x` if `norm_weight` is given."""
     num_rows, depth = x.shape
-    groups = triton.cdiv(depth, GROUP)
+    num_groups = triton.cdiv(depth, GROUP)
     values = torch.empty((num_rows, depth), dtype=DTYPE, device=x.device)
-    scales = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
-    groups_per_program = triton.next_power_of_2(groups if norm_weight is not None else min(GROUPS_PER_PROGRAM, groups))
+    scales = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
+    max_groups = num_groups if norm_weight is not None else min(GROUPS_PER_PROGRAM, num_groups)
+    groups_per_program = triton.next_power_of_2(max_groups)
     overlap = can_overlap_launches(x.device)
-    _norm_and_quantize_groups[(num_rows, triton.cdiv(groups, groups_per_program))](
+    _norm_and_quantize_groups[(num_rows, triton.cdiv(num_groups, groups_per_program))](
         x,
         x if norm_weight is None else norm_weight,
         values,
@@ -42,7 +43,7 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
         x.stride(0),
         eps,
         K=depth,
-        GROUPS=groups,
+        GROUPS=num_groups,
         BLOCK_GROUPS=groups_per_program,
         GROUP=GROUP,
         NORM=norm_weight is not None,
@@ -146,11 +147,11 @@ def _norm_and_quantize_groups(
 
 
 @triton.jit
-def _prefetch_tiles(weight_ptr, rows, column_mask, first, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
-    """Prefetch TILES tiles of the weight's `rows`, from group `first` on, one cache line per row and tile."""
+def _prefetch_tiles(weight_ptr, rows, mask, first_group, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
+    """Prefetch TILES tiles of the weight's `rows`, from group `first_group` on. A row of a tile is one cache line."""
     for tile in tl.static_range(TILES):
-        ks = (first + tile) * GROUP
-        prefetch(weight_ptr + tl.where(column_mask & (ks < K), rows * K + ks, 0))
+        ks = (first_group + tile) * GROUP
+        prefetch(weight_ptr + tl.where(mask & (ks < K), rows * K + ks, 0))
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def _multiply(
     weight_ptr,
     scales_ptr,
     scales_stride,
-    first,
+    first_weight_row,
     num_columns,
     ks,
     K: tl.constexpr,
@@ -180,20 +181,20 @@ def _multiply(
     ALIGNED: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Multiply one group of each row by this tile's columns, which are rows of the weight from `first` on.
+    """Multiply one group of each row by this tile's columns. Column 0 is row `first_weight_row` of the weight.
 
     Returns [M, N]. With SWAP the weight is the left operand, and the result is [N, M].
     """
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     column_mask = columns < num_columns
-    rows = (first + columns)[:, None].to(tl.int64)
-    mask = column_mask[:, None] & (ks < K)[None, :]
-    weight = tl.load(weight_ptr + rows * K + ks[None, :], mask=mask, other=0.0)
+    weight_rows = (first_weight_row + columns)[:, None].to(tl.int64)
+    weight_mask = column_mask[:, None] & (ks < K)[None, :]
+    weight = tl.load(weight_ptr + weight_rows * K + ks[None, :], mask=weight_mask, other=0.0)
     if ALIGNED:
-        scales = tl.load(scales_ptr + ((first + first_column) // BLOCK_ROWS).to(tl.int64) * scales_stride)
+        scales = tl.load(scales_ptr + ((first_weight_row + first_column) // BLOCK_ROWS).to(tl.int64) * scales_stride)
     else:
-        blocks = ((first + columns) // BLOCK_ROWS).to(tl.int64)
+        blocks = ((first_weight_row + columns) // BLOCK_ROWS).to(tl.int64)
         scales = tl.load(scales_ptr + blocks * scales_stride, mask=column_mask, other=0.0)
         scales = scales[:, None] if SWAP else scales[None, :]
     if SWAP:
@@ -205,7 +206,7 @@ def _multiply(
 
 @triton.jit
 def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr):
-    """Store this split's sums. Returns whether all other splits of the tile have stored their sums."""
+    """Store this program's sums. Returns whether all programs of the tile have now stored their sums."""
     size: tl.constexpr = sums.shape[0] * sums.shape[1]
     split = tl.program_id(2)
     if GATED:
@@ -225,7 +226,7 @@ def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constex
 def _sum_splits(
     partial_ptr, NUM_SPLITS: tl.constexpr, NUM_PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Add up the sums of all splits, in a fixed order."""
+    """Add up the sums of all parts of K, in a fixed order."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(NUM_SPLITS):
         sums += tl.load(partial_ptr + split * (NUM_PLANES * BLOCK_M * BLOCK_N), cache_modifier=".cg")
@@ -233,11 +234,11 @@ def _sum_splits(
 
 
 @triton.jit
-def _add_bias(sums, bias_ptr, first, num_columns, BLOCK_N: tl.constexpr, BIAS: tl.constexpr):
-    """Add the bias from `first` on to `sums` [M, N]."""
+def _add_bias(sums, bias_ptr, first_bias, num_columns, BLOCK_N: tl.constexpr, BIAS: tl.constexpr):
+    """Add the bias of this tile's columns to `sums` [M, N]. first_bias: index of the bias of column 0."""
     if BIAS:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        bias = tl.load(bias_ptr + first + columns, mask=columns < num_columns, other=0.0)
+        bias = tl.load(bias_ptr + first_bias + columns, mask=columns < num_columns, other=0.0)
         sums += bias[None, :].to(tl.float32)
     return sums
 

@@ -1,4 +1,4 @@
-"""A few rows times a weight on CUDA, with norm, gate and residual in one kernel. Loading the weight takes most time.
+"""A few rows times a weight on CUDA, with norm, gate and residual in one kernel. Most time goes to loads of the weight.
 
 The lanes of a warp split K, without tensor cores. The first weights are loaded before the kernel waits for the previous
 kernel (programmatic dependent launch). Hence no kernel that lets the next kernel start early may write weights.

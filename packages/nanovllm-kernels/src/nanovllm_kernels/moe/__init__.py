@@ -1,6 +1,6 @@
 """Mixtures of experts: `route` chooses each token's experts, and `fused_experts` runs SwiGLU experts.
 
-On CUDA nothing waits for the device, and launches depend on the number of tokens only, not on the chosen experts.
+On CUDA the host does not wait for the device. Launches depend on the number of tokens, but not on the chosen experts.
 """
 
 from dataclasses import astuple
@@ -17,7 +17,7 @@ __all__ = ["ChosenExperts", "PackedExperts", "Routing", "fused_experts", "pack_e
 def pack_experts(
     w13: Tensor, w2: Tensor, scales13: Tensor | None = None, scales2: Tensor | None = None
 ) -> PackedExperts:
-    """Prepare experts for `fused_experts`, without a copy.
+    """Prepare E experts with hidden size H and intermediate size I for `fused_experts`, without a copy.
 
     w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, then I rows of the up projection.
     w2: [E, H, I], contiguous. The down projection.
@@ -35,11 +35,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
     """Choose each token's experts, in float32. On CUDA the lowest id wins a tie, and NaN logits give valid ids.
 
     logits: [T, E]. If the shared expert is gated, [T, E + 1]: the last logit is the shared expert's gate.
-    routing: E must be a multiple of `num_groups`, and `top_groups` groups must have at least `top_k` experts.
+    routing: E must be a multiple of `num_groups`, and any `top_groups` groups must have at least `top_k` experts.
     bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664). None: no bias.
-    Returns: `top_k` experts per token, and the shared expert as last expert with id E. The shared expert's weight (1,
-        or the sigmoid of its gate) is neither renormalized nor scaled.
+    Returns: `top_k` experts per token, and as last expert the shared expert, if there is one, with id E. Its weight, 1
+        or the sigmoid of its gate, is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
         return moe_reference.route(logits, routing, bias)
@@ -49,8 +49,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
 def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None = None) -> Tensor:
     """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
 
-    x: [T, H], rows contiguous, T >= 1. With FP8 experts any dtype, and inputs are quantised as by
-        `block_fp8.quantize_groups`. With other experts the weights' dtype, or float32 on a CPU.
+    x: [T, H], rows contiguous, T >= 1. Any dtype with FP8 experts, whose inputs `block_fp8.quantize_groups` rounds.
+        With other experts the weights' dtype, or float32 on a CPU.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
     Returns: the residual's dtype, else the dtype of `x`. Sums are float32, but with many tokens on CUDA each expert's
         result is first rounded to the dtype of `x`.

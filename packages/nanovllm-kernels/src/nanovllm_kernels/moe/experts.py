@@ -8,14 +8,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Options of the choice of `top_k` experts per token, and of their weights.
+    """How each token's `top_k` experts are chosen and weighted.
 
     scoring: function from logits to scores.
     renormalize: divide the chosen scores by their sum.
     num_groups, top_groups: a token chooses experts from its `top_groups` best groups only. A group's score is the sum
         of its two best scores (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437).
-    scale: factor of the weights after renormalizing.
-    shared: each token also uses a shared expert, with weight 1 ("always") or the sigmoid of a gate logit ("gated").
+    scale: factor by which weights are multiplied after renormalizing.
+    shared: each token also uses a shared expert, with weight 1 ("always") or a gate logit's sigmoid ("gated").
     """
 
     top_k: int
@@ -28,9 +28,9 @@ class Routing:
 
 
 class PackedExperts(NamedTuple):
-    """Weights of E experts, from `pack_experts`, which describes the other fields.
+    """Weights of E experts. `pack_experts` makes them, and describes the other fields.
 
-    counters: int32 zeros before and after each launch on CUDA, else None. Concurrent launches must not share them.
+    counters: int32 per tile, 0 between launches. Concurrent launches must not share counters. None: on a CPU.
     """
 
     w13: Tensor

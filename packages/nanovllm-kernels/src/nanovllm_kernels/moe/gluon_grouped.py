@@ -33,29 +33,29 @@ STAGES = 4
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 # Registers per thread: at launch, in the copying warp, and in the multiplying warps, which use 192 for sums.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 24, 240
-GATHER_ROWS = 16
-GATHER_BLOCK = 1024
+# Rows and columns that a program of `_gather_rows` copies at once.
+GATHER_ROWS, GATHER_BLOCK = 16, 1024
 
 
 def run_products(
     x: Tensor, x_scales: Tensor, experts: PackedExperts, weights: Tensor, pairs: SortedPairs, pair_results: Tensor
 ) -> None:
-    """Write the expert's result times the weight of each pair into 16-bit `pair_results` [T k, H].
+    """Write each pair's weight times its expert's result into 16-bit `pair_results` [T k, H].
 
     x: e4m3 [T, H]. pairs: in tiles of SPECIALIZED_TILE_ROWS rows.
     """
     num_pairs, hidden_size = pair_results.shape
     intermediate_size = experts.w2.shape[2]
     overlap = can_overlap_launches(x.device)
-    launch = {"OVERLAP": overlap, "launch_pdl": overlap}
-    floats = {"dtype": torch.float32, "device": x.device}
+    launch_options = {"OVERLAP": overlap, "launch_pdl": overlap}
+    float32_options = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
     # Loads of the last tile may reach up to SPECIALIZED_TILE_ROWS elements past the last row.
     scales_stride = num_pairs + SPECIALIZED_TILE_ROWS
-    row_scales = torch.empty((hidden_size // GROUP, scales_stride), **floats)
+    row_scales = torch.empty((hidden_size // GROUP, scales_stride), **float32_options)
     hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)
-    hidden_scales = torch.empty((intermediate_size // GROUP, scales_stride), **floats)
-    row_weights = torch.empty(num_pairs, **floats)
+    hidden_scales = torch.empty((intermediate_size // GROUP, scales_stride), **float32_options)
+    row_weights = torch.empty(num_pairs, **float32_options)
     _gather_rows[(triton.cdiv(num_pairs, GATHER_ROWS),)](
         x,
         x_scales,
@@ -74,15 +74,15 @@ def run_products(
         ROWS=GATHER_ROWS,
         BLOCK=GATHER_BLOCK,
         num_warps=4,
-        **launch,
+        **launch_options,
     )
     products = (
         (True, rows, row_scales, experts.w13, experts.scales13, hidden),
         (False, hidden, hidden_scales, experts.w2, experts.scales2, pair_results),
     )
     for gated, x_rows, x_row_scales, weight, scales, result in products:
-        columns = result.shape[1]
-        column_tiles = columns // (BLOCK_COLUMNS if gated else 2 * BLOCK_COLUMNS)
+        num_columns = result.shape[1]
+        column_tiles = num_columns // (BLOCK_COLUMNS if gated else 2 * BLOCK_COLUMNS)
         _grouped_product[(min(describe_device(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
             _describe_rows(x_rows, GROUP_ROWS),
             _describe_rows(weight.view(-1, weight.shape[2]), BLOCK_COLUMNS),
@@ -93,7 +93,7 @@ def run_products(
             result,
             hidden_scales,
             scales_stride,
-            N=columns,
+            N=num_columns,
             K=x_rows.shape[1],
             GATED=gated,
             STAGES=STAGES,
@@ -101,7 +101,7 @@ def run_products(
             COPY_REGISTERS=COPY_REGISTERS,
             maxnreg=LAUNCH_REGISTERS,
             num_warps=4,
-            **launch,
+            **launch_options,
         )
 
 
@@ -203,7 +203,7 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and the first row of a work item; past the last item, those of the last."""
+    """Return the expert and the first row of work item `work`, or of the last item if `work` is past it."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
@@ -265,7 +265,7 @@ def _multiply(
     work = gl.program_id(0)
     step = 0
     if work < num_work:
-        # Scales are loaded one step ahead; a tile's first scales are loaded before the previous tile is stored.
+        # Scales are loaded one step ahead: a tile's first scales are loaded before the previous tile is stored.
         expert, first_row = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         end = gl.load(starts_ptr + expert + 1)
         row_scale, left_scale, right_scale = _load_scales(
@@ -299,8 +299,8 @@ def _multiply(
                     K,
                     GATED,
                 )
-                # One product for both blocks of columns, in turn: with two, the compiler would give each its own
-                # registers, and there are too few.
+                # One instruction multiplies both blocks of columns in turn. For two instructions, the compiler would
+                # need more registers than a thread has.
                 for turn in range(2 * NUM_STEPS):
                     stage = step % STAGES
                     block = turn & 1
@@ -321,7 +321,7 @@ def _multiply(
                         mbarrier.arrive(empty.index(stage))
                         right_sums += product * right_scale_product[:, None]
                         left_scale_product, right_scale_product = row_scale * left_scale, row_scale * right_scale
-                        # After the last step this loads the last scales again; they are not used.
+                        # After the last step, this call loads the last scales again, but they are not used.
                         row_scale, left_scale, right_scale = _load_scales(
                             x_scales_ptr,
                             scales_ptr,

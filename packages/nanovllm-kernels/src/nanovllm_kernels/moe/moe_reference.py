@@ -18,10 +18,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> ChosenExpert
     if routing.shared == "gated":
         logits, shared_weights = logits[:, :-1], logits[:, -1:].sigmoid()
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
-    choice = scores if bias is None else scores + bias
+    choice_scores = scores if bias is None else scores + bias
     if routing.top_groups < routing.num_groups:
-        choice = _mask_groups(choice, routing.num_groups, routing.top_groups)
-    ids = choice.topk(routing.top_k, -1).indices
+        choice_scores = _mask_groups(choice_scores, routing.num_groups, routing.top_groups)
+    ids = choice_scores.topk(routing.top_k, -1).indices
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights /= weights.sum(-1, keepdim=True) + SCORE_SUM_EPS
@@ -33,9 +33,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> ChosenExpert
     return ChosenExperts(torch.cat((weights, shared_weights), 1), torch.cat((ids.int(), shared_ids), 1))
 
 
-def _mask_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
-    """Return `choice` [T, E] with -inf outside each token's best groups, ranked by the sum of their two best scores."""
-    grouped = choice.reshape(len(choice), num_groups, -1)
+def _mask_groups(choice_scores: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """Set scores [T, E] outside each token's best groups to -inf. Groups rank by the sum of their two best scores."""
+    grouped = choice_scores.reshape(len(choice_scores), num_groups, -1)
     group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
     best_groups = group_scores.topk(top_groups, -1).indices
     is_masked = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, False)

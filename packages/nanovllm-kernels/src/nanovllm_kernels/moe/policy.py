@@ -1,13 +1,13 @@
-"""Chooses the expert kernel for a step's sizes, and the kernel's tiles.
+"""Chooses the expert kernel for a step's sizes, and the kernel's tiles. A pair is a token and one of its experts.
 
 | tokens | weights | kernel |
 |---|---|---|
 | 1 | block FP8 | `triton_matvec`: matrix-vector products |
-| up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs are not sorted by expert |
+| up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs not sorted by expert |
 | more, with MIN_SPECIALIZED_AVERAGE_ROWS | block FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
 | more | any | `triton_grouped`: sorted pairs |
 
-The constants were measured on one H200 with cold weights, for 256 to 512 experts of 2048 x 512 to 7168 x 2048.
+The constants were measured on one H200, with uncached weights of 256 to 512 experts of 2048 x 512 to 7168 x 2048.
 """
 
 from typing import Literal, NamedTuple
@@ -36,8 +36,8 @@ def choose_kernel(
         return "matvec"
     if num_tokens <= (MAX_UNSORTED_FP8_TOKENS if is_block_fp8 else MAX_UNSORTED_TOKENS):
         return "unsorted"
-    num_experts, hidden_size, width = w2_shape
-    has_whole_tiles = hidden_size % (2 * GROUP) == 0 and width % GROUP == 0
+    num_experts, hidden_size, intermediate_size = w2_shape
+    has_whole_tiles = hidden_size % (2 * GROUP) == 0 and intermediate_size % GROUP == 0
     has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * num_experts
     is_supported = is_block_fp8 and dtype.itemsize == 2 and describe_device(device).capability == (9, 0)
     return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
@@ -65,9 +65,9 @@ def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
     return MatvecConfig(MATVEC_COLUMNS, min(padded_groups, max_groups), 8 if depth > MAX_FOUR_WARP_DEPTH else 4)
 
 
-# `triton_unsorted` uses its widest tile that gives this number of programs, more than two per SM of the largest GPUs.
+# `triton_unsorted` uses its widest tile with at least this number of programs: over two per SM of the largest GPUs.
 MIN_WIDE_TILE_PROGRAMS = 288
-# Minimum number of columns for tensor cores.
+# Minimum number of a tile's columns for tensor cores.
 MIN_TILE_COLUMNS = 16
 # Tiles with more rows have at most 32 columns: two tiles then fit an SM.
 MAX_ROWS_OF_WIDE_TILES = 16
@@ -93,8 +93,8 @@ def unsorted_config(
         # Hopper multiplies e4m3 if the left operand has 64 rows. Otherwise Triton converts to float16.
         return UnsortedConfig(64, GROUP, 4, 4 if depth >= MIN_FOUR_STAGE_DEPTH else 3, swapped=True)
     widths = (64, 32) if num_rows <= MAX_ROWS_OF_WIDE_TILES else (32,)
-    large_enough = (n for n in widths if num_experts * -(-num_columns // n) >= MIN_WIDE_TILE_PROGRAMS)
-    block_n = next(large_enough, MIN_TILE_COLUMNS)
+    suitable_widths = (n for n in widths if num_experts * -(-num_columns // n) >= MIN_WIDE_TILE_PROGRAMS)
+    block_n = next(suitable_widths, MIN_TILE_COLUMNS)
     if is_float32:
         return UnsortedConfig(block_n, 32, 4, 2, swapped=False)
     return UnsortedConfig(block_n, 128, 4, 4 if num_rows <= MAX_ROWS_OF_WIDE_TILES else 3, swapped=False)
@@ -130,7 +130,7 @@ GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
 }
-# For shapes that `gluon_grouped` does not support.
+# For weights and devices that `gluon_grouped` does not support.
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 
@@ -146,5 +146,5 @@ def grouped_config(num_pairs: int, num_experts: int, *, is_float32: bool, is_blo
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles of up to `block_m` pairs, with one expert per tile."""
+    """Return the maximum number of tiles, if a tile holds up to `block_m` pairs of one expert."""
     return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))

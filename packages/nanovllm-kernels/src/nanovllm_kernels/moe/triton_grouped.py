@@ -70,7 +70,7 @@ def _run_products(
     pair_results: Tensor,
     config: GroupedConfig,
 ) -> None:
-    """Write the expert's result times the weight of each pair into `pair_results` [T k, H]."""
+    """Write each pair's weight times its expert's result into `pair_results` [T k, H]."""
     num_pairs, intermediate_size = pair_results.shape[0], experts.w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
@@ -79,14 +79,14 @@ def _run_products(
         (num_pairs, triton.cdiv(intermediate_size, GROUP)), dtype=torch.float32, device=x.device
     )
     # The interpreter reports zero SMs.
-    programs = config.programs_per_sm * max(1, describe_device(x.device).num_sms)
+    num_programs = config.programs_per_sm * max(1, describe_device(x.device).num_sms)
     products = (
         (True, x, x_scales, experts.w13, experts.scales13, hidden),
         (False, hidden, hidden_scales if quantized else None, experts.w2, experts.scales2, pair_results),
     )
     for gated, rows, row_scales, weight, scales, result in products:
-        columns = result.shape[1]
-        _grouped_product[(min(programs, (len(pairs.tiles) - 1) * triton.cdiv(columns, config.block_n)),)](
+        num_columns = result.shape[1]
+        _grouped_product[(min(num_programs, (len(pairs.tiles) - 1) * triton.cdiv(num_columns, config.block_n)),)](
             rows,
             rows if row_scales is None else row_scales,
             weight,
@@ -97,7 +97,7 @@ def _run_products(
             hidden_scales,
             rows.stride(0),
             *((0, 0) if row_scales is None else row_scales.stride()),
-            N=columns,
+            N=num_columns,
             K=rows.shape[1],
             TOP_K=weights.shape[1],
             GATED=gated,

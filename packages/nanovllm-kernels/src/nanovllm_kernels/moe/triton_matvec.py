@@ -1,10 +1,10 @@
 """Block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
 
-Each program loads a few columns over as much of their depth as its registers can hold. Tensor cores would use one of
-64 rows only.
+Each program loads as much of a few columns at once as its registers can hold. Tensor cores would use only one of their
+64 rows.
 
-The sizes `k` and `top_k` are runtime values, because masks of weight loads must be unknown to the compiler. If ptxas
-12.8 to 13.0 knows that masked FP8 values are zero, it generates wrong conversions (F2FP.E4M3.PACK_AB_MERGE_C with an
+The sizes `k` and `top_k` are runtime values, because the compiler must not know the masks of weight loads. If ptxas
+12.8 to 13.0 knows that masked FP8 values are zero, ptxas generates wrong conversions (F2FP.E4M3.PACK_AB_MERGE_C with an
 uninitialised register, or 0x0008 for zero).
 """
 
@@ -85,7 +85,7 @@ def _multiply_groups(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Return the sums of each group's products, of the gate and of the up projection: [BLOCK_N, GROUPS] each."""
+    """Return each group's sums of products, for the gate and for the up projection: [BLOCK_N, GROUPS] each."""
     num_column_blocks: tl.constexpr = (N + 127) // 128
     num_depth_groups: tl.constexpr = (K + 127) // 128
     groups = first_group + tl.arange(0, GROUPS)
@@ -130,7 +130,7 @@ def _gate_up(
     expert_scales_ptr = scales_ptr + (expert * 2 * num_column_blocks + first_column // 128) * num_depth_groups
     weight_rows_ptr = weight_ptr + (expert * 2 * N + columns)[:, None, None] * K
     num_whole_groups: tl.constexpr = num_depth_groups // GROUPS * GROUPS
-    # The sum over groups follows the loop, because it synchronises all warps.
+    # Sum over groups only after the loop, because this sum synchronises all warps.
     gates = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     ups = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     for first_group in tl.static_range(0, num_whole_groups, GROUPS):

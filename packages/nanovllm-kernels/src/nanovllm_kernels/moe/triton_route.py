@@ -73,53 +73,53 @@ def _route(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Choose one token's experts. SLOTS: number of chosen experts, with the shared expert."""
+    """Choose one token's experts. SLOTS: number of chosen experts, including the shared expert."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    none: tl.constexpr = float("-inf")
+    minus_inf: tl.constexpr = float("-inf")
     num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     groups = tl.arange(0, PADDED_GROUPS)
     members = tl.arange(0, PADDED_SIZE)
     experts = groups[:, None] * GROUP_SIZE + members[None, :]
-    inside = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
-    logits = tl.load(logits_ptr + token * logits_stride + experts, mask=inside, other=none).to(tl.float32)
+    is_expert = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
+    logits = tl.load(logits_ptr + token * logits_stride + experts, mask=is_expert, other=minus_inf).to(tl.float32)
     shared_weight = 1.0
     if GATED:
         shared_weight = tl.sigmoid(tl.load(logits_ptr + token * logits_stride + num_experts).to(tl.float32))
     if SIGMOID:
         scores = tl.sigmoid(logits)
     else:
-        powers = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
-        scores = powers / tl.sum(tl.sum(powers, 1), 0)
-    choice = scores
+        exponentials = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = exponentials / tl.sum(tl.sum(exponentials, 1), 0)
+    choice_scores = scores
     if BIAS:
-        choice += tl.load(bias_ptr + experts, mask=inside, other=0.0)
-    choice = tl.where(inside, choice, none)
+        choice_scores += tl.load(bias_ptr + experts, mask=is_expert, other=0.0)
+    choice_scores = tl.where(is_expert, choice_scores, minus_inf)
     if TOP_GROUPS < NUM_GROUPS:
-        best = tl.max(choice, 1)
-        first = tl.min(tl.where(choice == best[:, None], members[None, :], PADDED_SIZE), 1)
+        group_scores = tl.max(choice_scores, 1)
+        best_members = tl.min(tl.where(choice_scores == group_scores[:, None], members[None, :], PADDED_SIZE), 1)
         if GROUP_SIZE > 1:
-            best += tl.max(tl.where(members[None, :] == first[:, None], none, choice), 1)
+            group_scores += tl.max(tl.where(members[None, :] == best_members[:, None], minus_inf, choice_scores), 1)
         is_kept = groups < 0
         for _ in tl.static_range(TOP_GROUPS):
-            remaining = tl.where(is_kept, none, best)
+            remaining = tl.where(is_kept, minus_inf, group_scores)
             group = tl.min(tl.where(remaining == tl.max(remaining, 0), groups, PADDED_GROUPS), 0)
             is_kept = is_kept | (groups == group)
-        choice = tl.where(is_kept[:, None], choice, none)
+        choice_scores = tl.where(is_kept[:, None], choice_scores, minus_inf)
 
     slots = tl.arange(0, PADDED_SLOTS)
     weights = tl.zeros((PADDED_SLOTS,), tl.float32)
     ids = tl.zeros((PADDED_SLOTS,), tl.int32)
     for slot in tl.static_range(TOP_K):
-        best = tl.max(tl.max(choice, 1), 0)
-        found = tl.min(tl.min(tl.where((choice == best) & inside, experts, num_experts), 1), 0)
-        is_found = experts == found
-        weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_found, scores, 0.0), 1), 0), weights)
-        # NaN logits equal no maximum: choose the last expert, which is a valid id.
-        ids = tl.where(slots == slot, tl.minimum(found, num_experts - 1), ids)
-        choice = tl.where(is_found, none, choice)
+        best = tl.max(tl.max(choice_scores, 1), 0)
+        chosen = tl.min(tl.min(tl.where((choice_scores == best) & is_expert, experts, num_experts), 1), 0)
+        is_chosen = experts == chosen
+        weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0), weights)
+        # NaN logits equal no maximum: choose the last expert, whose id is valid.
+        ids = tl.where(slots == slot, tl.minimum(chosen, num_experts - 1), ids)
+        choice_scores = tl.where(is_chosen, minus_inf, choice_scores)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + SCORE_SUM_EPS
     weights *= scale

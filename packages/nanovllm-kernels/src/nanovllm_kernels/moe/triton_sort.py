@@ -15,23 +15,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.moe.policy import max_tiles
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Maximum number of pairs that one program sorts alone. More pairs are split into at most MAX_SMALL_PARTS small parts,
-# or into large parts.
+# Maximum number of pairs that one program sorts alone. More pairs are split into small parts, or into large parts if
+# MAX_SMALL_PARTS small parts are too few.
 MAX_SINGLE_PART_PAIRS = 2048
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
 LARGE_PART_PAIRS = 2048
-# Parts whose counts are loaded at once.
+# Number of parts whose counts are loaded at once.
 PARTS_PER_LOAD = 8
 
 
 class SortedPairs(NamedTuple):
     """Pairs sorted by expert, in tiles of one expert each.
 
-    order: int32 [T k], the sorted pairs. The order within an expert is unspecified.
+    order: int32 [T k], the sorted pairs: `t * k + j` for `ids[t, j]`. The order within an expert is unspecified.
     starts: int32 [E + 1], index in `order` of each expert's first pair, then the number of pairs.
-    tiles: int32 [.., 2]. tiles[0, 0] is the number of tiles n. tiles[1 : n + 1] are each tile's expert, and the index
-        in `order` of the tile's first pair.
+    tiles: int32 [.., 2]. tiles[0, 0] is the number of tiles. Each further row has a tile's expert, and the index in
+        `order` of the tile's first pair. Rows after the last tile have no values.
     """
 
     order: Tensor
@@ -42,15 +42,15 @@ class SortedPairs(NamedTuple):
 def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
     """Sort the pairs of `ids`, int32 [T, k], by expert, into tiles of at most `block_m` pairs."""
     num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)
-    integers = {"dtype": torch.int32, "device": ids.device}
-    order, starts = torch.empty(num_pairs, **integers), torch.empty(num_experts + 1, **integers)
-    tiles = torch.empty((max_tiles(num_pairs, num_experts, block_m) + 1, 2), **integers)
+    int32_options = {"dtype": torch.int32, "device": ids.device}
+    order, starts = torch.empty(num_pairs, **int32_options), torch.empty(num_experts + 1, **int32_options)
+    tiles = torch.empty((max_tiles(num_pairs, num_experts, block_m) + 1, 2), **int32_options)
     is_single_part = num_pairs <= MAX_SINGLE_PART_PAIRS
     part_pairs = SMALL_PART_PAIRS if num_pairs <= MAX_SMALL_PARTS * SMALL_PART_PAIRS else LARGE_PART_PAIRS
     if is_single_part:
         part_pairs = triton.next_power_of_2(num_pairs)
     num_parts, padded_experts = triton.cdiv(num_pairs, part_pairs), triton.next_power_of_2(num_experts + 1)
-    counts = torch.empty((num_parts, padded_experts), **integers)
+    counts = torch.empty((num_parts, padded_experts), **int32_options)
     # A single part does not use this tensor.
     ranks = order if is_single_part else torch.empty_like(order)
     launch_options = {
@@ -66,7 +66,7 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         ids,
         counts,
         ranks,
-        torch.empty((num_parts, 2, padded_experts), **integers),
+        torch.empty((num_parts, 2, padded_experts), **int32_options),
         order,
         starts,
         tiles,
@@ -144,8 +144,8 @@ def _sort_pairs(
     else:
         ranks = tl.load(ranks_ptr + pairs, mask=mask, other=0)
         totals = tl.zeros((PADDED_EXPERTS,), tl.int32)
-        for first in range(0, num_parts, PARTS_PER_LOAD):
-            parts = first + tl.arange(0, PARTS_PER_LOAD)
+        for first_part in range(0, num_parts, PARTS_PER_LOAD):
+            parts = first_part + tl.arange(0, PARTS_PER_LOAD)
             counts_ptrs = counts_ptr + parts[:, None] * PADDED_EXPERTS + experts[None, :]
             counts = tl.load(counts_ptrs, mask=(parts < num_parts)[:, None], other=0)
             totals += tl.sum(counts, 0)

@@ -1,19 +1,19 @@
-"""Device functions of products of tiles, for `triton_unsorted` and `triton_grouped`."""
+"""Device functions that load and multiply tiles, for `triton_unsorted` and `triton_grouped`."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def load_weight(weight_ptr, columns, ks, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Load `columns` [n] and `ks` [1, k] of a weight [WIDTH, K], and 0 outside the weight."""
-    mask = (columns < WIDTH)[:, None] & (ks < K)
+def load_weight(weight_ptr, columns, ks, N: tl.constexpr, K: tl.constexpr):
+    """Load elements [n, k] of a weight [N, K], at `columns` [n] and `ks` [1, k]. Elements outside are 0."""
+    mask = (columns < N)[:, None] & (ks < K)
     return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
 
 
 @triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
-    """Return `sums` plus `x @ weight.T`, times `scales` [rows] if SCALED. SWAPPED: the sums are [columns, rows]."""
+    """Return `sums + x @ weight.T`. SCALED: `scales` [rows] multiply the product. SWAPPED: sums are [columns, rows]."""
     if SWAPPED:
         left = weight
         right = x.T

@@ -1,8 +1,8 @@
-"""Experts for few tokens on CUDA. A pair of a token and its chosen expert is not sorted by expert.
+"""Experts for few tokens on CUDA. Pairs of a token and its chosen expert are not sorted by expert.
 
 A program computes a tile of columns of one expert for all tokens, with zeros for tokens that did not choose the expert.
-The extra products cost nothing, because loading the weights takes longer. The program of a column tile that finishes
-last adds up the experts' results in a fixed order.
+The extra products cost nothing, because the loads of weights take longer. Of the programs for one tile of columns, the
+last to finish adds up the experts' results in a fixed order.
 """
 
 import torch
@@ -29,7 +29,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     rows = max(16, triton.next_power_of_2(num_tokens))
     overlap = can_overlap_launches(x.device)
     hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)
-    partial = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
+    pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
     launch_options = {
         "TOP_K": top_k,
         "PADDED_TOP_K": triton.next_power_of_2(top_k),
@@ -71,7 +71,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         chosen.weights,
         x if residual is None else residual,
         out,
-        partial,
+        pair_results,
         counters,
         num_tokens,
         0 if residual is None else residual.stride(0),
@@ -98,22 +98,22 @@ def _find_expert(
 ):
     """Find the expert of this program.
 
-    Returns: the expert, the slot in which each token chose the expert (TOP_K or more: not chosen), and whether this
-        program must compute the expert. Of several pairs with one expert, the first pair's program computes it.
+    Returns: expert, int64. chosen_slots [ROWS]: the slot in which each token chose the expert, or else at least TOP_K.
+        is_owner: whether this program computes the expert. Of an expert's pairs, only the first pair's program does.
     """
-    group = tl.program_id(1)
+    program = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
     slots = tl.arange(0, PADDED_TOP_K)[None, :]
     pairs = tokens * TOP_K + slots
     ids = tl.load(ids_ptr + pairs, mask=(tokens < num_tokens) & (slots < TOP_K), other=-1)
-    expert = group
+    expert = program
     if not GRID_BY_EXPERT:
-        expert = tl.load(ids_ptr + group)
+        expert = tl.load(ids_ptr + program)
     is_chosen = ids == expert
     chosen_slots = tl.min(tl.where(is_chosen, slots, PADDED_TOP_K), 1)
     is_owner = tl.min(chosen_slots, 0) < TOP_K
     if not GRID_BY_EXPERT:
-        is_owner = tl.min(tl.min(tl.where(is_chosen, pairs, ROWS * PADDED_TOP_K), 1), 0) == group
+        is_owner = tl.min(tl.min(tl.where(is_chosen, pairs, ROWS * PADDED_TOP_K), 1), 0) == program
     return expert.to(tl.int64), chosen_slots, is_owner
 
 
