@@ -17,8 +17,8 @@ from nanovllm_kernels.sampling import (
     compute_ranks,
     forbid_sequences_,
     noise,
-    reference,
     sample,
+    sampling_reference,
 )
 
 
@@ -75,9 +75,9 @@ def test_filters_match_their_definition(seed, vocab_size, top_k, top_p, min_p, c
         # Many ties.
         logits = logits.round()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "NUM_FIRST_CANDIDATES", first)
-        patch.setattr(reference, "NUM_TIE_CANDIDATES", 1)
-        values, token_ids = reference.filter_row(logits, top_k, top_p, min_p)
+        patch.setattr(sampling_reference, "NUM_FIRST_CANDIDATES", first)
+        patch.setattr(sampling_reference, "NUM_TIE_CANDIDATES", 1)
+        values, token_ids = sampling_reference.filter_row(logits, top_k, top_p, min_p)
     assert torch.equal(values, logits[token_ids])
     assert set(token_ids.tolist()) == kept_naively(logits, top_k, top_p, min_p)
 
@@ -152,7 +152,7 @@ def test_draw_does_not_depend_on_batch_or_row():
 def test_draw_does_not_depend_on_block_size(monkeypatch):
     logits = torch.randn(10, 300)
     whole = draw(logits)
-    monkeypatch.setattr(reference, "DRAW_ELEMENTS", 700)
+    monkeypatch.setattr(sampling_reference, "DRAW_ELEMENTS", 700)
     assert torch.equal(draw(logits), whole)
 
 
