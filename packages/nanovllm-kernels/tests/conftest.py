@@ -246,12 +246,12 @@ class StateCase:
     conv: Tensor
     lengths: Sequence[tuple[int, int]]
     slots: Sequence[int]
-    saves: Sequence[Sequence[tuple[int, int]]]
+    checkpoints: Sequence[Sequence[tuple[int, int]]]
 
     def plan(self, backend: str, *, known: bool = True) -> StateBatch:
         """known: whether the host knows which requests are decodes."""
         counts = [count for count, _ in self.lengths]
-        pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.saves]
+        pairs = [[*pairs, (0, 0), (0, 0)][:2] for pairs in self.checkpoints]
         device = self.qkvz.device
         return plan_states(
             torch.tensor(self.slots, dtype=torch.int32, device=device),
@@ -291,7 +291,7 @@ def make_states(
     slots = [free_ids.pop() for _ in lengths]
     recurrent = torch.full((num_slots, num_v_heads, v_dim, k_dim), torch.nan)
     conv = torch.full((num_slots, width, channels), torch.nan)
-    saves = []
+    checkpoints = []
     for slot, (count, length) in zip(slots, lengths, strict=True):
         before = length - count
         if before:
@@ -301,10 +301,10 @@ def make_states(
         checkpoint_positions = range(
             (before // CHECKPOINT_INTERVAL + 1) * CHECKPOINT_INTERVAL, length + 1, CHECKPOINT_INTERVAL
         )
-        saves.append([(position, free_ids.pop()) for position in checkpoint_positions][-2:])
+        checkpoints.append([(position, free_ids.pop()) for position in checkpoint_positions][-2:])
     weights = DeltaWeights(
         conv=random(width, channels) * 0.5,
-        decay=torch.rand(num_v_heads, generator=generator) * 2 + 0.01,
+        decay_rate=torch.rand(num_v_heads, generator=generator) * 2 + 0.01,
         dt_bias=random(num_v_heads),
         norm=random(v_dim).abs() + 0.1,
         eps=1e-6,
@@ -319,7 +319,7 @@ def make_states(
         conv.to(device, dtype),
         lengths,
         slots,
-        saves,
+        checkpoints,
     )
 
 

@@ -19,7 +19,7 @@ STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
 ) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "is_sampled_ptr", "counts_ptr"], INT32)
 SAMPLING = (
-    dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "best_ptr", "masses_ptr"], FLOAT)
+    dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "chunk_maxima_ptr", "masses_ptr"], FLOAT)
     | {"segment_maxima_ptr": FLOAT}
     | dict.fromkeys(["top_k_ptr", "best_ids_ptr", "candidate_segments_ptr", "out_ptr"], INT32)
     | dict.fromkeys(["seeds_ptr", "positions_ptr"], INT64)
@@ -40,8 +40,10 @@ ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM":
     "OVERLAP": True,
 }
 STATES = (
-    dict.fromkeys(["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
-    | dict.fromkeys(["conv_weight_ptr", "weight_ptr", "decay_ptr", "dt_bias_ptr", "norm_ptr", "log_decays_ptr"], FLOAT)
+    dict.fromkeys(["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+    | dict.fromkeys(
+        ["conv_weight_ptr", "weight_ptr", "decay_rate_ptr", "dt_bias_ptr", "norm_ptr", "log_decays_ptr"], FLOAT
+    )
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
@@ -142,7 +144,7 @@ KERNELS = [
         "request_tables.triton_request_tables",
         "_build_inputs",
         4,
-        STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_ptr": INT64},
+        STEP | {"positions_ptr": INT64, "slot_mapping_ptr": INT64, "last_token_indices_ptr": INT64},
         {"PAGE_SIZE": 16, "BLOCK": 256},
     ),
     ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": True, "BLOCK": 256}),

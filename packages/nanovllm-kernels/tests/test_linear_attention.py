@@ -22,7 +22,7 @@ def recur(case):
     conv_weight, decay, dt_bias, norm = weights
     outs, states, inputs = [], {}, {}
     token = 0
-    for (count, length), slot, saves in zip(case.lengths, case.slots, case.saves, strict=True):
+    for (count, length), slot, checkpoints in zip(case.lengths, case.slots, case.checkpoints, strict=True):
         state = torch.zeros(case.recurrent.shape[1:], dtype=torch.double)
         if length > count:
             state = case.recurrent[slot].double()
@@ -48,7 +48,7 @@ def recur(case):
                 of_token.append(o * functional.silu(z[owner].view(group, v_dim)[place]))
             outs.append(torch.cat(of_token))
             token += 1
-            for at, where in (*saves, (length, slot)):
+            for at, where in (*checkpoints, (length, slot)):
                 if at == position + 1:
                     states[where] = state.clone()
                     inputs[where] = {p: seen[p] for p in range(max(0, at - width + 1), at)}
@@ -95,12 +95,12 @@ def test_bf16_states_match_float64(lengths, state_case):
 
 def test_continuing_from_saved_state_matches_whole_prompt(state_case):
     whole = state_case([(200, 200)])
-    (at, slot), (_, later) = whole.saves[0]
+    (at, slot), (_, later) = whole.checkpoints[0]
     assert at == 2 * CHECKPOINT_INTERVAL
     recurrent, conv = whole.recurrent.clone(), whole.conv.clone()
     expected = gated_delta_net(whole.qkvz, whole.ba, whole.weights, recurrent, conv, whole.plan("torch"))
     rest = replace(
-        whole, qkvz=whole.qkvz[at:], ba=whole.ba[at:], lengths=[(200 - at, 200)], slots=[slot], saves=[[(192, 1)]]
+        whole, qkvz=whole.qkvz[at:], ba=whole.ba[at:], lengths=[(200 - at, 200)], slots=[slot], checkpoints=[[(192, 1)]]
     )
     found = gated_delta_net(rest.qkvz, rest.ba, rest.weights, recurrent, conv, rest.plan("torch"))
     torch.testing.assert_close(found, expected[at:], atol=1e-6, rtol=1e-6)

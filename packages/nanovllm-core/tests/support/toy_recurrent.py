@@ -24,7 +24,7 @@ class RecurrentLM(ToyLM):
 
         self.delta = DeltaWeights(
             conv=normal(0.5, TAPS, CHANNELS),
-            decay=normal(1.0, VALUE_HEADS).abs() * 0.1,
+            decay_rate=normal(1.0, VALUE_HEADS).abs() * 0.1,
             dt_bias=normal(0.5, VALUE_HEADS),
             norm=1 + normal(0.1, VALUE_DIM),
             eps=EPS,

@@ -37,8 +37,8 @@ def check(case, *, known, close):
     check_close(found.float(), expected, close)
     check_close(recurrent.float(), expected_states, close)
     width = conv.shape[1]
-    for (count, length), slot, saves in zip(case.lengths, case.slots, case.saves, strict=True):
-        for at, where in (*saves, (length, slot)) if count else ():
+    for (count, length), slot, checkpoints in zip(case.lengths, case.slots, case.checkpoints, strict=True):
+        for at, where in (*checkpoints, (length, slot)) if count else ():
             held = torch.arange(max(0, at - width + 1), at, device=conv.device) % width
             assert torch.equal(conv[where, held].float(), expected_inputs[where, held])
 
@@ -122,7 +122,7 @@ def test_one_captured_graph_serves_any_lengths(state_case, device):
         (recurrent, later.recurrent),
         (conv, later.conv),
         (batch.slots, later_batch.slots),
-        (batch.saves, later_batch.saves),
+        (batch.checkpoints, later_batch.checkpoints),
         (batch.seq_lens, later_batch.seq_lens),
         (batch.query_start_loc, later_batch.query_start_loc),
     ):

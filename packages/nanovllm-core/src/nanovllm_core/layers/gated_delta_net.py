@@ -82,7 +82,7 @@ class GatedDeltaNet(WeightedModule):
         )
         self.weights = DeltaWeights(
             conv=torch.empty((shape.width, channels), device=build.device),
-            decay=torch.empty(num_v_heads, device=build.device),
+            decay_rate=torch.empty(num_v_heads, device=build.device),
             dt_bias=torch.empty(num_v_heads, device=build.device),
             norm=torch.empty(shape.v_dim, device=build.device),
             eps=shape.eps,
@@ -120,8 +120,8 @@ class GatedDeltaNet(WeightedModule):
         yield f"{name}.norm.weight", WeightSlot((shape.v_dim,), weights.norm.copy_)
 
     def _copy_decay(self, log_decay: Tensor) -> object:
-        decay = self.weights.decay
-        return decay.copy_(log_decay[own_slice(self._parallel, len(decay))].float().exp())
+        decay_rate = self.weights.decay_rate
+        return decay_rate.copy_(log_decay[own_slice(self._parallel, len(decay_rate))].float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
         # The checkpoint's channels are all queries, all keys, all values. The kernel takes them grouped by key head.
@@ -136,6 +136,6 @@ class GatedDeltaNet(WeightedModule):
         """Draw decays over their whole range, and convolution taps whose sum is about 1."""
         weights = self.weights
         weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._shape.width**-0.5)
-        weights.decay.uniform_(MIN_DECAY, MAX_DECAY, generator=generator)
+        weights.decay_rate.uniform_(MIN_DECAY, MAX_DECAY, generator=generator)
         weights.dt_bias.fill_(1.0)
         weights.norm.fill_(1.0)

@@ -1,6 +1,6 @@
 """Operators bound by memory traffic: norms, rotary embedding with the cache write, and gates.
 
-Each operator is one Triton kernel on CUDA. For torch.compile, norms and gates are plain torch, which it fuses.
+Each operator is one Triton kernel on CUDA. Under torch.compile, norms and gates are plain torch, to be fused.
 """
 
 import torch
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def pack_norm(weight: Tensor) -> Tensor:
-    """Prepare a norm's `weight` [H] for `rms_norm`: float32 [2 H] on a CPU, unchanged on CUDA."""
+    """Prepare a norm's `weight` [H] for `rms_norm`: twice in a row as float32 [2 H] on a CPU, unchanged on CUDA."""
     return weight if weight.is_cuda else elementwise_reference.pack_norm(weight)
 
 
@@ -78,12 +78,12 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
-    On CUDA, 0 is written for non-finite values. Otherwise these values could reach the next request of the page.
+    On CUDA, non-finite elements of value heads are cached as 0. Otherwise they could reach the page's next request.
 
     qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous, tokens have any stride. Query heads are
         overwritten, and key heads may be overwritten.
-    rotation: of the first rot <= D dimensions of each head. Dimensions i and i + rot / 2 form a pair (Su et al. 2021,
-        in GPT-NeoX's order).
+    rotation: applies to the first rot <= D dimensions of each head. Dimensions i and i + rot / 2 form a pair (Su et al.
+        2021, in GPT-NeoX's order).
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset. Unique except for padding.
     kv_cache: [N, P, 2 Hkv, D], contiguous. A slot has the key heads, then the value heads. The dtype of `qkv`, or e4m3;
         any dtype on a CPU with float32 `qkv`.
@@ -125,7 +125,7 @@ def _rope_and_cache_on_cpu(
 
 def latent_rope_and_cache(
     q: Tensor,
-    latents: Tensor,
+    entries: Tensor,
     norm_weight: Tensor,
     eps: float,
     rotation: Rotation,
@@ -138,19 +138,19 @@ def latent_rope_and_cache(
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 
     q: [T, H, D], heads contiguous, tokens with any stride. The last R <= D dimensions of each head are rotated.
-    latents: [T, L + R], the last dimension contiguous. A latent, then the R key dimensions that all heads share.
+    entries: [T, L + R], the last dimension contiguous. Each row is a latent, then the key that all heads share.
     norm_weight: [L], plain or from `pack_norm`.
-    rotation: of R dimensions, in GPT-NeoX's order. slot_mapping: as for `rope_and_cache`.
+    rotation: rotates R dimensions, in GPT-NeoX's order. slot_mapping: as for `rope_and_cache`.
     kv_cache: [N, P, 1, L + R], contiguous, dtype of `q` (any dtype on a CPU) or e4m3.
     kv_scales: uint8 [N, 1, P], one scale per token. None: the cache is not FP8.
     """
     if rotation.factors is not None:
         elementwise_reference.latent_rope_and_cache(
-            q, latents, norm_weight, eps, rotation.factors, slot_mapping, kv_cache, kv_scales
+            q, entries, norm_weight, eps, rotation.factors, slot_mapping, kv_cache, kv_scales
         )
         return
     _latent_rope_and_cache_op(
-        q, latents, norm_weight, eps, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales
+        q, entries, norm_weight, eps, rotation.cos_sin, rotation.positions, slot_mapping, kv_cache, kv_scales
     )
 
 
@@ -193,10 +193,10 @@ _rms_norm_op.register_fake(
 
 
 @torch.library.custom_op("nanovllm::norm_parts", mutates_args=("x",))
-def _norm_parts_op(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: float) -> None:
+def _norm_parts_op(x: Tensor, sizes: list[int], first_weight: Tensor, second_weight: Tensor, eps: float) -> None:
     from nanovllm_kernels.elementwise import triton_norm
 
-    triton_norm.norm_parts(x, sizes, first, second, eps)
+    triton_norm.norm_parts(x, sizes, first_weight, second_weight, eps)
 
 
 @torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache", "kv_scales"))
@@ -222,7 +222,7 @@ def _rope_and_cache_op(
 @torch.library.custom_op("nanovllm::latent_rope_and_cache", mutates_args=("q", "kv_cache", "kv_scales"))
 def _latent_rope_and_cache_op(
     q: Tensor,
-    latents: Tensor,
+    entries: Tensor,
     norm_weight: Tensor,
     eps: float,
     cos_sin: Tensor,
@@ -234,7 +234,7 @@ def _latent_rope_and_cache_op(
     from nanovllm_kernels.elementwise import triton_latent
 
     rotation = Rotation(cos_sin, positions, None)
-    triton_latent.rope_and_cache(q, latents, norm_weight, eps, rotation, slot_mapping, kv_cache, kv_scales)
+    triton_latent.rope_and_cache(q, entries, norm_weight, eps, rotation, slot_mapping, kv_cache, kv_scales)
 
 
 @torch.library.custom_op("nanovllm::silu_and_mul", mutates_args=())

@@ -42,32 +42,32 @@ def rope_and_cache(
     qk_norm: QKNorm | None,
 ) -> Tensor:
     """See the package's `rope_and_cache`. Returns all heads instead of the query heads."""
-    _, page_size, num_cached, head_dim = kv_cache.shape
-    num_q_heads, num_kv_heads = qkv.shape[1] - num_cached, num_cached // 2
+    _, page_size, num_cached_heads, head_dim = kv_cache.shape
+    num_q_heads, num_kv_heads = qkv.shape[1] - num_cached_heads, num_cached_heads // 2
     if qk_norm is not None:
         queries, keys = qkv.narrow(1, 0, num_q_heads), qkv.narrow(1, num_q_heads, num_kv_heads)
         queries.copy_(rms_norm(queries, qk_norm.q_weight, qk_norm.eps))
         keys.copy_(rms_norm(keys, qk_norm.k_weight, qk_norm.eps))
-    rot = factors.cos.shape[-1]
+    rope_dim = factors.cos.shape[-1]
     rotated_heads = qkv.narrow(1, 0, num_q_heads + num_kv_heads)
-    if rot < head_dim:
-        rotated_heads = rotated_heads.narrow(2, 0, rot)
-    swapped = rotated_heads.roll(rot // 2, -1)
+    if rope_dim < head_dim:
+        rotated_heads = rotated_heads.narrow(2, 0, rope_dim)
+    swapped = rotated_heads.roll(rope_dim // 2, -1)
     torch.addcmul(rotated_heads * factors.cos, swapped, factors.sin, out=rotated_heads)
     if kv_scales is None:
         qkv = qkv.to(kv_cache.dtype)
-        kv_cache.view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached))
+        kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached_heads))
         return qkv
-    values, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached))
+    values, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached_heads))
     # On a CPU torch cannot index float8 rows: copy bytes.
-    kv_cache.view(torch.uint8).view(-1, num_cached, head_dim).index_copy_(0, slot_mapping, values.view(torch.uint8))
+    kv_cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_mapping, values.view(torch.uint8))
     kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
     return qkv
 
 
 def latent_rope_and_cache(
     q: Tensor,
-    latents: Tensor,
+    entries: Tensor,
     norm_weight: Tensor,
     eps: float,
     factors: RotationFactors,
@@ -78,7 +78,7 @@ def latent_rope_and_cache(
     """See the package's `latent_rope_and_cache`."""
     _, page_size, _, width = kv_cache.shape
     rope_dim = factors.cos.shape[-1]
-    latent, k_rope = latents.split((width - rope_dim, rope_dim), -1)
+    latent, k_rope = entries.split((width - rope_dim, rope_dim), -1)
     rotated_heads = q.narrow(2, q.shape[2] - rope_dim, rope_dim)
     torch.addcmul(rotated_heads * factors.cos, rotated_heads.roll(rope_dim // 2, -1), factors.sin, out=rotated_heads)
     rotated = torch.addcmul(k_rope * factors.cos.squeeze(1), k_rope.roll(rope_dim // 2, -1), factors.sin.squeeze(1))

@@ -20,11 +20,11 @@ from nanovllm_kernels.numba_jit import (
     to_bf16,
 )
 
-# Indices of the int64 arguments of `_rotate_on_thread`. EPS holds the bits of a float64.
+# Indices of the int64 arguments of `_rotate_on_thread`. Element _EPS holds the bits of a float64.
 (
     _OPENMP,
     _QKV_PTR,
-    _STRIDE,
+    _TOKEN_STRIDE,
     _COS_PTR,
     _SIN_PTR,
     _SLOTS_PTR,
@@ -34,9 +34,9 @@ from nanovllm_kernels.numba_jit import (
     _EPS,
     _NUM_TOKENS,
     _NUM_HEADS,
-    _NUM_CACHED,
+    _NUM_CACHED_HEADS,
     _HEAD_DIM,
-    _ROT,
+    _ROPE_DIM,
 ) = range(15)
 _NUM_ARGS = 15
 # Maximum number of tokens that a single thread rotates alone: starting other threads takes longer.
@@ -74,7 +74,7 @@ def _rotate_on_threads(
     openmp,
     region_address,
     qkv_ptr,
-    stride,
+    token_stride,
     cos_ptr,
     sin_ptr,
     slots_ptr,
@@ -84,17 +84,17 @@ def _rotate_on_threads(
     eps,
     num_tokens,
     num_heads,
-    num_cached,
+    num_cached_heads,
     head_dim,
-    rot,
+    rope_dim,
     num_threads,
 ):
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_QKV_PTR], args[_STRIDE], args[_COS_PTR] = openmp, qkv_ptr, stride, cos_ptr
+    args[_OPENMP], args[_QKV_PTR], args[_TOKEN_STRIDE], args[_COS_PTR] = openmp, qkv_ptr, token_stride, cos_ptr
     args[_SIN_PTR], args[_SLOTS_PTR], args[_CACHE_PTR] = sin_ptr, slots_ptr, cache_ptr
     args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR] = q_weight_ptr, k_weight_ptr
-    args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED] = num_tokens, num_heads, num_cached
-    args[_HEAD_DIM], args[_ROT] = head_dim, rot
+    args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED_HEADS] = num_tokens, num_heads, num_cached_heads
+    args[_HEAD_DIM], args[_ROPE_DIM] = head_dim, rope_dim
     args.view(np.float64)[_EPS] = eps
     if num_tokens <= _MAX_SINGLE_THREAD_TOKENS:
         _rotate_tokens(args, 0, num_tokens)
@@ -111,23 +111,23 @@ def _rotate_on_thread(args_ptr):
 
 @ordered_kernel
 def _rotate_tokens(args, first_token, end_token):
-    num_tokens, num_heads, num_cached = args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED]
-    head_dim, rot, eps = args[_HEAD_DIM], args[_ROT], np.float32(args.view(np.float64)[_EPS])
-    cos = numba.carray(pointer(args[_COS_PTR]), (num_tokens, rot), np.float32)
-    sin = numba.carray(pointer(args[_SIN_PTR]), (num_tokens, rot), np.float32)
+    num_tokens, num_heads, num_cached_heads = args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED_HEADS]
+    head_dim, rope_dim, eps = args[_HEAD_DIM], args[_ROPE_DIM], np.float32(args.view(np.float64)[_EPS])
+    cos = numba.carray(pointer(args[_COS_PTR]), (num_tokens, rope_dim), np.float32)
+    sin = numba.carray(pointer(args[_SIN_PTR]), (num_tokens, rope_dim), np.float32)
     slots = numba.carray(pointer(args[_SLOTS_PTR]), (num_tokens,), np.int64)
-    num_q_heads = num_heads - num_cached
+    num_q_heads = num_heads - num_cached_heads
     for token in range(first_token, end_token):
-        token_ptr = args[_QKV_PTR] + 4 * token * args[_STRIDE]
+        token_ptr = args[_QKV_PTR] + 4 * token * args[_TOKEN_STRIDE]
         heads = numba.carray(pointer(token_ptr), (num_heads, head_dim), np.float32)
-        cached_ptr = args[_CACHE_PTR] + 2 * slots[token] * num_cached * head_dim
-        cached = numba.carray(pointer(cached_ptr), (num_cached, head_dim), np.uint16)
-        for head in range(num_heads - num_cached // 2):
+        cached_ptr = args[_CACHE_PTR] + 2 * slots[token] * num_cached_heads * head_dim
+        cached = numba.carray(pointer(cached_ptr), (num_cached_heads, head_dim), np.uint16)
+        for head in range(num_heads - num_cached_heads // 2):
             weight_ptr = args[_Q_WEIGHT_PTR] if head < num_q_heads else args[_K_WEIGHT_PTR]
             if weight_ptr:
                 _norm(heads, head, weight_ptr, eps)
             _rotate_head(heads[head], cos[token], sin[token])
-        for head in range(num_cached):
+        for head in range(num_cached_heads):
             for dim in range(head_dim):
                 cached[head, dim] = to_bf16(heads[num_q_heads + head, dim])
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class RotationFactors(NamedTuple):
-    """Factors float32 [T, 1, rot] of a head's first rot dimensions: x * cos + (x with swapped halves) * sin."""
+    """Factors [T, 1, rot], float32, which rotate the first rot dimensions: x * cos + (x with swapped halves) * sin."""
 
     cos: Tensor
     sin: Tensor

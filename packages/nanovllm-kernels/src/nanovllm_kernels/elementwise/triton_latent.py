@@ -15,7 +15,7 @@ HEADS_PER_PROGRAM = 16
 
 def rope_and_cache(
     q: Tensor,
-    latents: Tensor,
+    entries: Tensor,
     norm_weight: Tensor,
     eps: float,
     rotation: Rotation,
@@ -25,12 +25,12 @@ def rope_and_cache(
 ) -> None:
     """See the package's `latent_rope_and_cache`."""
     num_tokens, num_heads, head_dim = q.shape
-    latent_width = kv_cache.shape[3]
+    entry_width = kv_cache.shape[3]
     rope_dim = rotation.cos_sin.shape[1]
     overlap = can_overlap_launches(q.device)
     _latent_rope_and_cache[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM) + 1)](
         q,
-        latents,
+        entries,
         norm_weight,
         eps,
         rotation.cos_sin,
@@ -39,11 +39,11 @@ def rope_and_cache(
         kv_cache,
         kv_cache if kv_scales is None else kv_scales,
         q.stride(0),
-        latents.stride(0),
+        entries.stride(0),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        LATENT=latent_width - rope_dim,
-        PADDED_LATENT=triton.next_power_of_2(latent_width - rope_dim),
+        LATENT=entry_width - rope_dim,
+        PADDED_LATENT=triton.next_power_of_2(entry_width - rope_dim),
         HALF=rope_dim // 2,
         PADDED_HALF=triton.next_power_of_2(rope_dim // 2),
         HEADS_PER_PROGRAM=HEADS_PER_PROGRAM,
@@ -57,7 +57,7 @@ def rope_and_cache(
 @triton.jit
 def _latent_rope_and_cache(
     q_ptr,
-    latents_ptr,
+    entries_ptr,
     norm_weight_ptr,
     eps,
     cos_sin_ptr,
@@ -66,7 +66,7 @@ def _latent_rope_and_cache(
     kv_cache_ptr,
     kv_scales_ptr,
     q_stride_token,
-    latents_stride_token,
+    entries_stride_token,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LATENT: tl.constexpr,
@@ -77,7 +77,7 @@ def _latent_rope_and_cache(
     QUANTIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Process one token's latent and shared key in the first program, or else a block of query heads."""
+    """Process one token's latent and shared key in program 0, or a block of query heads in the other programs."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -89,14 +89,14 @@ def _latent_rope_and_cache(
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + pairs, mask=pair_mask, other=0.0)
     sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + pairs, mask=pair_mask, other=0.0)
     if block == 0:
-        latents_ptr += token * latents_stride_token
+        entries_ptr += token * entries_stride_token
         latent_dims = tl.arange(0, PADDED_LATENT)
         latent_mask = latent_dims < LATENT
-        latent = tl.load(latents_ptr + latent_dims, mask=latent_mask, other=0.0).to(tl.float32)
+        latent = tl.load(entries_ptr + latent_dims, mask=latent_mask, other=0.0).to(tl.float32)
         weight = tl.load(norm_weight_ptr + latent_dims, mask=latent_mask, other=0.0).to(tl.float32)
         latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * weight
-        k_first_half = tl.load(latents_ptr + LATENT + pairs, mask=pair_mask, other=0.0).to(tl.float32)
-        k_second_half = tl.load(latents_ptr + LATENT + HALF + pairs, mask=pair_mask, other=0.0).to(tl.float32)
+        k_first_half = tl.load(entries_ptr + LATENT + pairs, mask=pair_mask, other=0.0).to(tl.float32)
+        k_second_half = tl.load(entries_ptr + LATENT + HALF + pairs, mask=pair_mask, other=0.0).to(tl.float32)
         rotated_first = k_first_half * cos - k_second_half * sin
         rotated_second = k_second_half * cos + k_first_half * sin
         slot = tl.load(slot_mapping_ptr + token)

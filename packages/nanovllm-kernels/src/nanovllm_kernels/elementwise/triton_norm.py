@@ -19,9 +19,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
     rows_per_token = 1 if x.dim() == 2 else x.shape[1]
     num_rows = x.shape[0] * rows_per_token
     block = triton.next_power_of_2(row_size)
-    program_rows = max(1, ELEMENTS_PER_PROGRAM // block)
+    rows_per_program = max(1, ELEMENTS_PER_PROGRAM // block)
     overlap = can_overlap_launches(x.device)
-    _rms_norm[(triton.cdiv(num_rows, program_rows),)](
+    _rms_norm[(triton.cdiv(num_rows, rows_per_program),)](
         x,
         weight,
         out,
@@ -32,22 +32,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
         ROWS_PER_TOKEN=rows_per_token,
         ROW_SIZE=row_size,
         BLOCK=block,
-        ROWS=program_rows,
+        ROWS=rows_per_program,
         OVERLAP=overlap,
-        num_warps=_num_warps(block * program_rows),
+        num_warps=_num_warps(block * rows_per_program),
         launch_pdl=overlap,
     )
     return out
 
 
-def norm_parts(x: Tensor, sizes: list[int], first: Tensor, second: Tensor, eps: float) -> None:
+def norm_parts(x: Tensor, sizes: list[int], first_weight: Tensor, second_weight: Tensor, eps: float) -> None:
     """See the package's `norm_parts`."""
     block = triton.next_power_of_2(max(sizes))
     overlap = can_overlap_launches(x.device)
     _norm_parts[(x.shape[0], 2)](
         x,
-        first,
-        second,
+        first_weight,
+        second_weight,
         x.stride(0),
         eps,
         FIRST_SIZE=sizes[0],
@@ -96,8 +96,8 @@ def _rms_norm(
 @triton.jit
 def _norm_parts(
     x_ptr,
-    first_ptr,
-    second_ptr,
+    first_weight_ptr,
+    second_weight_ptr,
     stride_token,
     eps,
     FIRST_SIZE: tl.constexpr,
@@ -111,9 +111,9 @@ def _norm_parts(
     x_ptr += tl.program_id(0).to(tl.int64) * stride_token
     columns = tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
-        _norm_in_place(x_ptr, first_ptr, columns, eps, FIRST_SIZE)
+        _norm_in_place(x_ptr, first_weight_ptr, columns, eps, FIRST_SIZE)
     else:
-        _norm_in_place(x_ptr + FIRST_SIZE, second_ptr, columns, eps, SECOND_SIZE)
+        _norm_in_place(x_ptr + FIRST_SIZE, second_weight_ptr, columns, eps, SECOND_SIZE)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
-# Heads per program. A larger number gives too few programs for a decode, a smaller number too few loads per program.
+# Heads per program. A larger number gives too few programs for a decode, a smaller one too few loads per program.
 HEADS_PER_PROGRAM = 8
 
 

@@ -26,7 +26,7 @@ Backend = Literal["torch", "triton"]
 
 def plan_states(
     slots: Tensor,
-    saves: Tensor,
+    checkpoints: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
     *,
@@ -38,14 +38,14 @@ def plan_states(
     """Prepare a step for its recurrent layers. All layers share the result.
 
     slots: int32 [B], each request's state slot. Slots are unique except slot 0, which padding requests share. A request
-        without computed tokens starts from a state of zeros.
-    saves: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written to
-        `slot`. Positions are multiples of CHECKPOINT_INTERVAL; 0 for an unused pair.
+        whose first token is in this step starts from a state of zeros.
+    checkpoints: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written
+        to `slot`. Positions are multiples of CHECKPOINT_INTERVAL; 0 for an unused pair.
     seq_lens: int32 [B], number of each request's tokens, including this step.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
-    num_decodes: number of leading requests with exactly one token. None (not for "torch"): unknown to the host. A
-        captured graph can then be replayed with any query lengths up to `max_query_len`.
-    max_query_len, num_tokens: maximum number of tokens per request, and in the step.
+    num_decodes: number of leading requests with exactly one token. None: unknown to the host, not
+        allowed for "torch". A captured graph can then be replayed with any query lengths up to `max_query_len`.
+    max_query_len, num_tokens: maximum number of tokens per request in the step, and of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         never waits, and allows requests without tokens.
     """
@@ -53,34 +53,35 @@ def plan_states(
     if backend == "torch":
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
-        torch_plan = linear_attention_reference.plan_states(slots, saves, seq_lens, query_start_loc, num_decodes)
-    return StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, torch_plan)
+        torch_plan = linear_attention_reference.plan_states(slots, checkpoints, seq_lens, query_start_loc, num_decodes)
+    return StateBatch(slots, checkpoints, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, torch_plan)
 
 
 def gated_delta_net(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch
 ) -> Tensor:
     """Compute a layer between its projections: causal convolution, SiLU, gated delta rule, norm and gate.
 
     The recurrence of a value head uses the query q and key k of its key head, both normed to length 1:
-    S = exp(-decay * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q * Dk^-0.5.
-    The result is the RMSNorm of o times silu(z).
+    S = exp(-decay_rate * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q * Dk^-0.5.
+    The result is RMSNorm(o) * silu(z).
 
-    qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], rows contiguous. Each key head has its query, key and value heads, and a
-        gate z per value head.
-    ba: [T, 2 Hv], dtype of `qkvz`. Each key head has the b, then the a of its value heads.
-    recurrent: [num_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element. The matrices S, overwritten.
-    conv: [num_slots, W, C], contiguous. Row p % W holds the convolution's input at position p. Overwritten.
+    qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], rows contiguous. For each key head: its query, key and value heads,
+        then a gate z per value head.
+    ba: [T, 2 Hv], dtype of `qkvz`. For each key head: b of its value heads, then a of its value heads.
+    states: [num_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element. The matrices S, updated in place.
+    conv_states: [num_slots, W, C], contiguous. Row p % W holds the convolution's input at position p. Updated in place.
     Returns: [T, Hv * Dv] in the dtype of `qkvz`.
     """
     if batch.torch_plan is not None:
-        return linear_attention_reference.gated_delta_net(qkvz, ba, weights, recurrent, conv, batch.torch_plan)
-    requests = batch.slots, batch.saves, batch.seq_lens, batch.query_start_loc
-    return _gated_delta_net_op(qkvz, ba, *weights, recurrent, conv, *requests, batch.num_decodes, batch.max_query_len)
+        return linear_attention_reference.gated_delta_net(qkvz, ba, weights, states, conv_states, batch.torch_plan)
+    requests = batch.slots, batch.checkpoints, batch.seq_lens, batch.query_start_loc
+    caches = states, conv_states
+    return _gated_delta_net_op(qkvz, ba, *weights, *caches, *requests, batch.num_decodes, batch.max_query_len)
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy states from slots `sources` to slots `targets` (int64 [n]), one after another and in place.
+    """Copy states from slots `sources` to slots `targets` (int64 [n]), one pair after another and in place.
 
     states: [layers, num_slots, ...], contiguous.
     """
@@ -97,19 +98,19 @@ def _copy_states_op(states: Tensor, sources: Tensor, targets: Tensor) -> None:
     triton_copy_states.copy_states(states, sources, targets)
 
 
-@torch.library.custom_op("nanovllm::gated_delta_net", mutates_args=("recurrent", "conv"))
+@torch.library.custom_op("nanovllm::gated_delta_net", mutates_args=("states", "conv_states"))
 def _gated_delta_net_op(
     qkvz: Tensor,
     ba: Tensor,
     conv_weight: Tensor,
-    decay: Tensor,
+    decay_rate: Tensor,
     dt_bias: Tensor,
     norm_weight: Tensor,
     eps: float,
-    recurrent: Tensor,
-    conv: Tensor,
+    states: Tensor,
+    conv_states: Tensor,
     slots: Tensor,
-    saves: Tensor,
+    checkpoints: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
     num_decodes: int | None,
@@ -117,18 +118,18 @@ def _gated_delta_net_op(
 ) -> Tensor:
     from nanovllm_kernels.linear_attention import triton_decode, triton_prefill
 
-    out = qkvz.new_empty((qkvz.shape[0], recurrent.shape[1] * recurrent.shape[2]))
-    weights = DeltaWeights(conv_weight, decay, dt_bias, norm_weight, eps)
-    batch = StateBatch(slots, saves, seq_lens, query_start_loc, num_decodes, max_query_len, qkvz.shape[0], None)
+    out = qkvz.new_empty((qkvz.shape[0], states.shape[1] * states.shape[2]))
+    weights = DeltaWeights(conv_weight, decay_rate, dt_bias, norm_weight, eps)
+    batch = StateBatch(slots, checkpoints, seq_lens, query_start_loc, num_decodes, max_query_len, qkvz.shape[0], None)
     if num_decodes != 0:
-        triton_decode.decode(qkvz, ba, weights, recurrent, conv, batch, out)
+        triton_decode.decode(qkvz, ba, weights, states, conv_states, batch, out)
     if max_query_len > 1:
-        triton_prefill.prefill(qkvz, ba, weights, recurrent, conv, batch, out)
+        triton_prefill.prefill(qkvz, ba, weights, states, conv_states, batch, out)
     return out
 
 
 _gated_delta_net_op.register_fake(
-    lambda qkvz, _ba, _conv_weight, _decay, _dt_bias, _norm, _eps, recurrent, *_: qkvz.new_empty(
-        (qkvz.shape[0], recurrent.shape[1] * recurrent.shape[2])
+    lambda qkvz, _ba, _conv_weight, _decay_rate, _dt_bias, _norm, _eps, states, *_: qkvz.new_empty(
+        (qkvz.shape[0], states.shape[1] * states.shape[2])
     )
 )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens per chunk. States can be saved at positions that are multiples of this number.
+# Tokens per chunk. Checkpoints of states can be saved at multiples of this position.
 CHECKPOINT_INTERVAL = 64
 # Added to the squared length of a query or key, to avoid a division by 0.
 L2_NORM_EPS = 1e-6
@@ -14,15 +14,15 @@ L2_NORM_EPS = 1e-6
 class DeltaWeights(NamedTuple):
     """Weights of a layer without its projections. Hk key heads of size Dk each have Hv / Hk value heads of size Dv.
 
-    conv: float32 [W, C], the oldest tap first. Channels: each key head's query, key and value heads.
-    decay: float32 [Hv], exp of the checkpoint's A_log.
+    conv: float32 [W, C], one row per tap, oldest input first. Channels: each key head's query, key and value heads.
+    decay_rate: float32 [Hv], exp(A_log).
     dt_bias: float32 [Hv].
     norm: float32 [Dv], weight of the gated norm.
     eps: epsilon of the gated norm.
     """
 
     conv: Tensor
-    decay: Tensor
+    decay_rate: Tensor
     dt_bias: Tensor
     norm: Tensor
     eps: float
@@ -55,30 +55,30 @@ def layer_sizes(recurrent: Tensor, conv: Tensor) -> LayerSizes:
 class Prefill(NamedTuple):
     """A request with several tokens, for the plain torch path.
 
-    first_row, end_row: the request's tokens in the step, without `end_row`.
+    first_row, end_row: range of the request's tokens in the step. `end_row` is excluded.
     first_position: position of the token at `first_row`.
-    saves: pairs (position, slot) of states to save within this step.
+    checkpoints: pairs (position, slot) of states to save within this step.
     """
 
     first_row: int
     end_row: int
     slot: int
     first_position: int
-    saves: tuple[tuple[int, int], ...]
+    checkpoints: tuple[tuple[int, int], ...]
 
 
 class TorchPlan(NamedTuple):
     """A step's requests for the plain torch path: n decodes with one token each, then `prefills`.
 
     slots, positions: int64 [n], each decode's state slot and its token's position.
-    save_rows: int64 [m], indices of the decodes whose state is also saved.
-    save_slots: int64 [m], slots of the saved states.
+    checkpoint_rows: int64 [m], indices of the decodes whose state is also saved.
+    checkpoint_slots: int64 [m], slots of the saved states.
     """
 
     slots: Tensor
     positions: Tensor
-    save_rows: Tensor
-    save_slots: Tensor
+    checkpoint_rows: Tensor
+    checkpoint_slots: Tensor
     prefills: tuple[Prefill, ...]
 
 
@@ -86,11 +86,11 @@ class TorchPlan(NamedTuple):
 class StateBatch:
     """A step's requests for recurrent layers, from `plan_states`, which describes the fields.
 
-    torch_plan: plan of the plain torch path. None: "triton".
+    torch_plan: plan of the plain torch path. None for the backend "triton".
     """
 
     slots: Tensor
-    saves: Tensor
+    checkpoints: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     num_decodes: int | None

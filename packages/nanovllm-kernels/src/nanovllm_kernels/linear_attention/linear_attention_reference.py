@@ -27,50 +27,51 @@ class _Gates(NamedTuple):
     beta: Tensor
 
 
-def plan_states(slots: Tensor, saves: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int) -> TorchPlan:
+def plan_states(
+    slots: Tensor, checkpoints: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int
+) -> TorchPlan:
     """Return the `torch_plan` of the package's `plan_states`."""
     row_starts, lengths, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
-    pairs: list[list[list[int]]] = saves.tolist()
-    decode_saves = [
+    pairs: list[list[list[int]]] = checkpoints.tolist()
+    decode_checkpoints = [
         (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == lengths[row]
     ]
     prefills: list[Prefill] = []
     for request in range(num_decodes, len(request_slots)):
         first_row, end_row, length = row_starts[request], row_starts[request + 1], lengths[request]
         first_position = length - (end_row - first_row)
-        step_saves = tuple((position, slot) for position, slot in pairs[request] if first_position < position <= length)
+        step_pairs = tuple((position, slot) for position, slot in pairs[request] if first_position < position <= length)
         if end_row > first_row:
-            prefills.append(Prefill(first_row, end_row, request_slots[request], first_position, step_saves))
-    device = slots.device
+            prefills.append(Prefill(first_row, end_row, request_slots[request], first_position, step_pairs))
     return TorchPlan(
         slots[:num_decodes].long(),
         seq_lens[:num_decodes].long() - 1,
-        torch.tensor([row for row, _ in decode_saves], dtype=torch.long, device=device),
-        torch.tensor([slot for _, slot in decode_saves], dtype=torch.long, device=device),
+        slots.new_tensor([row for row, _ in decode_checkpoints], dtype=torch.long),
+        slots.new_tensor([slot for _, slot in decode_checkpoints], dtype=torch.long),
         tuple(prefills),
     )
 
 
 def gated_delta_net(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, plan: TorchPlan
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, plan: TorchPlan
 ) -> Tensor:
     """See the package's `gated_delta_net`."""
-    sizes = layer_sizes(recurrent, conv)
+    sizes = layer_sizes(states, conv_states)
     num_v_heads, v_dim, group_dim = sizes.num_v_heads, sizes.v_dim, sizes.group_size * sizes.v_dim
     qkv, z = qkvz.unflatten(1, (sizes.num_k_heads, -1)).split((2 * sizes.k_dim + group_dim, group_dim), -1)
-    inputs = qkv.flatten(1).to(conv.dtype)
+    inputs = qkv.flatten(1).to(conv_states.dtype)
     gates = _compute_gates(ba.unflatten(1, (sizes.num_k_heads, 2, sizes.group_size)).float(), weights)
     num_decodes = len(plan.slots)
     outs: list[Tensor] = []
     if num_decodes:
-        mixed = _convolve_decodes(inputs[:num_decodes], weights.conv, conv, plan)
-        heads = _split_heads(mixed, recurrent.shape)
-        outs.append(_update_decodes(*heads, _slice_gates(gates, 0, num_decodes), recurrent, plan))
+        mixed = _convolve_decodes(inputs[:num_decodes], weights.conv, conv_states, plan)
+        heads = _split_heads(mixed, states.shape)
+        outs.append(_update_decodes(*heads, _slice_gates(gates, 0, num_decodes), states, plan))
     for prefill in plan.prefills:
-        mixed = _convolve_prefill(inputs[prefill.first_row : prefill.end_row], weights.conv, conv, prefill)
-        heads = _split_heads(mixed, recurrent.shape)
+        mixed = _convolve_prefill(inputs[prefill.first_row : prefill.end_row], weights.conv, conv_states, prefill)
+        heads = _split_heads(mixed, states.shape)
         request_gates = _slice_gates(gates, prefill.first_row, prefill.end_row)
-        outs.append(_scan_chunks(*heads, request_gates, recurrent, prefill))
+        outs.append(_scan_chunks(*heads, request_gates, states, prefill))
     end_row = plan.prefills[-1].end_row if plan.prefills else num_decodes
     out = torch.zeros((len(qkvz), num_v_heads * v_dim), dtype=qkvz.dtype, device=qkvz.device)
     if outs:
@@ -89,7 +90,7 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 def _compute_gates(ba: Tensor, weights: DeltaWeights) -> _Gates:
     """Compute the gates of all value heads. ba: float32 [T, Hk, 2, Hv / Hk]."""
     b, a = (part.flatten(1) for part in ba.unbind(2))
-    return _Gates(-weights.decay * functional.softplus(a + weights.dt_bias), b.sigmoid())
+    return _Gates(-weights.decay_rate * functional.softplus(a + weights.dt_bias), b.sigmoid())
 
 
 def _slice_gates(gates: _Gates, first_row: int, end_row: int) -> _Gates:
@@ -107,41 +108,41 @@ def _split_heads(mixed: Tensor, state_shape: torch.Size) -> tuple[Tensor, Tensor
     return q * k_dim**-0.5, k, v.reshape(-1, num_v_heads, v_dim)
 
 
-def _convolve_decodes(inputs: Tensor, weight: Tensor, conv: Tensor, plan: TorchPlan) -> Tensor:
+def _convolve_decodes(inputs: Tensor, weight: Tensor, conv_states: Tensor, plan: TorchPlan) -> Tensor:
     """Apply convolution and SiLU to one token per request, and store `inputs` [n, C]. Returns float32 [n, C]."""
     num_taps = len(weight)
-    conv[plan.slots, plan.positions % num_taps] = inputs
+    conv_states[plan.slots, plan.positions % num_taps] = inputs
     positions = plan.positions.unsqueeze(1) + torch.arange(1 - num_taps, 1, device=inputs.device)
-    window = conv[plan.slots.unsqueeze(1), positions % num_taps].float()
+    window = conv_states[plan.slots.unsqueeze(1), positions % num_taps].float()
     # Before position 0 the slot may hold inputs of another request.
     window = torch.where((positions >= 0).unsqueeze(-1), window, 0.0)
-    conv[plan.save_slots] = conv[plan.slots[plan.save_rows]]
+    conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_rows]]
     return functional.silu((window * weight).sum(1))
 
 
-def _update_decodes(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, plan: TorchPlan) -> Tensor:
+def _update_decodes(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tensor, plan: TorchPlan) -> Tensor:
     """Apply the delta rule to one token per request, and store the new states. Returns float32 [n, Hv, Dv]."""
     has_state = (plan.positions > 0).view(-1, 1, 1, 1)
-    state = torch.where(has_state, recurrent[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
+    state = torch.where(has_state, states[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
     recalled = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
     delta = (v - recalled) * gates.beta.unsqueeze(-1)
     state.addcmul_(delta.unsqueeze(-1), k.unsqueeze(-2))
-    rounded = state.to(recurrent.dtype)
-    recurrent[plan.slots] = rounded
-    recurrent[plan.save_slots] = rounded[plan.save_rows]
+    rounded = state.to(states.dtype)
+    states[plan.slots] = rounded
+    states[plan.checkpoint_slots] = rounded[plan.checkpoint_rows]
     return torch.matmul(state, q.unsqueeze(-1)).squeeze(-1)
 
 
-def _convolve_prefill(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Prefill) -> Tensor:
-    """Apply convolution and SiLU to one request, and store the last of `inputs` [n, C]. Returns float32 [n, C]."""
+def _convolve_prefill(inputs: Tensor, weight: Tensor, conv_states: Tensor, prefill: Prefill) -> Tensor:
+    """Apply convolution and SiLU to one request, and store the last inputs. inputs: [n, C]. Returns float32 [n, C]."""
     num_taps, first_position, device = len(weight), prefill.first_position, inputs.device
     history_positions = torch.arange(first_position - num_taps + 1, first_position, device=device)
-    stored = conv[prefill.slot, history_positions % num_taps]
+    stored = conv_states[prefill.slot, history_positions % num_taps]
     padded = torch.cat((torch.where((history_positions >= 0).unsqueeze(-1), stored, 0.0), inputs))
-    for position, slot in (*prefill.saves, (first_position + len(inputs), prefill.slot)):
+    for position, slot in (*prefill.checkpoints, (first_position + len(inputs), prefill.slot)):
         begin = position - first_position
         rows = torch.arange(position - num_taps + 1, position, device=device) % num_taps
-        conv[slot, rows] = padded[begin : begin + num_taps - 1]
+        conv_states[slot, rows] = padded[begin : begin + num_taps - 1]
     padded = padded.float()
     out = padded[: len(inputs)] * weight[0]
     for tap in range(1, num_taps):
@@ -149,11 +150,12 @@ def _convolve_prefill(inputs: Tensor, weight: Tensor, conv: Tensor, prefill: Pre
     return functional.silu(out)
 
 
-def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tensor, prefill: Prefill) -> Tensor:
+def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tensor, prefill: Prefill) -> Tensor:
     """Apply the delta rule to one request's tokens, chunk by chunk, and store the new state. Returns [n, Hv, Dv].
 
     G_i is the logarithm of the decay from the chunk's beginning to token i, and A is the strictly lower part of
-    beta_i k_i k_j exp(G_i - G_j). With T = (1 + A)^-1, the changes to a state S are T (beta v) - T (beta exp(G) k) S^T.
+    beta_i k_i k_j exp(G_i - G_j). With T = (1 + A)^-1, wy_values = T (beta v) and wy_keys = T (beta exp(G) k), the
+    values that a chunk adds to a state S, one per token's key, are wy_values - wy_keys S^T.
     """
     num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
     back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL
@@ -167,23 +169,23 @@ def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, recurrent: Tens
     system = torch.matmul(k_beta, k.mT) * pair_decay
     right_sides = torch.cat((v * beta.unsqueeze(-1), k_beta * cumulative.exp().unsqueeze(-1)), -1)
     solutions = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
-    value_solutions, key_solutions = solutions.split((v.shape[-1], k.shape[-1]), -1)
+    wy_values, wy_keys = solutions.split((v.shape[-1], k.shape[-1]), -1)
     scores = torch.matmul(q, k.mT) * pair_decay
     q = q * cumulative.exp().unsqueeze(-1)
     k = k * (cumulative[..., -1:] - cumulative).exp().unsqueeze(-1)
     chunk_decay = cumulative[..., -1].exp()[..., None, None]
-    slot_state = recurrent[prefill.slot]
+    slot_state = states[prefill.slot]
     state = slot_state.float() if prefill.first_position else torch.zeros_like(slot_state, dtype=torch.float32)
     outs: list[Tensor] = []
     for chunk in range(q.shape[1]):
-        deltas = value_solutions[:, chunk] - torch.matmul(key_solutions[:, chunk], state.mT)
+        deltas = wy_values[:, chunk] - torch.matmul(wy_keys[:, chunk], state.mT)
         outs.append(torch.matmul(q[:, chunk], state.mT) + torch.matmul(scores[:, chunk], deltas))
         state = torch.baddbmm(state * chunk_decay[:, chunk], deltas.mT, k[:, chunk])
         end_position = prefill.first_position - front_padding + (chunk + 1) * CHECKPOINT_INTERVAL
-        for position, slot in prefill.saves:
+        for position, slot in prefill.checkpoints:
             if position == end_position:
-                recurrent[slot] = state
-    recurrent[prefill.slot] = state
+                states[slot] = state
+    states[prefill.slot] = state
     return torch.cat(outs, 1)[:, front_padding : front_padding + num_tokens].transpose(0, 1)
 
 

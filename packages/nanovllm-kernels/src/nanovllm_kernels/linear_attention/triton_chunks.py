@@ -1,7 +1,7 @@
-"""Solves all chunks of all requests in parallel on CUDA, without the recurrent states.
+"""Computes the parts of all chunks that do not depend on the recurrent states, in parallel on CUDA.
 
-A program computes the convolution, or the gates and the triangular system (see `reference`), of one chunk. Rows of the
-chunk that are not in the request's tokens of this step are masked.
+A program computes one chunk's convolution, or one chunk's gates and triangular system (see the reference). Rows of a
+chunk without a token of this step are masked.
 """
 
 from typing import NamedTuple
@@ -17,54 +17,54 @@ from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, si
 CHUNK = tl.constexpr(CHECKPOINT_INTERVAL)
 # Rows of a diagonal block of a triangular matrix.
 BLOCK = tl.constexpr(16)
-# With tiles of 16, Triton 3.6 miscompiles `_solve_chunks` of 16-bit elements for Hopper.
+# With a tile side of 16, Triton 3.6 miscompiles `_solve_chunks` of 16-bit elements for Hopper.
 MIN_TILE_SIDE = 32
 CHANNEL_BLOCK = 1024
 
 
 class Chunks(NamedTuple):
-    """Solutions of all chunks, which change a state S by value_solutions - key_solutions S^T.
+    """Parts of all chunks that do not depend on the states (formulas: `linear_attention_reference._scan_chunks`).
 
     All tensors except `log_decays` have the dtype of the projections.
     convolved: [T, C], convolved queries, keys and values.
-    key_solutions: [T, Hv, Dk]. value_solutions: [T, Hv, Dv].
-    scores: [T, Hv, CHECKPOINT_INTERVAL], products of a token's query with the keys of its chunk, decayed.
+    wy_keys: [T, Hv, Dk]. wy_values: [T, Hv, Dv]. Keys and values of the WY form.
+    scores: [T, Hv, CHECKPOINT_INTERVAL], decayed products of each token's query with the keys of its chunk.
     log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
 
     convolved: Tensor
-    key_solutions: Tensor
-    value_solutions: Tensor
+    wy_keys: Tensor
+    wy_values: Tensor
     scores: Tensor
     log_decays: Tensor
 
 
-def padded_side(dim: int) -> int:
+def pad_to_tile(dim: int) -> int:
     """Return the smallest supported tile side that is at least `dim`."""
     return max(MIN_TILE_SIDE, triton.next_power_of_2(dim))
 
 
 def max_chunk_tiles(num_tokens: int, num_reqs: int) -> int:
-    """Return the number of tiles of a launch, an upper bound of the number of chunks. See `find_chunk`."""
+    """Return an upper bound of the number of chunks, the number of tiles of a launch. See `find_chunk`."""
     return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
 
 
 def compute_chunks(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv: Tensor, batch: StateBatch, sizes: LayerSizes
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv_states: Tensor, batch: StateBatch, sizes: LayerSizes
 ) -> Chunks:
-    """Solve all chunks, and store the convolution's last inputs in the slots of requests and of saved states."""
+    """Compute all chunks, and store the convolution's last inputs in the slots of requests and checkpoints."""
     num_tokens, num_reqs = len(qkvz), len(batch.slots)
     num_tiles = max_chunk_tiles(num_tokens, num_reqs)
-    padded_k, padded_v = padded_side(sizes.k_dim), padded_side(sizes.v_dim)
+    padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
     convolved = qkvz.new_empty((num_tokens, sizes.num_channels))
-    key_solutions = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.k_dim))
-    value_solutions = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.v_dim))
+    wy_keys = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.k_dim))
+    wy_values = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.v_dim))
     scores = qkvz.new_empty((num_tokens, sizes.num_v_heads, CHECKPOINT_INTERVAL))
     log_decays = qkvz.new_empty((num_tokens, sizes.num_v_heads), dtype=torch.float32)
     _convolve_chunks[(num_tiles, 2 * sizes.num_k_heads + sizes.num_v_heads)](
         qkvz,
         weights.conv,
-        conv,
+        conv_states,
         batch.slots,
         batch.seq_lens,
         batch.query_start_loc,
@@ -81,13 +81,13 @@ def compute_chunks(
     )
     _save_conv_inputs[(num_reqs, triton.cdiv(sizes.num_channels, CHANNEL_BLOCK))](
         qkvz,
-        conv,
+        conv_states,
         batch.slots,
-        batch.saves,
+        batch.checkpoints,
         batch.seq_lens,
         batch.query_start_loc,
         qkvz.stride(0),
-        batch.saves.shape[1],
+        batch.checkpoints.shape[1],
         PER_KEY=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,
         GATES=sizes.group_size * sizes.v_dim,
         NUM_CHANNELS=sizes.num_channels,
@@ -98,12 +98,12 @@ def compute_chunks(
     _solve_chunks[(num_tiles, sizes.num_v_heads)](
         convolved,
         ba,
-        weights.decay,
+        weights.decay_rate,
         weights.dt_bias,
         batch.seq_lens,
         batch.query_start_loc,
-        key_solutions,
-        value_solutions,
+        wy_keys,
+        wy_values,
         scores,
         log_decays,
         num_reqs,
@@ -117,18 +117,18 @@ def compute_chunks(
         NUM_CHANNELS=sizes.num_channels,
         num_warps=4,
     )
-    return Chunks(convolved, key_solutions, value_solutions, scores, log_decays)
+    return Chunks(convolved, wy_keys, wy_values, scores, log_decays)
 
 
 @triton.jit
 def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
     """Find the chunk with number `tile`.
 
-    The chunks of request r have the numbers from first_row_r // CHUNK + 2 r on. Adding 2 r leaves numbers for
-    incomplete first and last chunks. A binary search finds the last request whose first number is at most `tile`.
+    The chunks of request r are numbered from first_row_r // CHUNK + 2 r on. Adding 2 r leaves numbers for incomplete
+    first and last chunks. A binary search finds the last request whose first number is at most `tile`.
 
-    Returns: the request, the row and the position of its first token in this step, its length (0 if no chunk has this
-        number), and the position at which the chunk begins.
+    Returns: request, row of the request's first token in this step, position of this token, sequence length (0 if no
+        chunk has this number), position at which the chunk begins.
     """
     low = 0
     high = num_reqs - 1
@@ -207,25 +207,25 @@ def _convolve_chunks(
 
 
 @triton.jit(
-    do_not_specialize=["num_saves"],
-    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+    do_not_specialize=["num_checkpoints"],
+    do_not_specialize_on_alignment=["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
 def _save_conv_inputs(
     qkvz_ptr,
     conv_ptr,
     slots_ptr,
-    saves_ptr,
+    checkpoints_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
     qkvz_stride,
-    num_saves,
+    num_checkpoints,
     PER_KEY: tl.constexpr,
     GATES: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
-    """Store one request's last inputs in its slot, and the inputs before each saved position in the saved slot."""
+    """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot."""
     request = tl.program_id(0)
     first_row = tl.load(query_start_loc_ptr + request)
     num_new = tl.load(query_start_loc_ptr + request + 1) - first_row
@@ -239,19 +239,20 @@ def _save_conv_inputs(
     source_columns = channels + channels // PER_KEY * GATES
     row_ptr = qkvz_ptr + (first_row - first_position).to(tl.int64) * qkvz_stride + source_columns
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
-    for save_index in range(num_saves):
-        save_ptr = saves_ptr + (request * num_saves + save_index) * 2
-        save_position = tl.load(save_ptr)
-        if (save_position > first_position) & (save_position <= seq_len):
-            save_slot_ptr = conv_ptr + tl.load(save_ptr + 1).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
+    for checkpoint_index in range(num_checkpoints):
+        checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2
+        checkpoint_position = tl.load(checkpoint_ptr)
+        if (checkpoint_position > first_position) & (checkpoint_position <= seq_len):
+            checkpoint_slot = tl.load(checkpoint_ptr + 1).to(tl.int64)
+            checkpoint_slot_ptr = conv_ptr + checkpoint_slot * (NUM_TAPS * NUM_CHANNELS) + channels
             for lag in tl.static_range(1, NUM_TAPS):
-                input_position = save_position - lag
+                input_position = checkpoint_position - lag
                 offset = input_position % NUM_TAPS * NUM_CHANNELS
                 if input_position >= first_position:
                     x = tl.load(row_ptr + input_position.to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
-                    tl.store(save_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
+                    tl.store(checkpoint_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
                 else:
-                    tl.store(save_slot_ptr + offset, tl.load(slot_ptr + offset, mask=mask, other=0.0), mask=mask)
+                    tl.store(checkpoint_slot_ptr + offset, tl.load(slot_ptr + offset, mask=mask, other=0.0), mask=mask)
     # The loads of the slot above must precede the stores below.
     tl.debug_barrier()
     for lag in tl.static_range(1, NUM_TAPS):
@@ -293,12 +294,12 @@ def _invert_unit_lower(a):
 def _solve_chunks(
     convolved_ptr,
     ba_ptr,
-    decay_ptr,
+    decay_rate_ptr,
     dt_bias_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
-    key_solutions_ptr,
-    value_solutions_ptr,
+    wy_keys_ptr,
+    wy_values_ptr,
     scores_ptr,
     log_decays_ptr,
     num_reqs,
@@ -311,7 +312,7 @@ def _solve_chunks(
     PADDED_V: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
 ):
-    """Solve one chunk of one value head (formulas: `reference._scan_chunks`)."""
+    """Solve one chunk of one value head (formulas: `linear_attention_reference._scan_chunks`)."""
     _, first_row, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )
@@ -327,7 +328,8 @@ def _solve_chunks(
     ba_ptrs = ba_ptr + tokens * ba_stride + k_head * (2 * GROUP_SIZE) + head_in_group
     beta = tl.sigmoid(tl.load(ba_ptrs, mask=row_mask, other=0.0).to(tl.float32))
     a = tl.load(ba_ptrs + GROUP_SIZE, mask=row_mask, other=0.0).to(tl.float32)
-    token_log_decays = tl.where(row_mask, log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)), 0.0)
+    decay_rate, dt_bias = tl.load(decay_rate_ptr + head), tl.load(dt_bias_ptr + head)
+    token_log_decays = tl.where(row_mask, log_decay(a, decay_rate, dt_bias), 0.0)
     total = tl.cumsum(token_log_decays, 0)
     tl.store(log_decays_ptr + tokens * HEADS + head, total, mask=row_mask)
 
@@ -345,12 +347,12 @@ def _solve_chunks(
     inverse = _invert_unit_lower(tl.where(rows[:, None] > rows[None, :], system, 0.0)).to(k.dtype)
 
     right_sides = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
-    key_solutions = tl.dot(inverse, right_sides, input_precision="tf32x3")
-    key_solutions_ptrs = key_solutions_ptr + (tokens * HEADS + head)[:, None] * K_DIM + k_dims[None, :]
-    tl.store(key_solutions_ptrs, key_solutions.to(key_solutions_ptr.dtype.element_ty), mask=k_mask)
+    wy_keys = tl.dot(inverse, right_sides, input_precision="tf32x3")
+    wy_keys_ptrs = wy_keys_ptr + (tokens * HEADS + head)[:, None] * K_DIM + k_dims[None, :]
+    tl.store(wy_keys_ptrs, wy_keys.to(wy_keys_ptr.dtype.element_ty), mask=k_mask)
     v_dims = tl.arange(0, PADDED_V)
     v_mask = row_mask[:, None] & (v_dims < V_DIM)[None, :]
     v = tl.load(head_ptrs + 2 * K_DIM + head_in_group * V_DIM + v_dims[None, :], mask=v_mask, other=0.0)
-    value_solutions = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision="tf32x3")
-    value_solutions_ptrs = value_solutions_ptr + (tokens * HEADS + head)[:, None] * V_DIM + v_dims[None, :]
-    tl.store(value_solutions_ptrs, value_solutions.to(value_solutions_ptr.dtype.element_ty), mask=v_mask)
+    wy_values = tl.dot(inverse, (v.to(tl.float32) * beta[:, None]).to(v.dtype), input_precision="tf32x3")
+    wy_values_ptrs = wy_values_ptr + (tokens * HEADS + head)[:, None] * V_DIM + v_dims[None, :]
+    tl.store(wy_values_ptrs, wy_values.to(wy_values_ptr.dtype.element_ty), mask=v_mask)

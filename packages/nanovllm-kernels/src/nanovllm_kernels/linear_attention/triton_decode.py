@@ -1,7 +1,7 @@
 """Gated DeltaNet of requests with one token each, on CUDA: convolution, recurrence and gated norm in one kernel.
 
 A program reads and writes the state of one value head. All programs of a key head compute the convolution of its query
-and key, and one of the programs stores the inputs at a position that no program reads.
+and key, and the program of the first value head stores their inputs in a row that no program reads.
 """
 
 import triton
@@ -15,37 +15,37 @@ from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, des
 
 # Elements of a state per warp if a program loads its whole state at once.
 ELEMENTS_PER_WARP = 4096
-# In a launch with more than two programs per SM, a program loads its state in blocks of rows. Keys: bytes per element.
+# If a launch has more than two programs per SM, a program loads its state in blocks of rows. Keys: bytes per element.
 BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
 BLOCKED_ELEMENTS_PER_WARP = 1024
 BLOCKS_IN_FLIGHT = 4
 
 
 def decode(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch, out: Tensor
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with one token, and write their rows of `out`."""
-    sizes = layer_sizes(recurrent, conv)
+    sizes = layer_sizes(states, conv_states)
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     overlap = can_overlap_launches(qkvz.device)
     is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe_device(qkvz.device).num_sms or INTERPRETER_SMS)
-    block_v = min(BLOCK_ROWS_BY_BYTES[recurrent.element_size()], padded_v) if is_large_launch else padded_v
+    block_v = min(BLOCK_ROWS_BY_BYTES[states.element_size()], padded_v) if is_large_launch else padded_v
     num_warps = padded_k * block_v // (BLOCKED_ELEMENTS_PER_WARP if is_large_launch else ELEMENTS_PER_WARP)
     _decode_requests[(sizes.num_v_heads, num_reqs)](
         qkvz,
         ba,
         *weights,
-        recurrent,
-        conv,
+        states,
+        conv_states,
         batch.slots,
-        batch.saves,
+        batch.checkpoints,
         batch.seq_lens,
         batch.query_start_loc,
         out,
         qkvz.stride(0),
         ba.stride(0),
-        batch.saves.shape[1],
+        batch.checkpoints.shape[1],
         HEADS=sizes.num_v_heads,
         GROUP_SIZE=sizes.group_size,
         K_DIM=sizes.k_dim,
@@ -97,27 +97,27 @@ def _copy_conv_inputs(source_ptr, target_ptr, channels, mask, NUM_CHANNELS: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["num_saves"],
-    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+    do_not_specialize=["num_checkpoints"],
+    do_not_specialize_on_alignment=["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
 def _decode_requests(
     qkvz_ptr,
     ba_ptr,
     conv_weight_ptr,
-    decay_ptr,
+    decay_rate_ptr,
     dt_bias_ptr,
     norm_ptr,
     eps,
     recurrent_ptr,
     conv_ptr,
     slots_ptr,
-    saves_ptr,
+    checkpoints_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
     out_ptr,
     qkvz_stride,
     ba_stride,
-    num_saves,
+    num_checkpoints,
     HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -162,17 +162,8 @@ def _decode_requests(
     q = _convolve(
         qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS
     )
-    k = _convolve(
-        qkvz_ptr + K_DIM + k_dims,
-        slot_ptr,
-        conv_weight_ptr,
-        k_channels,
-        k_mask,
-        writes_qk,
-        position,
-        NUM_CHANNELS,
-        NUM_TAPS,
-    )
+    k_ptrs = qkvz_ptr + K_DIM + k_dims
+    k = _convolve(k_ptrs, slot_ptr, conv_weight_ptr, k_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS)
     v = _convolve(
         qkvz_ptr + v_offsets, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, NUM_CHANNELS, NUM_TAPS
     )
@@ -182,7 +173,7 @@ def _decode_requests(
     ba_ptr += token * ba_stride + k_head * (2 * GROUP_SIZE) + head_in_group
     beta = tl.sigmoid(tl.load(ba_ptr).to(tl.float32))
     a = tl.load(ba_ptr + GROUP_SIZE).to(tl.float32)
-    state_decay = tl.exp(log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)))
+    state_decay = tl.exp(log_decay(a, tl.load(decay_rate_ptr + head), tl.load(dt_bias_ptr + head)))
     k_dot_q = tl.sum(k * q, 0)
     out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
     # Loads of other tensors between the loads of states would make this loop slower.
@@ -208,16 +199,17 @@ def _decode_requests(
 
     # The copies below read the slot that other threads of this program have written.
     tl.debug_barrier()
-    for save_index in range(num_saves):
-        save_ptr = saves_ptr + (request * num_saves + save_index) * 2
-        if tl.load(save_ptr) == position + 1:
-            save_slot = tl.load(save_ptr + 1).to(tl.int64)
+    for checkpoint_index in range(num_checkpoints):
+        checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2
+        if tl.load(checkpoint_ptr) == position + 1:
+            checkpoint_slot = tl.load(checkpoint_ptr + 1).to(tl.int64)
+            checkpoint_state_ptr = recurrent_ptr + checkpoint_slot * (HEADS * V_DIM * K_DIM)
             for first_row in range(0, V_DIM, BLOCK_V):
                 block_offsets = state_offsets + first_row * K_DIM
                 mask = (first_row + rows < V_DIM)[:, None] & k_mask[None, :]
                 block_state = tl.load(state_ptr + block_offsets, mask=mask, other=0.0)
-                tl.store(recurrent_ptr + save_slot * (HEADS * V_DIM * K_DIM) + block_offsets, block_state, mask=mask)
-            save_slot_ptr = conv_ptr + save_slot * (NUM_TAPS * NUM_CHANNELS)
-            _copy_conv_inputs(slot_ptr, save_slot_ptr, q_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
-            _copy_conv_inputs(slot_ptr, save_slot_ptr, k_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
-            _copy_conv_inputs(slot_ptr, save_slot_ptr, v_channels, v_mask, NUM_CHANNELS, NUM_TAPS)
+                tl.store(checkpoint_state_ptr + block_offsets, block_state, mask=mask)
+            checkpoint_slot_ptr = conv_ptr + checkpoint_slot * (NUM_TAPS * NUM_CHANNELS)
+            _copy_conv_inputs(slot_ptr, checkpoint_slot_ptr, q_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(slot_ptr, checkpoint_slot_ptr, k_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(slot_ptr, checkpoint_slot_ptr, v_channels, v_mask, NUM_CHANNELS, NUM_TAPS)

@@ -1,7 +1,7 @@
 """Gated DeltaNet of requests with several tokens on CUDA: whole prompts and chunks of prompts.
 
-`triton_chunks` first solves all chunks in parallel. Then one program per request, value head and block of value
-dimensions processes chunk after chunk, with the state in registers.
+`triton_chunks` first computes, for all chunks in parallel, the parts that do not depend on the states. Then one program
+per request, value head and block of value dimensions processes chunk after chunk, with the state in registers.
 """
 
 import triton
@@ -14,33 +14,33 @@ from nanovllm_kernels.linear_attention.triton_chunks import (
     compute_chunks,
     find_chunk,
     max_chunk_tiles,
-    padded_side,
+    pad_to_tile,
 )
 from nanovllm_kernels.linear_attention.triton_gates import silu
 
-# Value dimensions per program. A small number gives enough programs.
+# Value dimensions per program. A small number gives enough programs for all SMs.
 BLOCK_V = 32
 
 
 def prefill(
-    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor, batch: StateBatch, out: Tensor
+    qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with several tokens, and write their rows of `out`."""
-    sizes = layer_sizes(recurrent, conv)
+    sizes = layer_sizes(states, conv_states)
     num_reqs = len(batch.slots)
-    padded_k, padded_v = padded_side(sizes.k_dim), padded_side(sizes.v_dim)
+    padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
     heads = {"HEADS": sizes.num_v_heads, "GROUP_SIZE": sizes.group_size, "K_DIM": sizes.k_dim, "V_DIM": sizes.v_dim}
-    chunks = compute_chunks(qkvz, ba, weights, conv, batch, sizes)
+    chunks = compute_chunks(qkvz, ba, weights, conv_states, batch, sizes)
     block_v = min(BLOCK_V, padded_v)
     _scan_chunks[(triton.cdiv(sizes.v_dim, block_v), sizes.num_v_heads, num_reqs)](
         *chunks,
-        recurrent,
+        states,
         batch.slots,
-        batch.saves,
+        batch.checkpoints,
         batch.seq_lens,
         batch.query_start_loc,
         out,
-        batch.saves.shape[1],
+        batch.checkpoints.shape[1],
         **heads,
         PADDED_K=padded_k,
         BLOCK_V=block_v,
@@ -64,22 +64,22 @@ def prefill(
 
 
 @triton.jit(
-    do_not_specialize=["num_saves"],
-    do_not_specialize_on_alignment=["slots_ptr", "saves_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
+    do_not_specialize=["num_checkpoints"],
+    do_not_specialize_on_alignment=["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
 )
 def _scan_chunks(
     convolved_ptr,
-    key_solutions_ptr,
-    value_solutions_ptr,
+    wy_keys_ptr,
+    wy_values_ptr,
     scores_ptr,
     log_decays_ptr,
     recurrent_ptr,
     slots_ptr,
-    saves_ptr,
+    checkpoints_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
     out_ptr,
-    num_saves,
+    num_checkpoints,
     HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -118,9 +118,9 @@ def _scan_chunks(
         q_ptrs = head_ptr + tokens[:, None] * NUM_CHANNELS + k_dims[None, :]
         q = tl.load(q_ptrs, mask=chunk_mask, other=0.0)
         k = tl.load(q_ptrs + K_DIM, mask=chunk_mask, other=0.0)
-        key_solutions = tl.load(key_solutions_ptr + token_heads * K_DIM + k_dims[None, :], mask=chunk_mask, other=0.0)
+        wy_keys = tl.load(wy_keys_ptr + token_heads * K_DIM + k_dims[None, :], mask=chunk_mask, other=0.0)
         mask = row_mask[:, None] & v_mask
-        value_solutions = tl.load(value_solutions_ptr + token_heads * V_DIM + v_dims[None, :], mask=mask, other=0.0)
+        wy_values = tl.load(wy_values_ptr + token_heads * V_DIM + v_dims[None, :], mask=mask, other=0.0)
         scores = tl.load(scores_ptr + token_heads * CHUNK + rows[None, :], mask=row_mask[:, None], other=0.0)
         log_decay = tl.load(log_decays_ptr + tokens * HEADS + head, mask=row_mask, other=0.0)
         chunk_log_decay = tl.load(
@@ -128,7 +128,7 @@ def _scan_chunks(
         )
 
         state_t = state.to(q.dtype).T
-        deltas = value_solutions.to(tl.float32) - tl.dot(key_solutions, state_t, input_precision="tf32x3")
+        deltas = wy_values.to(tl.float32) - tl.dot(wy_keys, state_t, input_precision="tf32x3")
         deltas = deltas.to(q.dtype)
         out = tl.dot(q, state_t, input_precision="tf32x3") * tl.exp(log_decay)[:, None]
         out = tl.dot(scores, deltas, out, input_precision="tf32x3")
@@ -136,11 +136,12 @@ def _scan_chunks(
         state = tl.dot(deltas.T, k, state * tl.exp(chunk_log_decay), input_precision="tf32x3")
         out_ptrs = out_ptr + token_heads * V_DIM + v_dims[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-        for save_index in range(num_saves):
-            save_ptr = saves_ptr + (request * num_saves + save_index) * 2
-            if (tl.load(save_ptr) == chunk_position + CHUNK) & (chunk_end == chunk_position + CHUNK):
-                save_ptrs = recurrent_ptr + tl.load(save_ptr + 1).to(tl.int64) * slot_size + state_offsets
-                tl.store(save_ptrs, state.to(recurrent_ptr.dtype.element_ty), mask=state_mask)
+        for checkpoint_index in range(num_checkpoints):
+            checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2
+            if (tl.load(checkpoint_ptr) == chunk_position + CHUNK) & (chunk_end == chunk_position + CHUNK):
+                checkpoint_slot = tl.load(checkpoint_ptr + 1).to(tl.int64)
+                checkpoint_state_ptrs = recurrent_ptr + checkpoint_slot * slot_size + state_offsets
+                tl.store(checkpoint_state_ptrs, state.to(recurrent_ptr.dtype.element_ty), mask=state_mask)
     tl.store(state_ptrs, state.to(recurrent_ptr.dtype.element_ty), mask=state_mask)
 
 

@@ -25,7 +25,7 @@ def build_inputs(
         a request may have no tokens.
     block_table: int32 [R, max_pages], each row's pages in order.
     page_size: tokens per page.
-    num_tokens: number T of tokens in the step. On CUDA it may include padding: token 0 at position 0 in slot 0.
+    num_tokens: number of tokens in the step. On CUDA, padding may be included: token 0 at position 0 in slot 0.
     num_pages: number of the block table's columns to copy, enough for every token. None: all.
     """
     num_pages = block_table.shape[1] if num_pages is None else num_pages

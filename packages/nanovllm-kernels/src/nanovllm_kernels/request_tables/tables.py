@@ -8,7 +8,7 @@ from torch import Tensor
 class TokenTables(NamedTuple):
     """Tables of R requests.
 
-    tokens: int32 [R, max_len], all known tokens of each request.
+    tokens: int32 [R, max_len], each request's prompt and generated tokens.
     num_computed: int32 [R], number of each request's tokens in the cache.
     """
 
@@ -20,7 +20,7 @@ class BatchInputs(NamedTuple):
     """Inputs of a step with T tokens of B requests, request after request.
 
     input_ids: int32 [T]. positions: int64 [T].
-    seq_lens: int32 [B], number of each request's tokens with this step, 0 for a request without tokens in the step.
+    seq_lens: int32 [B], number of each request's tokens including this step's, 0 for a request without new tokens.
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset.
     last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
     block_tables: int32 [B, num_pages], each request's pages in order.

@@ -116,19 +116,19 @@ def _build_inputs(
     row = tl.load(rows_ptr + request).to(tl.int64)
     start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
-    computed = tl.load(num_computed_ptr + row)
-    tl.store(seq_lens_ptr + request, tl.where(query_len > 0, computed + query_len, 0))
+    num_computed = tl.load(num_computed_ptr + row)
+    tl.store(seq_lens_ptr + request, tl.where(query_len > 0, num_computed + query_len, 0))
     tl.store(last_token_indices_ptr + request, tl.maximum(start + query_len - 1, 0).to(tl.int64))
     for first_index in tl.range(0, query_len, BLOCK):
         offsets = first_index + lanes
         mask = offsets < query_len
-        positions = computed + offsets
+        positions = num_computed + offsets
         input_ids = tl.load(tokens_ptr + row * tokens_stride + positions, mask=mask)
         pages = tl.load(block_table_ptr + row * block_table_stride + positions // PAGE_SIZE, mask=mask).to(tl.int64)
         tl.store(input_ids_ptr + start + offsets, input_ids, mask=mask)
         tl.store(positions_ptr + start + offsets, positions.to(tl.int64), mask=mask)
         tl.store(slot_mapping_ptr + start + offsets, pages * PAGE_SIZE + positions % PAGE_SIZE, mask=mask)
-    num_used_pages = tl.minimum((computed + query_len + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    num_used_pages = tl.minimum((num_computed + query_len + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
     for first_index in tl.range(0, num_used_pages, BLOCK):
         columns = first_index + lanes
         mask = columns < num_used_pages
@@ -155,7 +155,7 @@ def _commit_tokens(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Record all requests in a single program. Requests without tokens are skipped, because they may share a row."""
+    """Commit all requests in one program. Requests without tokens are skipped, because they may share a row."""
     lanes = tl.arange(0, BLOCK)
     for first_index in tl.range(0, num_reqs, BLOCK):
         index = first_index + lanes
@@ -164,10 +164,10 @@ def _commit_tokens(
         end = tl.load(query_start_loc_ptr + index + 1, mask=mask, other=0)
         mask &= end > start
         rows = tl.load(rows_ptr + index, mask=mask, other=0).to(tl.int64)
-        computed = tl.load(num_computed_ptr + rows, mask=mask, other=0) + end - start
-        tl.store(num_computed_ptr + rows, computed, mask=mask)
+        num_computed = tl.load(num_computed_ptr + rows, mask=mask, other=0) + end - start
+        tl.store(num_computed_ptr + rows, num_computed, mask=mask)
         mask &= tl.load(is_sampled_ptr + index, mask=mask, other=0) != 0
         token = tl.load(sampled_ptr + index, mask=mask, other=0)
-        tl.store(tokens_ptr + rows * tokens_stride + computed, token, mask=mask & (computed < max_len))
+        tl.store(tokens_ptr + rows * tokens_stride + num_computed, token, mask=mask & (num_computed < max_len))
         if COUNTS_TOKENS:
             tl.atomic_add(counts_ptr + rows * counts_stride + token, 1, mask=mask)

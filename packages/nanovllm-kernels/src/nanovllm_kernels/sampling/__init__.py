@@ -45,12 +45,12 @@ def apply_penalties(
 ) -> Tensor:
     """Make tokens that already occurred less likely. Returns new float32 logits [B, V].
 
-    logits: [B, V]. rows: int32 [B], each request's row in the other arguments.
-    counts: int32 [R, V], how often each token was generated, plus IN_PROMPT_BIT for tokens of the prompt.
+    logits: [B, V]. rows: int32 [B], each request's row of `counts` and of the penalties.
+    counts: int32 [R, V], number of times that each token was generated, plus IN_PROMPT_BIT for tokens of the prompt.
     repetition: float32 [R], 1 for off. Divides positive logits and multiplies negative logits of tokens in the prompt
         or the output (Keskar et al. 2019).
-    presence: float32 [R], 0 for off. Subtracted from the logits of generated tokens.
-    frequency: float32 [R], 0 for off. Subtracted times the number of times that the token was generated.
+    presence: float32 [R], 0 for off. Subtracted once from the logit of each generated token.
+    frequency: float32 [R], 0 for off. Subtracted from a token's logit once per time that the token was generated.
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
@@ -77,9 +77,9 @@ def apply_bias_(
 def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
     """Set the logits of tokens that masks forbid to -inf, in place.
 
-    If a bias forbids all tokens that a mask allows, the mask wins: an allowed logit is at least MIN_ALLOWED_LOGIT.
+    Logits of allowed tokens are raised to at least MIN_ALLOWED_LOGIT, because biases may forbid all allowed tokens.
 
-    logits: float32 [B, V]. mask_rows: int32 [M], each mask's row of `logits`, unique. -1 for an unused mask.
+    logits: float32 [B, V]. mask_rows: int32 [M], unique rows of `logits` for the masks. -1 for an unused mask.
     masks: int32 [M, ceil(V / 32)]. Bit t % 32 of masks[m, t // 32] allows token t.
     """
     if logits.is_cuda:
@@ -89,29 +89,29 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 
 
 def forbid_sequences_(
-    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
 ) -> None:
     """Set the logits of tokens that would complete a forbidden sequence to -inf, in place.
 
     logits: float32 [B, V]. rows: int32 [B], each request's row in the other tables.
     positions: int32 or int64 [B], position of each next token.
-    tokens: int32 [R, T], all known tokens of each request.
-    num_prompt: int32 [R], number of prompt tokens. A forbidden sequence must be generated.
+    tokens: int32 [R, T], each request's prompt and generated tokens.
+    num_prompt_tokens: int32 [R]. Prompt tokens do not count as parts of forbidden sequences.
     sequences: int32 [R, K, L], right-aligned forbidden sequences, padded with -1.
     """
     if logits.is_cuda:
-        _forbid_sequences_op(logits, rows, positions, tokens, num_prompt, sequences)
+        _forbid_sequences_op(logits, rows, positions, tokens, num_prompt_tokens, sequences)
     else:
-        sampling_reference.forbid_sequences_(logits, rows, positions, tokens, num_prompt, sequences)
+        sampling_reference.forbid_sequences_(logits, rows, positions, tokens, num_prompt_tokens, sequences)
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_greedy: bool, any_filter: bool) -> Tensor:
-    """Choose one token per row: int32 [B]. Filters keep the likeliest token.
+    """Choose one token per row. Returns int32 [B]. No filter removes the likeliest token.
 
     logits: [B, V], at least one finite logit per row. -inf forbids a token.
     positions: int32 or int64 [B], position of each next token.
-    all_greedy: all temperatures are below MIN_TEMPERATURE. `settings` and `positions` are then not read.
-    any_filter: some row has a filter. If False, top_k, top_p and min_p are not read.
+    all_greedy: whether all temperatures are below MIN_TEMPERATURE. If True, `settings` and `positions` are not read.
+    any_filter: whether any row has a filter. If False, top_k, top_p and min_p are not read.
     """
     if logits.is_cuda:
         return _sample_op(logits, *settings, positions, all_greedy, any_filter)
@@ -160,11 +160,11 @@ def _apply_masks_op(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 
 @torch.library.custom_op("nanovllm::forbid_sequences", mutates_args=("logits",))
 def _forbid_sequences_op(
-    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
 ) -> None:
     from nanovllm_kernels.sampling import triton_adjust
 
-    triton_adjust.forbid_sequences_(logits, rows, positions, tokens, num_prompt, sequences)
+    triton_adjust.forbid_sequences_(logits, rows, positions, tokens, num_prompt_tokens, sequences)
 
 
 @torch.library.custom_op("nanovllm::sample", mutates_args=())

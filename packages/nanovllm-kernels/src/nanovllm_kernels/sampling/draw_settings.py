@@ -6,7 +6,7 @@ from torch import Tensor
 
 # Bit of a token's count that is set if the prompt contains the token.
 IN_PROMPT_BIT = 1 << 30
-# With a lower temperature the likeliest token is chosen.
+# Below this temperature, the likeliest token is chosen.
 MIN_TEMPERATURE = 1e-5
 # Smallest logit of a token that a mask allows: finite even when divided by MIN_TEMPERATURE.
 MIN_ALLOWED_LOGIT = -1e30
@@ -15,11 +15,11 @@ MIN_ALLOWED_LOGIT = -1e30
 class DrawSettings(NamedTuple):
     """Settings of the draw of B rows. The filters top-k, top-p and min-p apply in this order.
 
-    temperature: float32 [B]. Below MIN_TEMPERATURE the likeliest token is chosen (of equals the lowest id).
+    temperature: float32 [B]. Below MIN_TEMPERATURE the likeliest token is chosen, with the lowest id if tokens tie.
     top_k: int32 [B], 0 for off. Keeps logits that are at least the k-th largest logit.
-    top_p: float32 [B], 1 for off. Keeps the smallest set {p >= t} with a mass of at least top_p (Holtzman et al. 2020).
+    top_p: float32 [B], 1 for off. Keeps p >= t, with the largest t whose sum of p is >= top_p (Holtzman et al. 2020).
     min_p: float32 [B], 0 for off. Keeps p >= min_p * max(p) (Nguyen et al. 2024).
-    seeds: int64 [B].
+    seeds: int64 [B], seeds of the random numbers.
     """
 
     temperature: Tensor

@@ -1,7 +1,7 @@
 """Random bits as a function of (seed, position, token id), equal on all devices.
 
-Two 32-bit keys are derived from (seed, position). The keys hash each token id by multiplications and xor-shifts (after
-Wang's and Appleby's integer mixers).
+Two 32-bit keys are derived from (seed, position). Multiplications and xor-shifts hash each token id with the keys
+(after Wang's and Appleby's integer mixers).
 """
 
 import torch
@@ -13,11 +13,11 @@ POSITION_MULTIPLIER = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
 KEY_OFFSET = 2611923443488327891  # 0x243F6A8885A308D3
 MIX_MULTIPLIER = -4658895280553007687  # 0xBF58476D1CE4E5B9
 TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
-FIRST_MULTIPLIER = 569420461  # 0x21F0AAAD
-SECOND_MULTIPLIER = -749064809  # 0xD35A2D97
+INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
+FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears bits 31 (the sign) and 7. The largest value is then 2^31 - 129. float32 would round 2^31 - 1 up to 2^31, and
-# the uniform number would be 1.
+# Clears bit 31 (the sign) and bit 7. If bit 7 were kept, float32 would round 2^31 - 1 up to 2^31, the uniform number
+# would be 1, and the exponential draw infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32
@@ -33,17 +33,17 @@ def derive_row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Tensor:
-    """Return 32 random bits as int32 for each of `token_ids`, int32 [n]. The keys are [] or [B, 1]."""
+    """Return 32 random bits per token, int32 [n] or [B, n]. token_ids: int32 [n]. Keys: int32, [] or [B, 1]."""
     bits = (token_ids * TOKEN_MULTIPLIER) ^ first_key
     bits ^= (bits >> 16) & 0xFFFF
-    bits *= FIRST_MULTIPLIER
+    bits *= INNER_HASH_MULTIPLIER
     bits ^= (bits >> 15) & 0x1FFFF
     bits += second_key
-    bits *= SECOND_MULTIPLIER
+    bits *= FINAL_HASH_MULTIPLIER
     return bits
 
 
 def draw_negative_exponentials(bits: Tensor) -> Tensor:
-    """Convert `bits` to negative float32 draws from -Exp(1), which are finite and not 0."""
-    uniform = (bits & UNIFORM_MASK).to(torch.float32)
-    return torch.rsub(uniform, -UNIFORM_OFFSET, alpha=UNIFORM_SCALE).log1p_()
+    """Convert `bits` to -x, where x is a float32 draw from Exp(1). The results are finite and below 0."""
+    uniform_integers = (bits & UNIFORM_MASK).to(torch.float32)
+    return torch.rsub(uniform_integers, -UNIFORM_OFFSET, alpha=UNIFORM_SCALE).log1p_()

@@ -36,9 +36,9 @@ def apply_bias_(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
 ) -> None:
     """See the package's `apply_bias_`."""
-    active = positions.unsqueeze(1) < bias_until.index_select(0, rows)
-    values = bias_values.index_select(0, rows).masked_fill_(~active, 0.0)
-    ids = bias_ids.index_select(0, rows).masked_fill_(~active, 0)
+    is_active = positions.unsqueeze(1) < bias_until.index_select(0, rows)
+    values = bias_values.index_select(0, rows).masked_fill_(~is_active, 0.0)
+    ids = bias_ids.index_select(0, rows).masked_fill_(~is_active, 0)
     logits.scatter_add_(1, ids.long(), values)
 
 
@@ -50,12 +50,12 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
             continue
         # Bytes and bits are in the order of tokens, because all supported CPUs are little-endian.
         bits = np.unpackbits(mask.contiguous().numpy().view(np.uint8), count=vocab_size, bitorder="little")
-        allowed = torch.from_numpy(bits.view(np.bool_))
-        logits[row].clamp_(min=MIN_ALLOWED_LOGIT).masked_fill_(~allowed, -torch.inf)
+        is_allowed = torch.from_numpy(bits.view(np.bool_))
+        logits[row].clamp_(min=MIN_ALLOWED_LOGIT).masked_fill_(~is_allowed, -torch.inf)
 
 
 def forbid_sequences_(
-    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
 ) -> None:
     """See the package's `forbid_sequences_`."""
     sequences = sequences.index_select(0, rows)
@@ -64,7 +64,7 @@ def forbid_sequences_(
     recent_positions = positions.unsqueeze(1) + offsets
     recent_tokens = tokens[rows.unsqueeze(1).long(), recent_positions.clamp(min=0).long()]
     # Prompt tokens are replaced by -2, which matches no token.
-    is_generated = recent_positions >= num_prompt.index_select(0, rows).unsqueeze(1)
+    is_generated = recent_positions >= num_prompt_tokens.index_select(0, rows).unsqueeze(1)
     generated = torch.where(is_generated, recent_tokens, -2).unsqueeze(1)
     is_matched = ((prefixes == generated) | (prefixes == -1)).all(-1) & (last_tokens >= 0)
     values = torch.zeros_like(last_tokens, dtype=torch.float32).masked_fill_(is_matched, -torch.inf)
@@ -95,9 +95,9 @@ def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: 
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
     winners = []
-    step = max(1, DRAW_ELEMENTS // vocab_size)
-    for begin in range(0, logits.shape[0], step):
-        rows = slice(begin, begin + step)
+    rows_per_block = max(1, DRAW_ELEMENTS // vocab_size)
+    for begin in range(0, logits.shape[0], rows_per_block):
+        rows = slice(begin, begin + rows_per_block)
         scaled = logits[rows].float() / temperature[rows]
         weights = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
         bits = noise.hash_tokens(token_ids, first_keys[rows], second_keys[rows])
@@ -132,19 +132,19 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
     vocab_size = scaled.shape[0]
     if top_k >= vocab_size:
         top_k = 0
-    width = min(top_k + NUM_TIE_CANDIDATES if top_k > 0 else NUM_FIRST_CANDIDATES, vocab_size)
+    num_candidates = min(top_k + NUM_TIE_CANDIDATES if top_k > 0 else NUM_FIRST_CANDIDATES, vocab_size)
     while True:
-        values, token_ids = scaled.topk(width)
+        values, token_ids = scaled.topk(num_candidates)
         num_kept = _count_kept(scaled, values, top_k, top_p, min_p)
-        if num_kept < width or width == vocab_size:
+        if num_kept < num_candidates or num_candidates == vocab_size:
             return values[:num_kept], token_ids[:num_kept]
-        width = min(width * CANDIDATE_GROWTH, vocab_size)
+        num_candidates = min(num_candidates * CANDIDATE_GROWTH, vocab_size)
 
 
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
     """Return how many of `values` the filters keep. values: the largest elements of `scaled`, in descending order.
 
-    If the filters keep all `values`, further elements of `scaled` may be kept too.
+    If the filters keep all `values`, they may also keep further elements of `scaled`.
     """
     weights = (values - values[0]).exp_().double()
     num_kept = values.shape[0]

@@ -75,7 +75,7 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 
 
 def forbid_sequences_(
-    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt: Tensor, sequences: Tensor
+    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
 ) -> None:
     """See the package's `forbid_sequences_`."""
     _, num_sequences, length = sequences.shape
@@ -84,7 +84,7 @@ def forbid_sequences_(
         rows,
         positions,
         tokens,
-        num_prompt,
+        num_prompt_tokens,
         sequences,
         logits.stride(0),
         tokens.stride(0),

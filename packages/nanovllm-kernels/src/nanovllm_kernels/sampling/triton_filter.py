@@ -1,8 +1,8 @@
 """Draws the token with the best noisy logit among the tokens that a row's filters keep, without sorting.
 
 Rejection sampling (Ye et al. 2025, FlashInfer): the candidate with the best noisy logit is drawn if the filters keep
-the candidate. Otherwise candidates with at most its logit are dropped, and the next best candidate is tried. Candidates
-come from segments with a large maximum, usually without another pass over the row.
+the candidate. Otherwise only candidates with larger logits remain, and the next best candidate is tried. Candidates are
+the tokens of segments with a large maximum. A second pass over the row is rarely needed.
 """
 
 import triton
@@ -38,7 +38,7 @@ def _pivot_between(low, max_value):
 
 @triton.jit
 def _raise_cut(values, low, max_value, min_count, max_count):
-    """Raise `low` by bisection until `min_count` to `max_count` of `values` are at least `low`.
+    """Raise `low` by bisection until at least `min_count` and at most `max_count` of `values` are >= `low`.
 
     If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
     `values`: otherwise ties could prolong the search.
@@ -63,7 +63,7 @@ def _weigh_tokens_above(
 ):
     """Return the number, mass and smallest value of a row's tokens with values above `low`, or >= `low` if INCLUSIVE.
 
-    The likeliest token has mass 1.
+    A token's mass is its probability divided by the likeliest token's probability.
     """
     lanes = tl.arange(0, BLOCK)
     scale = LOG2_E / temperature
@@ -73,10 +73,10 @@ def _weigh_tokens_above(
     for first in tl.range(0, vocab_size, BLOCK):
         logits = load_logits(logits_ptr, first + lanes, first + lanes < vocab_size)
         scaled = _divide_by_temperature(logits, temperature)
-        inside = scaled >= low if INCLUSIVE else scaled > low
-        count += inside.to(tl.int32)
-        mass += tl.where(inside, tl.exp2((logits - max_logit) * scale), 0.0)
-        min_value = tl.minimum(min_value, tl.where(inside, scaled, float("inf")))
+        is_inside = scaled >= low if INCLUSIVE else scaled > low
+        count += is_inside.to(tl.int32)
+        mass += tl.where(is_inside, tl.exp2((logits - max_logit) * scale), 0.0)
+        min_value = tl.minimum(min_value, tl.where(is_inside, scaled, float("inf")))
     return tl.sum(count, 0), tl.sum(mass, 0), tl.min(min_value, 0)
 
 
@@ -92,9 +92,8 @@ def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BL
         min_above = tl.full([BLOCK], float("inf"), dtype=tl.float32)
         max_below = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
         for first in tl.range(0, vocab_size, BLOCK):
-            scaled = _divide_by_temperature(
-                load_logits(logits_ptr, first + lanes, first + lanes < vocab_size), temperature
-            )
+            logits = load_logits(logits_ptr, first + lanes, first + lanes < vocab_size)
+            scaled = _divide_by_temperature(logits, temperature)
             num_above += (scaled >= pivot).to(tl.int32)
             min_above = tl.minimum(min_above, tl.where(scaled >= pivot, scaled, float("inf")))
             max_below = tl.maximum(max_below, tl.where(scaled >= pivot, float("-inf"), scaled))
@@ -126,9 +125,9 @@ def _draw_from_row(
             tokens = first + lanes
             logits = load_logits(logits_ptr, tokens, tokens < vocab_size)
             noisy_logits = add_gumbel_noise(logits, tokens, LOG2_E / temperature, seed, position)
-            better = (_divide_by_temperature(logits, temperature) >= low) & (noisy_logits > lane_max)
-            lane_max = tl.where(better, noisy_logits, lane_max)
-            lane_token = tl.where(better, tokens, lane_token)
+            is_better = (_divide_by_temperature(logits, temperature) >= low) & (noisy_logits > lane_max)
+            lane_max = tl.where(is_better, noisy_logits, lane_max)
+            lane_token = tl.where(is_better, tokens, lane_token)
         token = tl.min(tl.where(lane_max == tl.max(lane_max, 0), lane_token, NO_TOKEN), 0)
         # A row without finite logits has no best token.
         token = tl.minimum(token, vocab_size - 1)
@@ -144,7 +143,7 @@ def _draw_from_row(
 
 
 @triton.jit
-def _draw_from(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
+def _draw_from_candidates(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
     """Draw like `_draw_from_row`, from candidates. values: scaled logits, -inf for a dropped candidate."""
     token = NO_TOKEN
     is_rejected = True
@@ -152,10 +151,10 @@ def _draw_from(values, noisy_logits, weights, tokens, low, count_limit, mass_lim
         candidate_scores = tl.where(values >= low, noisy_logits, float("-inf"))
         token = tl.min(tl.where(candidate_scores == tl.max(candidate_scores, 0), tokens, NO_TOKEN), 0)
         token_value = tl.max(tl.where(tokens == token, values, float("-inf")), 0)
-        above = values > token_value
-        count = tl.sum(above.to(tl.int32), 0)
-        mass = tl.sum(tl.where(above, weights, 0.0), 0)
-        low = tl.min(tl.where(above, values, float("inf")), 0)
+        is_above = values > token_value
+        count = tl.sum(is_above.to(tl.int32), 0)
+        mass = tl.sum(tl.where(is_above, weights, 0.0), 0)
+        low = tl.min(tl.where(is_above, values, float("inf")), 0)
         is_rejected = (count >= count_limit) | ((count > 0) & (mass >= mass_limit))
     return token
 
@@ -186,7 +185,7 @@ def draw_filtered(
     segment_maxima_ptr: the largest logit of each segment of SEGMENT_TOKENS tokens.
     candidate_segments_ptr: scratch space for MAX_CANDIDATE_SEGMENTS segment ids.
     max_logit: the largest logit, at least MIN_MAX_LOGIT.
-    total_mass: mass of the row, with 1 for the likeliest token.
+    total_mass: sum of the row's probabilities, divided by the likeliest token's probability.
     """
     max_value = _divide_by_temperature(max_logit, temperature)
     # Tokens with smaller values are never drawn, and their mass does not change the float32 sum.
@@ -203,7 +202,7 @@ def draw_filtered(
     segments = tl.arange(0, PADDED_SEGMENTS)
     segment_values = tl.load(segment_maxima_ptr + segments, mask=segments < num_segments, other=float("-inf"))
     segment_values = _divide_by_temperature(segment_values, temperature)
-    # `min_segments` segments with a maximum of at least the cut contain at least as many tokens.
+    # `min_segments` segments whose maxima reach the cut contain at least `min_segments` tokens that reach the cut.
     min_segments = tl.where(has_top_k & (top_k <= MAX_CANDIDATE_SEGMENTS), top_k, MAX_CANDIDATE_SEGMENTS // 2)
     cut, num_candidate_segments = _raise_cut(segment_values, low, max_value, min_segments, MAX_CANDIDATE_SEGMENTS)
     token = -1
@@ -230,7 +229,7 @@ def draw_filtered(
                 kept_mass = tl.sum(tl.where(values >= cut, weights, 0.0), 0)
             mass_limit = tl.where(top_p < 1, top_p * kept_mass, float("inf"))
             noisy_logits = add_gumbel_noise(logits, tokens, LOG2_E / temperature, seed, position)
-            token = _draw_from(
+            token = _draw_from_candidates(
                 values, noisy_logits, weights, tokens, tl.maximum(cut, min_kept_value), count_limit, mass_limit
             )
             token = tl.minimum(token, vocab_size - 1)

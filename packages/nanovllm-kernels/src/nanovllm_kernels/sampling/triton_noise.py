@@ -13,8 +13,8 @@ POSITION_MULTIPLIER = tl.constexpr(noise.POSITION_MULTIPLIER)
 KEY_OFFSET = tl.constexpr(noise.KEY_OFFSET)
 MIX_MULTIPLIER = tl.constexpr(noise.MIX_MULTIPLIER)
 TOKEN_MULTIPLIER = tl.constexpr(noise.TOKEN_MULTIPLIER)
-FIRST_MULTIPLIER = tl.constexpr(noise.FIRST_MULTIPLIER)
-SECOND_MULTIPLIER = tl.constexpr(noise.SECOND_MULTIPLIER)
+INNER_HASH_MULTIPLIER = tl.constexpr(noise.INNER_HASH_MULTIPLIER)
+FINAL_HASH_MULTIPLIER = tl.constexpr(noise.FINAL_HASH_MULTIPLIER)
 UNIFORM_MASK = tl.constexpr(noise.UNIFORM_MASK)
 UNIFORM_SCALE = tl.constexpr(noise.UNIFORM_SCALE)
 UNIFORM_OFFSET = tl.constexpr(noise.UNIFORM_OFFSET)
@@ -28,7 +28,7 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _log2(x):
-    """Return log2 by a hardware instruction. On a GPU tl.log2 is a polynomial."""
+    """Return log2(x) by one hardware instruction. On a GPU, tl.log2 evaluates a polynomial instead."""
     return tl.log2(x) if IS_INTERPRETED else libdevice.fast_log2f(x)
 
 
@@ -49,12 +49,12 @@ def add_gumbel_noise(logits, tokens, scale, seed, position):
     mixed ^= mixed >> 29
     bits = (tokens * TOKEN_MULTIPLIER) ^ (mixed >> 32).to(tl.int32)
     bits ^= (bits >> 16) & 0xFFFF
-    bits *= FIRST_MULTIPLIER
+    bits *= INNER_HASH_MULTIPLIER
     bits ^= (bits >> 15) & 0x1FFFF
     # (bits + key) * multiplier. The product with the key is computed once per row.
-    bits = bits * SECOND_MULTIPLIER + mixed.to(tl.int32) * SECOND_MULTIPLIER
-    u = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
-    # -log1p(-u). For a small u, 1 - u would lose digits, so a series with an error of 2e-7 is used.
-    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
-    exponential = tl.where(u < 0.0625, series, -LN_2 * _log2(1 - u))
+    bits = bits * FINAL_HASH_MULTIPLIER + mixed.to(tl.int32) * FINAL_HASH_MULTIPLIER
+    uniform = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
+    # -log(1 - uniform). If `uniform` is small, 1 - uniform loses digits: a series with an error of 2e-7 is used.
+    series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5)))))
+    exponential = tl.where(uniform < 0.0625, series, -LN_2 * _log2(1 - uniform))
     return logits * scale - _log2(exponential)

@@ -1,4 +1,4 @@
-"""The draw on CUDA: one program per chunk of a row stores the chunk's best token, then one program per row draws.
+"""The draw on CUDA: one program per chunk of a row stores the chunk's best token, then one program per row chooses.
 
 Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """
@@ -31,17 +31,17 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
     num_chunks = triton.cdiv(vocab_size, CHUNK_TOKENS)
     has_filters = any_filter and not all_greedy
     num_segments = num_chunks * (CHUNK_TOKENS // SEGMENT_TOKENS)
-    best = logits.new_empty((num_rows, num_chunks), dtype=torch.float32)
+    chunk_maxima = logits.new_empty((num_rows, num_chunks), dtype=torch.float32)
     best_ids = logits.new_empty((num_rows, num_chunks), dtype=torch.int32)
-    masses = torch.empty_like(best) if has_filters else best
-    segment_maxima = best.new_empty((num_rows, num_segments)) if has_filters else best
+    masses = torch.empty_like(chunk_maxima) if has_filters else chunk_maxima
+    segment_maxima = chunk_maxima.new_empty((num_rows, num_segments)) if has_filters else chunk_maxima
     candidate_segments = best_ids.new_empty((num_rows, MAX_CANDIDATE_SEGMENTS)) if has_filters else best_ids
     out = best_ids.new_empty((num_rows,))
     _scan_chunk[(num_rows, num_chunks)](
         logits,
         *settings,
         positions,
-        best,
+        chunk_maxima,
         best_ids,
         masses,
         segment_maxima,
@@ -58,7 +58,7 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
         logits,
         *settings,
         positions,
-        best,
+        chunk_maxima,
         best_ids,
         masses,
         segment_maxima,
@@ -89,7 +89,7 @@ def _scan_chunk(
     min_p_ptr,
     seeds_ptr,
     positions_ptr,
-    best_ptr,
+    chunk_maxima_ptr,
     best_ids_ptr,
     masses_ptr,
     segment_maxima_ptr,
@@ -118,20 +118,21 @@ def _scan_chunk(
         has_filters = is_filtered(temperature, top_k, top_p, min_p, vocab_size, MIN_TEMPERATURE)
     if has_filters:
         segment_maxima = tl.max(logits, 1)
-        best = tl.max(segment_maxima, 0)
-        mass = tl.sum(tl.sum(tl.exp2((logits - tl.maximum(best, MIN_MAX_LOGIT)) * scale), 1), 0)
+        chunk_max = tl.max(segment_maxima, 0)
+        mass = tl.sum(tl.sum(tl.exp2((logits - tl.maximum(chunk_max, MIN_MAX_LOGIT)) * scale), 1), 0)
         tl.store(segment_maxima_ptr + chunk_index * SEGMENTS_PER_CHUNK + segments, segment_maxima)
         tl.store(masses_ptr + chunk_index, mass)
-        tl.store(best_ptr + chunk_index, best)
+        tl.store(chunk_maxima_ptr + chunk_index, chunk_max)
     else:
         noisy_logits = logits
         if is_random:
             noisy_logits = add_gumbel_noise(
                 logits, tokens, scale, tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
             )
-        best = tl.max(tl.max(noisy_logits, 1), 0)
-        tl.store(best_ptr + chunk_index, best)
-        tl.store(best_ids_ptr + chunk_index, tl.min(tl.min(tl.where(noisy_logits == best, tokens, NO_TOKEN), 1), 0))
+        chunk_max = tl.max(tl.max(noisy_logits, 1), 0)
+        tl.store(chunk_maxima_ptr + chunk_index, chunk_max)
+        best_id = tl.min(tl.min(tl.where(noisy_logits == chunk_max, tokens, NO_TOKEN), 1), 0)
+        tl.store(best_ids_ptr + chunk_index, best_id)
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def _choose_token(
     min_p_ptr,
     seeds_ptr,
     positions_ptr,
-    best_ptr,
+    chunk_maxima_ptr,
     best_ids_ptr,
     masses_ptr,
     segment_maxima_ptr,
@@ -165,21 +166,21 @@ def _choose_token(
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, PADDED_CHUNKS)
     chunk_index = row * num_chunks + chunks
-    best = tl.load(best_ptr + chunk_index, mask=chunks < num_chunks, other=float("-inf"))
+    chunk_maxima = tl.load(chunk_maxima_ptr + chunk_index, mask=chunks < num_chunks, other=float("-inf"))
     # A filtered row has no valid id here, and its token is replaced below.
-    token = tl.load(best_ids_ptr + row * num_chunks + tl.argmax(best, 0))
+    token = tl.load(best_ids_ptr + row * num_chunks + tl.argmax(chunk_maxima, 0))
     if HAS_FILTERS:
         temperature = tl.load(temperature_ptr + row)
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         if is_filtered(temperature, top_k, top_p, min_p, vocab_size, MIN_TEMPERATURE):
-            max_logit = tl.maximum(tl.max(best, 0), MIN_MAX_LOGIT)
+            max_logit = tl.maximum(tl.max(chunk_maxima, 0), MIN_MAX_LOGIT)
             masses = tl.load(masses_ptr + chunk_index, mask=chunks < num_chunks, other=0.0)
             token = draw_filtered(
                 logits_ptr + row * logits_stride,
                 segment_maxima_ptr + row * num_chunks * SEGMENTS_PER_CHUNK,
                 candidate_segments_ptr + row * MAX_CANDIDATE_SEGMENTS,
                 max_logit,
-                tl.sum(masses * tl.exp2((best - max_logit) * (LOG2_E / temperature)), 0),
+                tl.sum(masses * tl.exp2((chunk_maxima - max_logit) * (LOG2_E / temperature)), 0),
                 temperature,
                 top_k,
                 top_p,
