@@ -1,4 +1,4 @@
-"""The engine's settings. `EngineConfig` has the user's settings, `ResolvedConfig` a value for every setting."""
+"""The engine's settings. `EngineConfig` has the user's settings. `ResolvedConfig` has a value for every setting."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,7 +30,7 @@ MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 class IndependentSettings:
     """Settings that depend neither on the device nor on the model. None leaves the choice to the engine.
 
-    The server makes a flag from each field of this class and of `EngineConfig`. The field's string is the help text.
+    The server makes a flag from each field of this class and of `EngineConfig`. The string is the flag's help text.
     """
 
     target_step_ms: Annotated[
@@ -98,7 +98,7 @@ class ResolvedConfig(IndependentSettings):
     """`EngineConfig` with a value for every setting that depends on the device or the model.
 
     `cache.memory.choose_block_size` replaces a `block_size` of None once the model is built.
-    may_shorten_context: whether a cache that is too small lowers `max_model_len`.
+    may_shorten_context: whether `max_model_len` is lowered if the cache is too small.
     """
 
     device: Device
@@ -251,7 +251,7 @@ def _require(is_valid: bool, name: str, value: object, valid_values: str) -> Non
 
 
 def _torch_dtype(name: str) -> "torch.dtype":
-    # Imported here, because processes that only pass a configuration on should not load torch.
+    # A process that only forwards a configuration should not load torch.
     import torch
 
     return getattr(torch, name)

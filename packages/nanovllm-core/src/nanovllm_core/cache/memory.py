@@ -21,7 +21,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
 # A prompt of 8,192 tokens saves this many checkpoints.
 MAX_CHECKPOINTS_PER_ROW = 8
-# The number is bounded because the host keeps about 200 bytes per block.
+# Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
 # Maximum share of the cache's memory for state slots, unless the slots of running requests alone take more.
 STATE_MEMORY_SHARE = 0.5
@@ -78,7 +78,7 @@ class CacheLayout:
 
 
 class CacheSize(NamedTuple):
-    """Numbers of blocks and state slots without the null block and the null slot, and the longest request in tokens."""
+    """The size of the caches. num_blocks, num_slots: numbers without the null block and the null slot."""
 
     num_blocks: int
     num_slots: int
@@ -86,7 +86,7 @@ class CacheSize(NamedTuple):
 
 
 class CacheMemory:
-    """The tensors of all caches of one rank. Before `allocate` the caches have only null blocks and null slots.
+    """The tensors of all caches of one rank. Initially the caches have only a null block and a null slot.
 
     num_blocks, num_slots: numbers without the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
@@ -113,7 +113,7 @@ class CacheMemory:
         )
         if layout.kv_cache_dtype == fp8.DTYPE:
             self.kv_scales = tuple(map(fp8.make_scales, self.kv_caches))
-        # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all of them.
+        # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all layers.
         self._stacked_states = {
             spec: StateCache(
                 allocate_zeros((num_layers, num_slots + 1, *spec.recurrent), layout.state_dtype, device),
@@ -189,7 +189,7 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # The last request to start needs a slot for its own state, and may need a checkpoint in another slot.
+    # Each running request needs a slot. The last request to start may also need the slot of a checkpoint.
     min_slots = config.max_num_seqs + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:
@@ -214,7 +214,7 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
 def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
     """Bytes for the cache: on a CPU a configured number, on a GPU the memory that the largest step leaves free.
 
-    run_largest_step: runs the step that takes the most memory. Weights and tables must be allocated before.
+    run_largest_step: runs the step that takes the most memory. Allocate weights and tables before this call.
     Raises ConfigError if no memory is free.
     """
     if device.type == "cpu":
@@ -279,7 +279,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def token_shape(spec: PagedSpec | MLASpec) -> tuple[int, int]:
-    """Shape of one token in a layer's cache: (heads of keys and values, dimensions per head)."""
+    """Shape of one token in a layer's cache: (number of key and value heads, dimensions per head)."""
     if isinstance(spec, MLASpec):
         return 1, spec.latent_dim + spec.rope_dim
     return 2 * spec.num_kv_heads, spec.head_dim

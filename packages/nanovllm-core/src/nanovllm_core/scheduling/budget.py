@@ -6,14 +6,14 @@ from typing import NamedTuple
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
-# Without a target time, a step with prompts and decodes may take as long as this many usual decode steps.
+# Without a target time, the time limit of a step with prompts and decodes is at least this many usual decode steps.
 MIN_MIXED_DECODE_STEPS = 4
 # Steps may take longer than predicted, so a budget leaves a share of the time limit unused: _MARGIN_PER_EXCESS times
 # the mean excess over the prediction, but at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A chunk loses its last attention round if its rounds leave more than _MAX_IDLE_SHARE of the device idle, and attention
-# takes at least _MIN_ATTENTION_SHARE of its time.
+# A GPU computes the attention of a chunk in rounds, see `AttentionRounds`. A chunk loses its last round if more than
+# _MAX_IDLE_SHARE of its rounds is idle, and attention takes at least _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
 
@@ -21,9 +21,10 @@ _MAX_IDLE_SHARE = 0.2
 class StepLimits(NamedTuple):
     """Limits of every step.
 
-    target_s: time limit of a step with decodes; None for the larger of `mixed_step_s` and MIN_MIXED_DECODE_STEPS usual
-        decode steps.
-    rounds: the rounds in which the device computes the attention of chunks.
+    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_s` and
+        MIN_MIXED_DECODE_STEPS usual decode steps.
+    prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
+    rounds: how the device divides the attention of chunks into rounds.
     padded_tokens: token counts to which steps with prompts are padded, rising. Larger steps are not padded.
     """
 
@@ -78,7 +79,7 @@ class StepBudget:
         return self._limits.max_tokens - self._work.num_tokens
 
     def size_chunk(self, start: int, end: int) -> int:
-        """The number of tokens to compute next of a prompt of `end` tokens whose first `start` tokens are computed.
+        """The number of tokens of a prompt's next chunk. start: number of computed tokens; end: tokens of the prompt.
 
         The first chunk of a step has at least one unit: otherwise slow decodes could starve prompts.
         """
@@ -132,12 +133,12 @@ class StepBudget:
         return max(int(fitting_tokens), unpadded_tokens)
 
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
-        """Shorten a chunk until the step fits into `limit_s` with whole rounds. The first chunk keeps one round."""
+        """Shorten a chunk until the step fits into `limit_s`. A step's first chunk keeps at least one round."""
         is_first, is_last = not self._chunks, start + num_tokens == end
         full_rounds = self._tokens_before_last_round(start, num_tokens)
         if num_tokens <= 0 or (is_first and full_rounds <= 0) or self._fits(start, num_tokens, limit_s):
             return num_tokens
-        # A partial round takes as long as a whole one: leave the tokens to the next step.
+        # A partial round takes as long as a whole round, so leave the tokens to the next step.
         if is_last and full_rounds <= 0:
             return 0
         chunk_ends = range(start + full_rounds, start + num_tokens, self._chunk_unit)

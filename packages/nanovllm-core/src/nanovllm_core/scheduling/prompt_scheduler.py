@@ -17,9 +17,9 @@ MAX_WAITING_CANDIDATES = 64
 CHUNK_UNIT_TOKENS = 16
 # Requests that lacked blocks are retried after this many steps, because other requests may have cached shared blocks.
 RETRY_INTERVAL_STEPS = 16
-# Minimum share of the time for prompts that the oldest prompt gets on average.
+# On average the oldest prompt gets at least this share of the time for prompts.
 MIN_OLDEST_SHARE = 0.25
-# Maximum number of requests that are admitted before a request that lacked free blocks.
+# Maximum number of other requests that are admitted while a request waits for free blocks.
 MAX_BYPASSES = 32
 
 
@@ -53,8 +53,8 @@ class _Candidate(NamedTuple):
 class PromptScheduler:
     """Chooses the prompts of each step, by service class, then by remaining work.
 
-    The oldest prompt of the first class gets at least MIN_OLDEST_SHARE of the time. If a request lacks blocks, at most
-    MAX_BYPASSES other requests are admitted before.
+    The oldest prompt of the first class gets at least MIN_OLDEST_SHARE of the time. While a request waits for free
+    blocks, at most MAX_BYPASSES other requests are admitted.
     """
 
     def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
@@ -65,7 +65,7 @@ class PromptScheduler:
         self._step_time_model = step_time_model
         # Estimated numbers of cached tokens of waiting requests, by request key.
         self._num_hits_by_key: dict[int, int] = {}
-        # Numbers of free blocks that are needed to admit requests that lacked blocks, by request key.
+        # For each request that lacked blocks: the number of free blocks that its admission needs, by request key.
         self._needed_blocks_by_key: dict[int, int] = {}
         self._num_searches = 0
         # The first request that lacked blocks, and the number of requests admitted since.
@@ -134,7 +134,7 @@ class PromptScheduler:
         self._num_searches += 1
         if self._num_searches % RETRY_INTERVAL_STEPS == 0:
             self._needed_blocks_by_key.clear()
-        # A request whose number of cached tokens changed needs another number of blocks: forget the old number.
+        # A request needs another number of blocks if its number of cached tokens has changed: forget the old number.
         self._needed_blocks_by_key = {
             key: num_blocks
             for key, num_blocks in self._needed_blocks_by_key.items()

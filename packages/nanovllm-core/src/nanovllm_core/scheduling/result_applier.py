@@ -80,7 +80,7 @@ class ResultApplier:
     def _append_tokens(
         self, columns: RequestColumns, tokens: NDArray[np.int32], token_list: list[int]
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
-        """Append one token to each request, and finish requests. token_list: `tokens` as a list."""
+        """Append one token to each request. Returns the requests with their first token, and the finished requests."""
         rows, (row_indices, requests, keys, output_ids) = self._rows, columns
         # This appends a token to every list without a Python loop. The deque discards the results of `append`.
         deque(map(list.append, output_ids, token_list), maxlen=0)

@@ -26,7 +26,7 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Blocks are allocated early if at least this many times as many blocks are free.
+# Blocks are allocated before they are needed, if at least this many blocks are free per allocated block.
 MIN_FREE_FACTOR = 4
 
 
@@ -82,7 +82,7 @@ class Scheduler:
         max_outputs = self._max_model_len - request.num_prompt_tokens
         request.max_total_tokens = request.num_prompt_tokens + min(max_outputs, sampling.max_tokens or max_outputs)
         request.stop_ids = frozenset(sampling.stop_token_ids)
-        # A complete grammar allows only end-of-sequence tokens, so these must stop the request.
+        # After a complete match, a grammar allows only end-of-sequence tokens, so these tokens must stop the request.
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seed_generator.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -116,7 +116,7 @@ class Scheduler:
         self.step_time_model.observe(step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
+        """Apply the results of a finished step, and return the step's outputs. Call in the order of scheduling."""
         return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
@@ -173,7 +173,7 @@ class Scheduler:
         return np.array(sorted(selected_rows), np.int64)
 
     def _add_block_or_preempt(self, request: RequestState, selected_rows: set[int], new_blocks: NewBlocks) -> bool:
-        """Give a request one more block, if needed by preempting others. Returns False if the request must wait."""
+        """Give a request a block, preempting other requests if needed. Returns False if the request must wait."""
         while not self._add_blocks([request], new_blocks):
             # A step in flight will soon release blocks: preempt no further request until then.
             if self._lifecycle.num_preempted_unreleased or self._lifecycle.num_finished_unreleased:
@@ -234,7 +234,7 @@ class Scheduler:
         return ScheduledRows(rows, tokens_per_row, is_sampled)
 
     def _prompt_logprobs_ranges(self, chunks: list[PromptChunk], num_decodes: int) -> list[PromptLogprobsRange]:
-        """The prompt tokens whose log-probabilities the step computes. num_decodes: tokens before the chunks."""
+        """The prompt tokens whose log-probabilities the step computes. num_decodes: number of decodes in the step."""
         ranges: list[PromptLogprobsRange] = []
         requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
         # Index of the chunk's first token among all tokens of the step.
