@@ -37,7 +37,7 @@ class AsyncEngine(Engine):
         try:
             return await self._loop.compile(spec)
         except GrammarError:
-            # If the engine died during the compilation, the GrammarError only reports the death.
+            # If the engine died during the compilation, the GrammarError is only a consequence of the death.
             if self.death_reason is not None:
                 raise EngineDeadError(self.death_reason) from None
             raise

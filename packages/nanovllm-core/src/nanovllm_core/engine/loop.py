@@ -27,8 +27,8 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# While a step with prompts runs, the next step is planned after PLANNING_START_SHARE of the predicted time, because few
-# steps end earlier. Planning takes time itself, so it starts PLANNING_LEAD_S and a time per waiting request earlier.
+# While a step with prompts runs, the next step should be planned after PLANNING_START_SHARE of the predicted time,
+# because few steps end earlier. Planning takes PLANNING_LEAD_S and a time per waiting request, so planning begins earlier.
 PLANNING_START_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
@@ -76,7 +76,7 @@ class EngineLoop:
         # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_s = 0.0
-        # A step in flight changes no stats, so the stats collected last remain valid.
+        # Stats do not change while a step is in flight, so the last stats remain valid.
         self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
         self._last_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
@@ -130,7 +130,7 @@ class EngineLoop:
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`. Raises the exception of a failed step, after which the engine cannot continue.
 
-        emit: called with the outputs of each step, and every STATS_INTERVAL_S with stats, else None.
+        emit: called with the outputs of each step, and with stats. Every STATS_INTERVAL_S stats are not None.
         """
         event_loop = asyncio.get_running_loop()
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)

@@ -15,7 +15,7 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     """Start a thread that ends this process when the parent process has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event that the caller may set. The main thread then has `EXIT_GRACE_S` seconds to exit by itself.
+    Returns an event. If the caller sets the event, the main thread first gets `EXIT_GRACE_S` seconds to exit by itself.
     """
     exits_itself = threading.Event()
     parent = multiprocessing.parent_process()

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> None:
     """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
 
-    endpoint: ZeroMQ endpoint to bind, alone in its directory. Both are removed if the parent has ended.
+    endpoint: ZeroMQ endpoint to bind, in a directory of its own. If the parent has ended, the directory is removed.
     lifeline: kept open while this process lives, so that clients detect the end of the process.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.

@@ -20,7 +20,7 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# Time limit for matching one request: a constant and a number per output token. All requests wait while one is matched.
+# Time limit for matching one request: a constant plus a time per output token. All requests wait for each matcher.
 # JSON takes 10 us per token. Only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
@@ -34,7 +34,7 @@ _NUM_SEPARATE_STEPS = 16
 class Constraint:
     """The grammar and the reasoning budget of one row.
 
-    matcher: None without a grammar, and after the end of the grammar.
+    matcher: None without a grammar, and after the output has completed the grammar.
     budget: None without a budget, after the reasoning was closed, and if the grammar forbids closing the reasoning.
     num_launched_outputs: number of output tokens for which steps were launched.
     match_s: seconds spent in calls for this row alone.
@@ -65,13 +65,13 @@ class Constraint:
 
     @property
     def may_need_mask(self) -> bool:
-        """Whether the next token may be restricted. The previous token need not be known."""
+        """Whether the next token may be restricted. The answer does not depend on the previous token."""
         is_exhausted = self.budget is not None and self.num_launched_outputs >= self.budget.num_tokens
         return self.matcher is not None or is_exhausted
 
     @property
     def has_ended(self) -> bool:
-        """Whether no constraint is left."""
+        """Whether the remaining tokens of the row are unrestricted."""
         return self.matcher is None and self.budget is None and self.failure is None
 
     def append_token(self, token: int) -> bool:
@@ -112,9 +112,9 @@ class Constraint:
                 matcher.fill(masks, index)
 
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
-        """Restrict `mask` to the next token that closes the reasoning if the budget is exhausted.
+        """If the budget is exhausted, restrict `mask` to the next token of `ReasoningBudget.end`.
 
-        If the grammar's mask forbids the token, the budget is dropped. Returns whether the mask was changed.
+        If the grammar's mask forbids this token, the budget is dropped. Returns whether the mask was changed.
         """
         required_token = self._next_end_token()
         if required_token is None:
@@ -145,7 +145,7 @@ class Constraint:
         budget, output_ids = self.budget, self.output_ids
         if budget is None or len(output_ids) < budget.num_tokens:
             return None
-        # Number of first tokens of `budget.end` that the output ends with already.
+        # The output already ends with this number of tokens of `budget.end`.
         num_matched = min(len(budget.end) - 1, len(output_ids))
         while tuple(output_ids[len(output_ids) - num_matched :]) != budget.end[:num_matched]:
             num_matched -= 1
@@ -155,8 +155,8 @@ class Constraint:
 class Constraints:
     """The constraints of all rows.
 
-    One call advances all matchers, and one call fills all masks, because each call releases the interpreter lock and
-    may wait milliseconds to acquire it again.
+    One call advances all matchers, and one call fills all masks. Each call releases the interpreter lock, and may wait
+    milliseconds until the lock is free again.
     failures: pairs (index among the step's sampling requests, reason), set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
@@ -255,7 +255,7 @@ class Constraints:
             try:
                 results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
-                # One matcher failed. It is unknown which other matchers have advanced.
+                # One matcher failed. The other matchers may have advanced or not.
                 for constraint, _ in new_tokens:
                     constraint.restart_matcher()
                 return

@@ -78,7 +78,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # Attention between captured pieces is planned again at each replay, so plan as little as possible here.
+        # Each replay plans the attention between captured pieces again, so plan as little as possible here.
         planned = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None

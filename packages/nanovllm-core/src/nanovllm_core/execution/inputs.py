@@ -46,7 +46,7 @@ def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
 
 
 def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
-    """Copy flat int32 arrays to `device` in one transfer. Results begin at even offsets, to be viewed as int64."""
+    """Copy flat int32 arrays to `device` in one transfer. Each result is aligned for a view as int64."""
     padded_lengths = [array.size + (array.size & 1) for array in arrays]
     flat = np.zeros(sum(padded_lengths), np.int32)
     offset = 0
@@ -70,9 +70,9 @@ class MaskBuffer:
         self._bits = self._device_buffer[size:].view(size, num_words)
 
     def new_masks(self, count: int) -> Int32Array:
-        """Masks int32 [count, words] that allow every token. The caller restricts them and calls `send`."""
+        """Masks int32 [count, words] that allow every token. The caller restricts the masks and calls `send`."""
         length = self._size + count * self._num_words
-        # The last transfer may still read the last buffer, so create a new buffer.
+        # The previous transfer may still read the previous buffer, so create a new buffer.
         self._host_buffer = torch.full((length,), -1, dtype=torch.int32, pin_memory=self._device_buffer.is_cuda)
         return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)
 
@@ -108,7 +108,7 @@ class StepBuffer:
         self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
     def write(self, rows: Int64Array, lengths: Int64Array, samples: NDArray[np.bool_]) -> None:
-        """Upload the requests of a step if they differ from the last step. Arguments: see `ScheduledRows`."""
+        """Upload the requests of a step, unless the last step had equal requests. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
         step[:count] = rows

@@ -217,7 +217,7 @@ class RequestTable:
         self.tokens.view(-1)[token_indices.long()] = token_ids
 
     def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
-        """Write token counts, biases and forbidden sequences, or remove those of the row's previous request.
+        """Write token counts, biases and forbidden sequences, or clear the entries of the row's previous request.
 
         Few requests need these tables, so each request has its own upload.
         """

@@ -127,7 +127,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Launch a step. On CUDA the host waits only for tokens of the previous step on which masks depend.
+        """Launch a step. On CUDA the host waits for the previous step only if masks depend on its tokens.
 
         Raises RuntimeError if another operation waits for the device and `config.forbid_sync` is set.
         """
@@ -237,7 +237,7 @@ def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
 
 @contextmanager
 def _forbid_waiting() -> Generator[None]:
-    """Make operations in this context raise RuntimeError if the host waits for the device, except for an event."""
+    """Make operations in this context raise RuntimeError if the host waits for the device. Events are exempt."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -9,7 +9,6 @@ from nanovllm_core.request_state import RequestState
 from nanovllm_core.sampling_params import MAX_STOP_TOKENS
 from nanovllm_core.scheduling.plan import RequestColumns, RowIndices, ScheduledRows
 
-# No token has this id.
 _NO_TOKEN = -1
 
 
