@@ -245,9 +245,9 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     return max_num_seqs, budget
 
 
-def _require(is_valid: bool, name: str, value: object, valid_values: str) -> None:
+def _require(is_valid: bool, setting: str, value: object, valid_values: str) -> None:
     if not is_valid:
-        raise ConfigError(f"{name} is {value}, but must be {valid_values}")
+        raise ConfigError(f"{setting} is {value}, but must be {valid_values}")
 
 
 def _torch_dtype(name: str) -> "torch.dtype":

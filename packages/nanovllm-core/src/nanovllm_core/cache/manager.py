@@ -65,7 +65,7 @@ class CacheManager:
                 source_slot,
                 num_computed=num_computed,
                 num_shared=num_shared_blocks * self.block_size,
-                leaves_checkpoints=self.prefix_caching,
+                saves_checkpoints=self.prefix_caching,
             )
         return num_computed
 

@@ -19,8 +19,8 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# A prompt of 8,192 tokens saves this many checkpoints.
-MAX_CHECKPOINTS_PER_ROW = 8
+# Number of checkpoint slots to allocate per running request. A prompt of 8,192 tokens saves as many checkpoints.
+CHECKPOINT_SLOTS_PER_ROW = 8
 # Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
 # Maximum share of the cache's memory for state slots, unless the slots of running requests alone take more.
@@ -50,10 +50,10 @@ class CacheLayout:
         """
         attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
         state_specs = tuple(spec for spec in specs if isinstance(spec, StateSpec))
-        attention, *different = dict.fromkeys(attention_specs)
-        if different:
+        attention, *other_specs = dict.fromkeys(attention_specs)
+        if other_specs:
             raise ValueError(
-                f"cache_specs() gives both {attention} and {different[0]}: all attention layers of a model must be "
+                f"cache_specs() gives both {attention} and {other_specs[0]}: all attention layers of a model must be "
                 "alike"
             )
         block_size = choose_block_size(config, attention, has_states=bool(state_specs))
@@ -121,8 +121,8 @@ class CacheMemory:
             )
             for spec, num_layers in Counter(layout.state_specs).items()
         }
-        unstacked = {spec: map(StateCache, *states) for spec, states in self._stacked_states.items()}
-        self.state_caches = tuple(next(unstacked[spec]) for spec in layout.state_specs)
+        layer_states = {spec: map(StateCache, *states) for spec, states in self._stacked_states.items()}
+        self.state_caches = tuple(next(layer_states[spec]) for spec in layout.state_specs)
 
     @property
     def kv_bytes(self) -> int:
@@ -207,7 +207,7 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
         )
     if not config.prefix_caching:
         return min_slots
-    max_slots = config.max_num_seqs * (1 + MAX_CHECKPOINTS_PER_ROW)
+    max_slots = config.max_num_seqs * (1 + CHECKPOINT_SLOTS_PER_ROW)
     return max(min_slots, min(max_slots, int(free_bytes * STATE_MEMORY_SHARE) // slot_bytes - 1))
 
 
@@ -225,16 +225,16 @@ def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest
     allocated_before = torch.cuda.memory_allocated(device)
     run_largest_step()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - allocated_before
+    step_bytes = torch.cuda.max_memory_allocated(device) - allocated_before
     gc.collect()
     torch.cuda.empty_cache()
     # This counts memory of other processes, of the driver and of libraries as used.
     free, total = torch.cuda.mem_get_info(device)
-    free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - activations
+    free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
     if free_bytes <= 0:
         raise ConfigError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves nothing for the "
-            f"KV cache: {(total - free) / GIB:.1f} GiB are in use and a step takes {activations / GIB:.1f} GiB; raise "
+            f"KV cache: {(total - free) / GIB:.1f} GiB are in use and a step takes {step_bytes / GIB:.1f} GiB; raise "
             "it, free the GPU, or lower max_num_batched_tokens"
         )
     return free_bytes

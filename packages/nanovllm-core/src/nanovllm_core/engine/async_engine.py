@@ -23,7 +23,7 @@ class AsyncEngine(Engine):
     def __init__(self, loop: EngineLoop):
         super().__init__(loop.info)
         self._loop = loop
-        self._task = asyncio.create_task(self._run())
+        self._loop_task = asyncio.create_task(self._run())
 
     @classmethod
     async def start(cls, spec: ModelSpec, config: EngineConfig | None = None) -> "AsyncEngine":
@@ -45,7 +45,7 @@ class AsyncEngine(Engine):
     async def stop(self) -> None:
         """Stop once the steps in flight have finished. Open requests fail with EngineDeadError."""
         self._loop.stop()
-        await self._task
+        await self._loop_task
 
     async def _run(self) -> None:
         reason = "the engine was stopped"

@@ -36,14 +36,14 @@ class GraphShape(NamedTuple):
 
     mode: "full_decode_only" (every request has max_query_len tokens), "full" (prompts and decodes in one graph) or
         "piecewise" (prompts and decodes in several graphs).
-    whole: whether the shape is only for steps with `BatchShape.whole`.
+    has_only_whole_prompts: whether the shape serves only steps with this property, see `BatchShape`.
     """
 
     num_reqs: int
     num_tokens: int
     max_query_len: int
     mode: GraphMode
-    whole: bool = False
+    has_only_whole_prompts: bool = False
 
 
 # Runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
@@ -120,7 +120,7 @@ def graph_shapes(
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
     query_lens: numbers of tokens per request in decode steps.
-    min_whole_tokens: minimum number of tokens of shapes with `whole`; None for no such shapes.
+    min_whole_tokens: minimum number of tokens of shapes for whole prompts; None for no such shapes.
     """
     if mode == "none":
         return []
@@ -140,13 +140,13 @@ def graph_shapes(
         if mode == "full" and min_whole_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
-            shapes.extend(GraphShape(num_reqs, size, size, mode, whole=True) for size in whole_sizes)
+            shapes.extend(GraphShape(num_reqs, size, size, mode, has_only_whole_prompts=True) for size in whole_sizes)
     return sorted(shapes, key=_sort_key, reverse=True)
 
 
 def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
     # Among shapes of equal size, the shape for whole prompts comes first, because this shape is faster.
-    return shape.num_tokens, shape.num_reqs, not shape.whole
+    return shape.num_tokens, shape.num_reqs, not shape.has_only_whole_prompts
 
 
 class StepGraphs:
@@ -177,7 +177,7 @@ class StepGraphs:
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
         for shape in () if not allows_graph else self._mixed if decodes is None else decodes:
             fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
-            if fits and (batch.whole or not shape.whole) and shape in self._steps:
+            if fits and (batch.has_only_whole_prompts or not shape.has_only_whole_prompts) and shape in self._steps:
                 self.num_steps[shape.mode, kind] += 1
                 return self._steps[shape]
         self.num_steps["none", kind] += 1
@@ -220,8 +220,8 @@ class StepGraphs:
             # The first measurement includes the memory of the pool and of libraries.
             total = capture_bytes(self._shapes[0])
             for mode in {shape.mode for shape in self._shapes}:
-                same_mode = [shape for shape in self._shapes if shape.mode == mode]
-                total += len(same_mode) * max(capture_bytes(shape) for shape in same_mode[:2])
+                mode_shapes = [shape for shape in self._shapes if shape.mode == mode]
+                total += len(mode_shapes) * max(capture_bytes(shape) for shape in mode_shapes[:2])
         torch.cuda.current_stream().wait_stream(stream)
         steps.clear()
         torch.cuda.synchronize()

@@ -28,12 +28,12 @@ class DeviceRows(NamedTuple):
 
     table_rows: int32 [n], rows of the request table.
     query_start_loc: int32 [n + 1], index of each request's first token in the step.
-    samples: int32 [n], 1 for a request that samples a token, else 0.
+    is_sampled: int32 [n], 1 for a request that samples a token, else 0.
     """
 
     table_rows: Tensor
     query_start_loc: Tensor
-    samples: Tensor
+    is_sampled: Tensor
 
 
 def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
@@ -107,7 +107,7 @@ class StepBuffer:
         self._device_buffer = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)
         self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
-    def write(self, rows: Int64Array, lengths: Int64Array, samples: NDArray[np.bool_]) -> None:
+    def write(self, rows: Int64Array, lengths: Int64Array, is_sampled: NDArray[np.bool_]) -> None:
         """Upload the requests of a step, unless the last step had equal requests. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
@@ -115,15 +115,15 @@ class StepBuffer:
         starts = step[size : 2 * size + 1]
         np.cumsum(lengths, out=starts[1 : count + 1])
         starts[count + 1 :] = starts[count]
-        step[2 * size + 1 : 2 * size + 1 + count] = samples
+        step[2 * size + 1 : 2 * size + 1 + count] = is_sampled
         if not np.array_equal(step, self._last_step):
             self._device_buffer.copy_(stage_upload(step, self._device), non_blocking=True)
             self._last_step = step
 
     def first_rows(self, count: int) -> DeviceRows:
         """Views of the first `count` entries."""
-        table_rows, query_start_loc, samples = self._rows
-        return DeviceRows(table_rows[:count], query_start_loc[: count + 1], samples[:count])
+        table_rows, query_start_loc, is_sampled = self._rows
+        return DeviceRows(table_rows[:count], query_start_loc[: count + 1], is_sampled[:count])
 
     def clear(self) -> None:
         """Upload a step without requests."""

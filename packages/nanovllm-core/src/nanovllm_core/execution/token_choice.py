@@ -102,7 +102,7 @@ class TokenChooser:
         table = self._table
         counts = table.counts if ops & _PENALTY else None
         tables = TokenTables(table.tokens, table.num_computed)
-        commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.samples, tables, counts)
+        commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
 
 
 def choose_tokens(

@@ -21,13 +21,13 @@ class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
     query_len: number of tokens per request if equal for all requests; else None.
-    whole: whether the step has prompts, and no prompt of the step was computed in part before.
+    has_only_whole_prompts: whether the step has prompts, and no prompt of the step was computed in part before.
     """
 
     num_reqs: int
     num_tokens: int
     query_len: int | None
-    whole: bool = False
+    has_only_whole_prompts: bool = False
 
 
 class ScheduledRows(NamedTuple):

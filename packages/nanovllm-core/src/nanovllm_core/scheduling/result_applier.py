@@ -31,9 +31,9 @@ class ResultApplier:
         if self._cache.prefix_caching:
             self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
         prompt_logprobs = [
-            (int(rows.keys[scored.row]), logprobs)
-            for scored, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
-            if not rows.is_finished[scored.row]
+            (int(rows.keys[span.row]), logprobs)
+            for span, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
+            if not rows.is_finished[span.row]
         ]
         logprobs = self._collect_logprobs(scheduled, results) if results.logprobs else []
         if step.decodes is not None and not is_finished.any():
