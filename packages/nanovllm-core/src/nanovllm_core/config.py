@@ -58,7 +58,7 @@ class IndependentSettings:
         PrefixHash, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
     ] = "fast"
     watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
-    seed: Annotated[int, "base of the seeds of requests without a seed"] = 0
+    seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0
     forbid_sync: Annotated[bool, "for debugging: fail if launching a step waits for the GPU"] = False
     trace: Annotated[Path | None, "file for the times of each step, for Perfetto or chrome://tracing"] = None
 

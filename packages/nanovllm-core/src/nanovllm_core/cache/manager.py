@@ -129,7 +129,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # A token is computed again if its logits are needed: the last token, or the token before an unscored token.
+        # A token is computed again if its logits are needed: the last token, and each token before an unscored token.
         max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
         for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)

@@ -19,7 +19,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# Number of checkpoint slots to allocate per running request. A prompt of 8,192 tokens saves as many checkpoints.
+# Maximum number of checkpoint slots per running request. A prompt of 8,192 tokens saves as many checkpoints.
 CHECKPOINT_SLOTS_PER_ROW = 8
 # Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20

@@ -110,7 +110,7 @@ class Engine(ABC):
         """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
 
         Returns the types of parameters that are written as XML elements.
-        Raises GrammarError if the grammar can't be compiled within its limits, and EngineDeadError if the engine dies.
+        Raises GrammarError if the grammar is invalid, too large or too slow; EngineDeadError if the engine dies.
         """
 
     @abstractmethod

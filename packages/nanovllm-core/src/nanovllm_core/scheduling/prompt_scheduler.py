@@ -53,8 +53,8 @@ class _Candidate(NamedTuple):
 class PromptScheduler:
     """Chooses the prompts of each step, by service class, then by remaining work.
 
-    The oldest prompt of the first class gets at least MIN_OLDEST_SHARE of the time. While a request waits for free
-    blocks, at most MAX_BYPASSES other requests are admitted.
+    The oldest prompt of the first service class gets at least MIN_OLDEST_SHARE of the time. While a request waits for
+    free blocks, at most MAX_BYPASSES other requests are admitted.
     """
 
     def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
