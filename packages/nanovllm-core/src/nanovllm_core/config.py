@@ -1,4 +1,4 @@
-"""The engine's settings. `EngineConfig` has the user's settings, `ResolvedConfig` a value for every setting."""
+"""The engine's settings. `EngineConfig` has the user's settings. `ResolvedConfig` has a value for every setting."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,7 +30,7 @@ MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 class IndependentSettings:
     """Settings that depend neither on the device nor on the model. None leaves the choice to the engine.
 
-    The server makes a flag from each field of this class and of `EngineConfig`. The field's string is the help text.
+    The server makes a flag from each field of this class and of `EngineConfig`. The string is the flag's help text.
     """
 
     target_step_ms: Annotated[
@@ -58,7 +58,7 @@ class IndependentSettings:
         PrefixHash, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
     ] = "fast"
     watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
-    seed: Annotated[int, "base of the seeds of requests without a seed"] = 0
+    seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0
     forbid_sync: Annotated[bool, "for debugging: fail if launching a step waits for the GPU"] = False
     trace: Annotated[Path | None, "file for the times of each step, for Perfetto or chrome://tracing"] = None
 
@@ -98,7 +98,7 @@ class ResolvedConfig(IndependentSettings):
     """`EngineConfig` with a value for every setting that depends on the device or the model.
 
     `cache.memory.choose_block_size` replaces a `block_size` of None once the model is built.
-    may_shorten_context: whether a cache that is too small lowers `max_model_len`.
+    may_shorten_context: whether `max_model_len` is lowered if the cache is too small.
     """
 
     device: Device
@@ -245,13 +245,13 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     return max_num_seqs, budget
 
 
-def _require(is_valid: bool, name: str, value: object, valid_values: str) -> None:
+def _require(is_valid: bool, setting: str, value: object, valid_values: str) -> None:
     if not is_valid:
-        raise ConfigError(f"{name} is {value}, but must be {valid_values}")
+        raise ConfigError(f"{setting} is {value}, but must be {valid_values}")
 
 
 def _torch_dtype(name: str) -> "torch.dtype":
-    # Imported here, because processes that only pass a configuration on should not load torch.
+    # A process that only forwards a configuration should not load torch.
     import torch
 
     return getattr(torch, name)

@@ -11,16 +11,16 @@ class RequestError(ValueError):
         self.field = field
 
 
-# invalid_grammar: the grammar can't be compiled. invalid_schema: a JSON schema in it is invalid.
-# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML elements can't hold its values.
+# invalid_grammar: the grammar can't be compiled. invalid_schema: a JSON schema in the grammar is invalid.
+# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML can't hold a schema's values.
 GrammarErrorCode = Literal["invalid_grammar", "invalid_schema", "unsupported_schema", "unsupported_parameters"]
 
 
 class GrammarError(ValueError):
     """A grammar that can't be used. The message is one line that says why and what to change.
 
-    `GrammarError(*error.args)` is an equal error.
-    place: the place of the keyword at fault in a JSON schema, see `GrammarSpec.place`; None if no schema is at fault.
+    `GrammarError(*error.args)` copies `error`.
+    place: JSON pointer of the faulty keyword of a JSON schema; None if no JSON schema is at fault.
     """
 
     def __init__(self, message: str, place: str | None = None, code: GrammarErrorCode = "invalid_grammar"):

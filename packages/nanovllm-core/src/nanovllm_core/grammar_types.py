@@ -15,7 +15,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         undeclared properties are allowed only where the schema describes them; whitespace is bounded. "regex": a
         regular expression for the whole output. "ebnf": rules in GBNF; the output matches `root`. "structural_tag": a
         structural tag of xgrammar as JSON, with the additions of `nanovllm_core.grammar.schema_enforcement`.
-    place: JSON pointer to the root of `source`, with which places in errors begin.
+    place: JSON pointer to `source` in the client's request. Each `GrammarError.place` begins with this pointer.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
@@ -23,7 +23,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# By the place of each format "xml_parameters" of a structural tag: a JSON schema that states only the values' types.
+# A JSON schema of the values' types per format "xml_parameters" of a structural tag, by the JSON pointer of the format.
 ParameterTypes = dict[str, dict[str, Any]]
 
 

@@ -8,7 +8,7 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 
 
-# The types that processes send are msgspec structs, because msgspec creates and encodes structs fast.
+# Types that one process sends to another are msgspec structs, because msgspec creates and encodes structs fast.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of the chosen token. top: pairs (id, log-probability) of the likeliest tokens, best first."""
 
@@ -80,7 +80,7 @@ class RequestFailure(NamedTuple):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """The outputs of one step for many requests, as columns, because creating an object per request is slow.
+    """The outputs of one step for all requests. The fields are columns, because an object per request is slow.
 
     keys: request key of each new token.
     tokens: id of each new token; the tokens of one request are in order.
@@ -106,8 +106,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: one entry per new token; None if not requested.
     finish_reason: None except on the last output.
     stop_token: id of the token that stopped the request; None if no token stopped the request.
-    prompt_logprobs: log-probabilities of all prompt tokens except the first. None if not requested, and on later
-        outputs.
+    prompt_logprobs: log-probabilities of all prompt tokens but the first; None if not requested, or on later outputs.
     """
 
     id: str

@@ -12,7 +12,7 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import TokenIds
 
 BlockHash = int | bytes
-MAX_CHECKPOINTS = 16  # per prompt
+MAX_CHECKPOINTS = 16  # maximum number per prompt
 
 
 class Checkpoint(NamedTuple):
@@ -41,13 +41,13 @@ class RequestState:
     seed: seed of the random numbers: the client's seed, or a seed that the engine draws.
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    num_scored_tokens: prompt tokens for whose log-probabilities steps were launched.
+    num_scored_tokens: number of prompt tokens whose log-probabilities planned steps compute.
     row: row in the scheduler's and the device's tables; -1 without a row.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
     state_slot: state slot of a recurrent model; 0 for other models.
-    source_state_slot: checkpoint slot with which `state_slot` starts; 0 for a state of zeros.
-    checkpoints: checkpoints that are not saved yet, by rising position.
+    source_state_slot: checkpoint slot that is copied to `state_slot` at the start; 0 for a state of zeros.
+    checkpoints: checkpoints that no finished step has saved yet, by rising position.
     """
 
     key: int

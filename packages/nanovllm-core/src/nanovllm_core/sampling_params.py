@@ -15,7 +15,7 @@ MAX_STOP_TOKENS = 64
 MAX_REASONING_END_TOKENS = 64
 MAX_FORBIDDEN_SEQUENCES = 256
 MAX_FORBIDDEN_SEQUENCE_TOKENS = 16
-# Minimum of parameters that must be above zero.
+# Minimum value of a parameter that must be positive.
 _MIN_POSITIVE = 1e-6
 
 
@@ -44,7 +44,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: penalties on output tokens, as OpenAI defines them; 0 for off.
     repetition_penalty: penalty on prompt and output tokens; 1 for off (Keskar et al. 2019).
     logit_bias: number to add to a token's logit, by token id.
-    min_tokens: number of output tokens before which no end-of-sequence or stop token is sampled.
+    min_tokens: the first `min_tokens` output tokens can't be end-of-sequence or stop tokens.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     stop_token_ids: further token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
@@ -52,8 +52,8 @@ class SamplingParams:
         and temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no
         log-probabilities. The engine then computes the whole prompt, even if the prefix is cached.
-    grammar: grammar that the output must match, with precedence over all other options. A complete grammar ends the
-        request even with ignore_eos. stop_token_ids stop the request only where the grammar allows them.
+    grammar: grammar that the output must match; overrides all other options. The end of the grammar ends the request,
+        even with ignore_eos. A token of stop_token_ids stops the request only where the grammar allows the token.
     reasoning_budget: limit on the reasoning; ignored if the grammar forbids the tokens that close the reasoning.
     """
 

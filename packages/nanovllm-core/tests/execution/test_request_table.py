@@ -33,7 +33,7 @@ def test_applied_plan_changes_the_tables_and_gives_the_inputs_of_the_step():
     assert table.tokens[2, :3].tolist() == [3, 4, 5]
     assert step.device_rows.table_rows.tolist() == [0, 2, 3]
     assert step.device_rows.query_start_loc.tolist() == [0, 1, 4, 6]
-    assert step.device_rows.samples.tolist() == [1, 1, 0]
+    assert step.device_rows.is_sampled.tolist() == [1, 1, 0]
     assert step.sampling_indices.tolist() == [0, 1]
     assert step.sampling_ops == SamplingOps.RANDOM
     assert step.num_logprobs.tolist() == [-1, 4]

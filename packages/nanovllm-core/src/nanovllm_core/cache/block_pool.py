@@ -1,7 +1,7 @@
 """Allocates the blocks of a paged cache, with reference counts and a lookup by hash.
 
 A block in use has holders. A cached block has no holder, but `lookup` finds its contents by hash. An empty block has
-neither. When no empty block is left, the cached block that was released first is evicted.
+neither a holder nor a hash. When no empty block is left, the cached block that was released first is evicted.
 """
 
 from collections import OrderedDict
@@ -71,7 +71,7 @@ class BlockPool:
             self._hashes[block] = block_hash
 
     def lookup(self, block_hash: BlockHash) -> int | None:
-        """The block in use or cached block with this hash; None without such a block."""
+        """The block with this hash, in use or cached; None if no block has this hash."""
         return self._block_by_hash.get(block_hash)
 
     def _forget_hash(self, block: int) -> None:

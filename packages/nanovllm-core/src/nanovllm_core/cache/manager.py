@@ -11,7 +11,7 @@ from nanovllm_core.request_state import RequestState
 
 
 class BlockShortage(NamedTuple):
-    """The result of `admit` for a request that needs `num_blocks` free blocks, more than there are."""
+    """The result of `admit` if a request needs `num_blocks` free blocks, and fewer blocks are free."""
 
     num_blocks: int
 
@@ -45,7 +45,7 @@ class CacheManager:
         cached_blocks = self._find_cached_blocks(request)
         num_shared_blocks, source_slot = len(cached_blocks), NULL_SLOT
         if self.state_pool is not None:
-            # Recurrent layers can continue only from a checkpoint, so cached blocks after it are useless.
+            # Recurrent layers can continue only from a checkpoint, so cached blocks after the checkpoint are useless.
             num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_shared_blocks])
             del cached_blocks[num_usable_blocks:]
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
@@ -65,7 +65,7 @@ class CacheManager:
                 source_slot,
                 num_computed=num_computed,
                 num_shared=num_shared_blocks * self.block_size,
-                leaves_checkpoints=self.prefix_caching,
+                saves_checkpoints=self.prefix_caching,
             )
         return num_computed
 
@@ -95,7 +95,7 @@ class CacheManager:
 
     def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""
-        # The last block is evicted first, because later prompts can use a block only with all blocks before.
+        # The last block is evicted first, because later prompts can use a block only with all preceding blocks.
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
@@ -129,7 +129,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # The last token is computed again for its logits, and so is a token that precedes an unscored prompt token.
+        # A token is computed again if its logits are needed: the last token, and each token before an unscored token.
         max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
         for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)

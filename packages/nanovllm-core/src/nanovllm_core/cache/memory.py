@@ -19,9 +19,9 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# A prompt of 8,192 tokens saves this many checkpoints.
-MAX_CHECKPOINTS_PER_ROW = 8
-# The number is bounded because the host keeps about 200 bytes per block.
+# Maximum number of checkpoint slots per running request. A prompt of 8,192 tokens saves as many checkpoints.
+CHECKPOINT_SLOTS_PER_ROW = 8
+# Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
 # Maximum share of the cache's memory for state slots, unless the slots of running requests alone take more.
 STATE_MEMORY_SHARE = 0.5
@@ -50,10 +50,10 @@ class CacheLayout:
         """
         attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
         state_specs = tuple(spec for spec in specs if isinstance(spec, StateSpec))
-        attention, *different = dict.fromkeys(attention_specs)
-        if different:
+        attention, *other_specs = dict.fromkeys(attention_specs)
+        if other_specs:
             raise ValueError(
-                f"cache_specs() gives both {attention} and {different[0]}: all attention layers of a model must be "
+                f"cache_specs() gives both {attention} and {other_specs[0]}: all attention layers of a model must be "
                 "alike"
             )
         block_size = choose_block_size(config, attention, has_states=bool(state_specs))
@@ -78,7 +78,7 @@ class CacheLayout:
 
 
 class CacheSize(NamedTuple):
-    """Numbers of blocks and state slots without the null block and the null slot, and the longest request in tokens."""
+    """The size of the caches. num_blocks, num_slots: numbers without the null block and the null slot."""
 
     num_blocks: int
     num_slots: int
@@ -86,7 +86,7 @@ class CacheSize(NamedTuple):
 
 
 class CacheMemory:
-    """The tensors of all caches of one rank. Before `allocate` the caches have only null blocks and null slots.
+    """The tensors of all caches of one rank. Initially the caches have only a null block and a null slot.
 
     num_blocks, num_slots: numbers without the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
@@ -113,7 +113,7 @@ class CacheMemory:
         )
         if layout.kv_cache_dtype == fp8.DTYPE:
             self.kv_scales = tuple(map(fp8.make_scales, self.kv_caches))
-        # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all of them.
+        # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all layers.
         self._stacked_states = {
             spec: StateCache(
                 allocate_zeros((num_layers, num_slots + 1, *spec.recurrent), layout.state_dtype, device),
@@ -121,8 +121,8 @@ class CacheMemory:
             )
             for spec, num_layers in Counter(layout.state_specs).items()
         }
-        unstacked = {spec: map(StateCache, *states) for spec, states in self._stacked_states.items()}
-        self.state_caches = tuple(next(unstacked[spec]) for spec in layout.state_specs)
+        layer_states = {spec: map(StateCache, *states) for spec, states in self._stacked_states.items()}
+        self.state_caches = tuple(next(layer_states[spec]) for spec in layout.state_specs)
 
     @property
     def kv_bytes(self) -> int:
@@ -189,7 +189,7 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # The last request to start needs a slot for its own state, and may need a checkpoint in another slot.
+    # Each running request needs a slot. The last request to start may also need the slot of a checkpoint.
     min_slots = config.max_num_seqs + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:
@@ -207,14 +207,14 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
         )
     if not config.prefix_caching:
         return min_slots
-    max_slots = config.max_num_seqs * (1 + MAX_CHECKPOINTS_PER_ROW)
+    max_slots = config.max_num_seqs * (1 + CHECKPOINT_SLOTS_PER_ROW)
     return max(min_slots, min(max_slots, int(free_bytes * STATE_MEMORY_SHARE) // slot_bytes - 1))
 
 
 def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
     """Bytes for the cache: on a CPU a configured number, on a GPU the memory that the largest step leaves free.
 
-    run_largest_step: runs the step that takes the most memory. Weights and tables must be allocated before.
+    run_largest_step: runs the step that takes the most memory. Allocate weights and tables before this call.
     Raises ConfigError if no memory is free.
     """
     if device.type == "cpu":
@@ -225,16 +225,16 @@ def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest
     allocated_before = torch.cuda.memory_allocated(device)
     run_largest_step()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - allocated_before
+    step_bytes = torch.cuda.max_memory_allocated(device) - allocated_before
     gc.collect()
     torch.cuda.empty_cache()
     # This counts memory of other processes, of the driver and of libraries as used.
     free, total = torch.cuda.mem_get_info(device)
-    free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - activations
+    free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
     if free_bytes <= 0:
         raise ConfigError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves nothing for the "
-            f"KV cache: {(total - free) / GIB:.1f} GiB are in use and a step takes {activations / GIB:.1f} GiB; raise "
+            f"KV cache: {(total - free) / GIB:.1f} GiB are in use and a step takes {step_bytes / GIB:.1f} GiB; raise "
             "it, free the GPU, or lower max_num_batched_tokens"
         )
     return free_bytes
@@ -279,7 +279,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def token_shape(spec: PagedSpec | MLASpec) -> tuple[int, int]:
-    """Shape of one token in a layer's cache: (heads of keys and values, dimensions per head)."""
+    """Shape of one token in a layer's cache: (number of key and value heads, dimensions per head)."""
     if isinstance(spec, MLASpec):
         return 1, spec.latent_dim + spec.rope_dim
     return 2 * spec.num_kv_heads, spec.head_dim

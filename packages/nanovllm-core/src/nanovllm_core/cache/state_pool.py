@@ -19,13 +19,13 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
     num_computed: number of cached tokens of the prompt; no checkpoint is saved among these tokens.
     num_shared: number of leading tokens that earlier prompts had too; later prompts may diverge at the same position.
 
-    The other positions are near the end, where continued conversations diverge. Each distance from the end is twice the
-    previous distance, because large states allow only few checkpoints.
+    The first position is the end of the shared tokens. The other positions are near the end of the prompt, where
+    continued conversations diverge. Distances from the end double, because large states allow only few checkpoints.
     """
     last = num_tokens - num_tokens % CHECKPOINT_INTERVAL
     distances = [0, *(CHECKPOINT_INTERVAL << doublings for doublings in range(MAX_CHECKPOINTS))]
-    near_end = (last - distance for distance in distances)
-    positions = dict.fromkeys([num_shared - num_shared % CHECKPOINT_INTERVAL, *near_end])
+    positions_near_end = (last - distance for distance in distances)
+    positions = dict.fromkeys([num_shared - num_shared % CHECKPOINT_INTERVAL, *positions_near_end])
     return [position for position in positions if position > num_computed][:MAX_CHECKPOINTS]
 
 
@@ -39,25 +39,25 @@ class StatePool:
         # Number of requests that may still start. Each takes a slot.
         self._num_free_rows = max_running
 
-    def find_checkpoint(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """The last checkpoint in a chain of blocks: (number of blocks before, slot); (0, NULL_SLOT) for none."""
+    def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """The last checkpoint of a sequence: (number of blocks up to the checkpoint, slot), or (0, NULL_SLOT)."""
         interval = self._blocks_per_checkpoint
-        for num_blocks in range(len(hashes) - len(hashes) % interval, 0, -interval):
-            slot = self.slots.lookup(hashes[num_blocks - 1])
+        for num_blocks in range(len(block_hashes) - len(block_hashes) % interval, 0, -interval):
+            slot = self.slots.lookup(block_hashes[num_blocks - 1])
             if slot is not None:
                 return num_blocks, slot
         return 0, NULL_SLOT
 
     def allocate(
-        self, request: RequestState, source_slot: int, *, num_computed: int, num_shared: int, leaves_checkpoints: bool
+        self, request: RequestState, source_slot: int, *, num_computed: int, num_shared: int, saves_checkpoints: bool
     ) -> None:
         """Allocate slots for a request that starts and for the checkpoints that the request saves.
 
-        source_slot: slot of the checkpoint from which the request starts, or the null slot.
-        num_computed: position of this checkpoint. num_shared: see `checkpoint_positions`.
+        source_slot: slot of the checkpoint from which the request starts; the null slot for a start from zeros.
+        num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # A held slot is not evicted by the allocations below. The release at the end marks the slot as used last.
+        # Holding the source slot prevents its eviction below. The release at the end makes the slot the last to evict.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)
@@ -65,10 +65,8 @@ class StatePool:
         (request.state_slot,) = slots.allocate(1)
         self._num_free_rows -= 1
         # Keep one slot per free row, and one slot for a checkpoint from which the next request may start.
-        num_spare_slots = (
-            max(slots.num_free + len(held_slots) - self._num_free_rows - 1, 0) if leaves_checkpoints else 0
-        )
-        positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:num_spare_slots])
+        max_checkpoints = max(slots.num_free + len(held_slots) - self._num_free_rows - 1, 0) if saves_checkpoints else 0
+        positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held_slots)
 

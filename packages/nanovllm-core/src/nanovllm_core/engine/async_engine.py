@@ -23,7 +23,7 @@ class AsyncEngine(Engine):
     def __init__(self, loop: EngineLoop):
         super().__init__(loop.info)
         self._loop = loop
-        self._task = asyncio.create_task(self._run())
+        self._loop_task = asyncio.create_task(self._run())
 
     @classmethod
     async def start(cls, spec: ModelSpec, config: EngineConfig | None = None) -> "AsyncEngine":
@@ -37,7 +37,7 @@ class AsyncEngine(Engine):
         try:
             return await self._loop.compile(spec)
         except GrammarError:
-            # If the engine died during the compilation, the GrammarError only reports the death.
+            # If the engine died during the compilation, the GrammarError is only a consequence of the death.
             if self.death_reason is not None:
                 raise EngineDeadError(self.death_reason) from None
             raise
@@ -45,7 +45,7 @@ class AsyncEngine(Engine):
     async def stop(self) -> None:
         """Stop once the steps in flight have finished. Open requests fail with EngineDeadError."""
         self._loop.stop()
-        await self._task
+        await self._loop_task
 
     async def _run(self) -> None:
         reason = "the engine was stopped"

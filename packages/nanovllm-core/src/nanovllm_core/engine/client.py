@@ -53,7 +53,7 @@ class EngineClient(Engine):
         try:
             return await cls._connect(owned_process.address, owned_process)
         except BaseException as error:
-            # A failed engine ends by itself. If this wait was cancelled, the engine may still load for minutes.
+            # A failed engine ends by itself. After a cancelled wait, the engine could continue to load for minutes.
             if not isinstance(error, Exception):
                 owned_process.kill()
             await owned_process.close()
@@ -158,10 +158,10 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address.endpoint)
-        # A duplicate is needed: an event loop accepts one reader per descriptor, and the address may be closed earlier.
-        self._lifeline = os.dup(address.lifeline.fileno())
+        # Duplicate the descriptor: the event loop accepts one reader per descriptor, and the original may be closed.
+        self._lifeline_fd = os.dup(address.lifeline.fileno())
         self._event_loop = asyncio.get_running_loop()
-        self._event_loop.add_reader(self._lifeline, self._on_process_end)
+        self._event_loop.add_reader(self._lifeline_fd, self._on_process_end)
         self._receive_future: asyncio.Future[bytes] | None = None
         self._has_process_ended = False
 
@@ -182,13 +182,13 @@ class EngineSocket:
 
     def close(self) -> None:
         """Close the connection."""
-        self._event_loop.remove_reader(self._lifeline)
-        os.close(self._lifeline)
+        self._event_loop.remove_reader(self._lifeline_fd)
+        os.close(self._lifeline_fd)
         self._socket.close()
         self._context.term()
 
     def _on_process_end(self) -> None:
-        self._event_loop.remove_reader(self._lifeline)
+        self._event_loop.remove_reader(self._lifeline_fd)
         self._event_loop.call_later(_DRAIN_S, self._stop_reading)
 
     def _stop_reading(self) -> None:

@@ -29,12 +29,12 @@ def check_request(request: Request, info: EngineInfo) -> None:
     sampling.validate(info.vocab_size)
     if sampling.grammar is not None and not info.supports_grammars:
         raise RequestError("grammar", GRAMMARS_UNSUPPORTED)
-    max_outputs = info.max_model_len - request.num_prompt_tokens
-    if sampling.max_tokens is not None and sampling.max_tokens > max_outputs:
+    max_output_tokens = info.max_model_len - request.num_prompt_tokens
+    if sampling.max_tokens is not None and sampling.max_tokens > max_output_tokens:
         raise RequestError(
             "max_tokens",
             f"max_tokens is {sampling.max_tokens}, but after a prompt of {request.num_prompt_tokens} tokens the "
-            f"context of {info.max_model_len} has {max_outputs} left",
+            f"context of {info.max_model_len} has {max_output_tokens} left",
         )
 
 
@@ -110,7 +110,7 @@ class Engine(ABC):
         """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
 
         Returns the types of parameters that are written as XML elements.
-        Raises GrammarError if it can't be compiled, is too large or takes too long; EngineDeadError if the engine dies.
+        Raises GrammarError if the grammar is invalid, too large or too slow; EngineDeadError if the engine dies.
         """
 
     @abstractmethod

@@ -27,8 +27,8 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# While a step with prompts runs, the next step is planned after PLANNING_START_SHARE of the predicted time, because few
-# steps end earlier. Planning takes time itself, so it starts PLANNING_LEAD_S and a time per waiting request earlier.
+# While a step with prompts runs, the next step should be planned after PLANNING_START_SHARE of the predicted time,
+# because few steps end earlier. Planning starts PLANNING_LEAD_S and a time per waiting request earlier to end in time.
 PLANNING_START_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
@@ -61,8 +61,7 @@ class EngineLoop:
         self._runner = runner
         self._depth = depth
         self._tracer = tracer
-        # Oldest step first.
-        self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
         # Time of `time.perf_counter` at which the device began the oldest step in flight.
         self._step_start_s = 0.0
         # Outputs of the last finished step, not posted to the event loop yet.
@@ -75,10 +74,10 @@ class EngineLoop:
         self._is_stopping = False
         # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
-        self._last_stats_s = 0.0
-        # A step in flight changes no stats, so the stats collected last remain valid.
+        self._last_stats_time_s = 0.0
+        # Stats do not change while a step is in flight, so the last stats remain valid.
         self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
-        self._last_emission_s = 0.0
+        self._last_emission_time_s = 0.0
         self._outbox_changed = asyncio.Event()
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
@@ -130,7 +129,7 @@ class EngineLoop:
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`. Raises the exception of a failed step, after which the engine cannot continue.
 
-        emit: called with the outputs of each step, and every STATS_INTERVAL_S with stats, else None.
+        emit: called with the outputs of each step, and with stats about every STATS_INTERVAL_S, otherwise None.
         """
         event_loop = asyncio.get_running_loop()
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
@@ -169,7 +168,7 @@ class EngineLoop:
                 or self._emitted_stats.num_requests_running
                 or self._emitted_stats.num_requests_waiting
             )
-            if not is_idle and time.monotonic() - self._last_emission_s >= STATS_INTERVAL_S:
+            if not is_idle and time.monotonic() - self._last_emission_time_s >= STATS_INTERVAL_S:
                 self._emit(emit, StepOutputs(), self._latest_stats)
 
     def _emit(self, emit: Emit, outputs: StepOutputs, stats: EngineStats | None) -> None:
@@ -179,7 +178,7 @@ class EngineLoop:
         if stats is not None:
             num_waiting = sum(request.status in _WAITING_STATUSES for request in self._open_requests.values())
             self._emitted_stats = stats = replace(stats, num_requests_waiting=num_waiting)
-            self._last_emission_s = time.monotonic()
+            self._last_emission_time_s = time.monotonic()
         emit(outputs, stats)
 
     def _run_steps(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -212,8 +211,8 @@ class EngineLoop:
         now_s, scheduler = time.monotonic(), self._scheduler
         has_no_requests = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
-        if has_no_requests or now_s - self._last_stats_s >= STATS_INTERVAL_S:
-            self._last_stats_s, stats = now_s, collect_stats(scheduler, self._runner)
+        if has_no_requests or now_s - self._last_stats_time_s >= STATS_INTERVAL_S:
+            self._last_stats_time_s, stats = now_s, collect_stats(scheduler, self._runner)
             self._latest_stats = stats
         self._outbox.append((outputs, stats))
         event_loop.call_soon_threadsafe(self._outbox_changed.set)

@@ -15,23 +15,23 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     """Start a thread that ends this process when the parent process has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event that the caller may set. The main thread then has `EXIT_GRACE_S` seconds to exit by itself.
+    Returns an event. If the caller sets the event, the main thread first gets `EXIT_GRACE_S` seconds to exit by itself.
     """
-    exits_itself = threading.Event()
+    exits_gracefully = threading.Event()
     parent = multiprocessing.parent_process()
     if parent is None:
-        return exits_itself
+        return exits_gracefully
 
     def exit_after_parent() -> None:
         parent.join()
         if clean_up is not None:
             clean_up()
-        if exits_itself.is_set():
+        if exits_gracefully.is_set():
             time.sleep(EXIT_GRACE_S)
         os._exit(EXIT_CODE)
 
     threading.Thread(target=exit_after_parent, name="nanovllm-parent", daemon=True).start()
-    return exits_itself
+    return exits_gracefully
 
 
 def has_parent_ended() -> bool:

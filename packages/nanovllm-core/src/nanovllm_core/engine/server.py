@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> None:
     """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
 
-    endpoint: ZeroMQ endpoint to bind, alone in its directory. Both are removed if the parent has ended.
+    endpoint: ZeroMQ endpoint to bind, in a directory of its own. If the parent has ended, the directory is removed.
     lifeline: kept open while this process lives, so that clients detect the end of the process.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
@@ -48,9 +48,9 @@ def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> Non
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     remove_socket = partial(_remove_socket, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
-    exits_itself = exit_with_parent(remove_socket)
+    exits_gracefully = exit_with_parent(remove_socket)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(recipe, endpoint, exits_itself))
+        asyncio.run(_serve(recipe, endpoint, exits_gracefully))
     if has_parent_ended():
         remove_socket()
 
@@ -63,7 +63,7 @@ def _remove_socket(endpoint: str) -> None:
         path.parent.rmdir()
 
 
-async def _serve(recipe: EngineRecipe, endpoint: str, exits_itself: threading.Event) -> None:
+async def _serve(recipe: EngineRecipe, endpoint: str, exits_gracefully: threading.Event) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
         # Without high-water marks, no message is dropped or blocked. Mandatory routing reports disconnected clients.
@@ -85,7 +85,7 @@ async def _serve(recipe: EngineRecipe, endpoint: str, exits_itself: threading.Ev
         # Exclude the existing objects from garbage collections, because most live until the process ends.
         gc.collect()
         gc.freeze()
-        exits_itself.set()
+        exits_gracefully.set()
         await EngineServer(engine_loop, socket).run()
 
 

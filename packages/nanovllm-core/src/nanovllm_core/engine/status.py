@@ -50,7 +50,8 @@ class EngineStats:
     prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found in the prefix cache.
     iteration_tokens: computed tokens of prompts and decodes. generation_tokens: output tokens.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
-    step_time_coefficients: see `StepTimeCoefficients`; pairs (name, value).
+    step_limit_s: time limit of a step with prompts and decodes.
+    step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
     step_time_error: mean relative error of recent predictions of step times.
     """
 

@@ -23,7 +23,7 @@ TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
 
 
 class TraceFile:
-    """A trace file. Viewers show tracks as threads. Raises ConfigError if the file can't be written."""
+    """A trace file. Viewers show each track as a thread. Raises ConfigError if the file can't be written."""
 
     def __init__(self, path: Path):
         try:

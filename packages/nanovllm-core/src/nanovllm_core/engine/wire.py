@@ -89,7 +89,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 class Compiled(msgspec.Struct, frozen=True, tag=True):
     """The answer to Compile.
 
-    error: arguments of the GrammarError that says why the grammar can't be compiled; None if it was compiled.
+    error: arguments of the GrammarError; None if the grammar was compiled.
     parameter_types: see `Engine.compile`.
     """
 
@@ -99,7 +99,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
-    """The engine failed. This is its last message."""
+    """The last message of an engine that failed."""
 
     reason: str
 

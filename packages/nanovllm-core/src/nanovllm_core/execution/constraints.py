@@ -20,7 +20,7 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# Time limit for matching one request: a constant and a number per output token. All requests wait while one is matched.
+# Time limit for matching one request: a constant plus a time per output token. All requests wait for each matcher.
 # JSON takes 10 us per token. Only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
@@ -34,7 +34,7 @@ _NUM_SEPARATE_STEPS = 16
 class Constraint:
     """The grammar and the reasoning budget of one row.
 
-    matcher: None without a grammar, and after the end of the grammar.
+    matcher: None without a grammar, and after the output has completed the grammar.
     budget: None without a budget, after the reasoning was closed, and if the grammar forbids closing the reasoning.
     num_launched_outputs: number of output tokens for which steps were launched.
     match_s: seconds spent in calls for this row alone.
@@ -65,13 +65,13 @@ class Constraint:
 
     @property
     def may_need_mask(self) -> bool:
-        """Whether the next token may be restricted. The previous token need not be known."""
+        """Whether the next token may be restricted. The answer does not depend on the previous token."""
         is_exhausted = self.budget is not None and self.num_launched_outputs >= self.budget.num_tokens
         return self.matcher is not None or is_exhausted
 
     @property
     def has_ended(self) -> bool:
-        """Whether no constraint is left."""
+        """Whether the remaining tokens of the row are unrestricted."""
         return self.matcher is None and self.budget is None and self.failure is None
 
     def append_token(self, token: int) -> bool:
@@ -93,7 +93,6 @@ class Constraint:
         if not accepted:
             self.failure = f"the grammar rejected token {token}, which its mask had allowed"
         elif self.matcher is not None and token in self.matcher.end_ids:
-            # The request ends with this token.
             self.matcher = None
 
     def restart_matcher(self) -> None:
@@ -112,9 +111,9 @@ class Constraint:
                 matcher.fill(masks, index)
 
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
-        """Restrict `mask` to the next token that closes the reasoning if the budget is exhausted.
+        """If the budget is exhausted, restrict `mask` to the next token of `ReasoningBudget.end`.
 
-        If the grammar's mask forbids the token, the budget is dropped. Returns whether the mask was changed.
+        If the grammar's mask forbids this token, the budget is dropped. Returns whether the mask was changed.
         """
         required_token = self._next_end_token()
         if required_token is None:
@@ -145,7 +144,7 @@ class Constraint:
         budget, output_ids = self.budget, self.output_ids
         if budget is None or len(output_ids) < budget.num_tokens:
             return None
-        # Number of first tokens of `budget.end` that the output ends with already.
+        # The output already ends with this number of tokens of `budget.end`.
         num_matched = min(len(budget.end) - 1, len(output_ids))
         while tuple(output_ids[len(output_ids) - num_matched :]) != budget.end[:num_matched]:
             num_matched -= 1
@@ -155,8 +154,8 @@ class Constraint:
 class Constraints:
     """The constraints of all rows.
 
-    One call advances all matchers, and one call fills all masks, because each call releases the interpreter lock and
-    may wait milliseconds to acquire it again.
+    One call advances all matchers, and one call fills all masks. Each call releases the interpreter lock, and may wait
+    milliseconds until the lock is free again.
     failures: pairs (index among the step's sampling requests, reason), set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
@@ -167,7 +166,7 @@ class Constraints:
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self.mask_buffer = MaskBuffer(num_rows, -(-vocab_size // 32), device)
         # Pairs (index among the step's sampling requests, constraint) of the current step.
-        self._constrained: list[tuple[int, Constraint]] = []
+        self._step_constraints: list[tuple[int, Constraint]] = []
         self._mask_candidates: list[tuple[int, Constraint]] = []
         self._in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
         # Number of next steps that match each row in a separate call.
@@ -177,14 +176,14 @@ class Constraints:
         """Begin a step. Returns whether the step must call `fill_masks` before it samples."""
         for new in plan.new_rows:
             self._replace_constraint(new)
-        self.failures, self._constrained, self._mask_candidates = [], [], []
+        self.failures, self._step_constraints, self._mask_candidates = [], [], []
         if not self._constraint_by_row:
             return False
-        rows, _, samples = plan.scheduled
-        sampling_rows = rows[samples]
+        rows, _, is_sampled = plan.scheduled
+        sampling_rows = rows[is_sampled]
         for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
             constraint = self._constraint_by_row[int(sampling_rows[index])]
-            self._constrained.append((index, constraint))
+            self._step_constraints.append((index, constraint))
             if constraint.may_need_mask:
                 self._mask_candidates.append((index, constraint))
             constraint.num_launched_outputs += 1
@@ -197,14 +196,14 @@ class Constraints:
         """
         self._advance_matchers(wait=True)
         candidates = self._mask_candidates
-        matched = [pair for pair in candidates if pair[1].matcher is not None and pair[1].failure is None]
-        unmatched = [pair for pair in candidates if pair[1].matcher is None or pair[1].failure is not None]
+        grammar_candidates = [pair for pair in candidates if pair[1].matcher is not None and pair[1].failure is None]
+        other_candidates = [pair for pair in candidates if pair[1].matcher is None or pair[1].failure is not None]
         masks = self.mask_buffer.new_masks(len(candidates))
-        self._fill_all([constraint for _, constraint in matched], masks)
+        self._fill_all([constraint for _, constraint in grammar_candidates], masks)
         allows_any_token = np.any(masks, axis=1)
-        masked_rows: list[int] = []
-        for mask_index, (index, constraint) in enumerate([*matched, *unmatched]):
-            has_grammar_mask = mask_index < len(matched)
+        masked_indices: list[int] = []
+        for mask_index, (index, constraint) in enumerate([*grammar_candidates, *other_candidates]):
+            has_grammar_mask = mask_index < len(grammar_candidates)
             if has_grammar_mask and constraint.failure is None and not allows_any_token[mask_index]:
                 constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
             is_masked = False
@@ -212,14 +211,14 @@ class Constraints:
                 self.failures.append((index, constraint.failure))
             else:
                 is_masked = constraint.force_budget_token(masks[mask_index]) or has_grammar_mask
-            masked_rows.append(int(sampling_indices[index]) if is_masked else -1)
-        return None if max(masked_rows) < 0 else self.mask_buffer.send(masked_rows)
+            masked_indices.append(int(sampling_indices[index]) if is_masked else -1)
+        return None if max(masked_indices) < 0 else self.mask_buffer.send(masked_indices)
 
     def end_step(self, handle: StepHandle) -> None:
         """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._advance_matchers(wait=False)
-        if self._constrained:
-            self._in_flight.append((handle, self._constrained))
+        if self._step_constraints:
+            self._in_flight.append((handle, self._step_constraints))
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
@@ -234,10 +233,10 @@ class Constraints:
     def _advance_matchers(self, *, wait: bool) -> None:
         """Advance matchers by the tokens of finished steps. wait: wait for all steps in flight to finish."""
         while self._in_flight and (wait or self._in_flight[0][0].is_finished):
-            handle, constrained = self._in_flight.popleft()
+            handle, step_constraints = self._in_flight.popleft()
             handle.wait()
             token_ids = handle.token_ids
-            new_tokens = [(constraint, int(token_ids[index])) for index, constraint in constrained]
+            new_tokens = [(constraint, int(token_ids[index])) for index, constraint in step_constraints]
             self._advance_all([pair for pair in new_tokens if pair[0].append_token(pair[1])])
             for constraint, _ in new_tokens:
                 # The row may belong to another request now.
@@ -255,7 +254,7 @@ class Constraints:
             try:
                 results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
-                # One matcher failed. It is unknown which other matchers have advanced.
+                # One matcher failed. The other matchers may have advanced or not.
                 for constraint, _ in new_tokens:
                     constraint.restart_matcher()
                 return

@@ -23,21 +23,21 @@ class BatchBounds(NamedTuple):
     num_tokens: tokens of the step, including padding.
     num_decodes: leading requests with one token in the step; None if unknown.
     max_seq_len: maximum context length after the step, in tokens.
-    whole: see `BatchShape`.
+    has_only_whole_prompts: see `BatchShape`.
     """
 
     num_tokens: int
     num_decodes: int | None
     max_query_len: int
     max_seq_len: int
-    whole: bool
+    has_only_whole_prompts: bool
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> "BatchBounds":
         """The bounds of a step without padding."""
         lengths, shape = plan.scheduled.num_tokens, plan.shape
         num_decodes = int(np.count_nonzero(lengths == 1))
-        return cls(shape.num_tokens, num_decodes, int(lengths.max()), plan.max_seq_len, shape.whole)
+        return cls(shape.num_tokens, num_decodes, int(lengths.max()), plan.max_seq_len, shape.has_only_whole_prompts)
 
 
 class ForwardOutput(NamedTuple):
@@ -78,9 +78,9 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # Attention between captured pieces is planned again at each replay, so plan as little as possible here.
-        planned = bounds if launch_attention is None else bounds._replace(num_decodes=0)
-        attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned)
+        # Each replay plans the attention between captured pieces again, so plan as little as possible here.
+        planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
+        attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned_bounds)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
         context = ForwardContext(
             attention_batch,
@@ -113,16 +113,16 @@ class ForwardPass:
             backend=self._config.attention_backend,
             dtype=self._config.torch_dtype,
             num_tokens=bounds.num_tokens,
-            has_only_whole_prompts=bounds.whole,
+            has_only_whole_prompts=bounds.has_only_whole_prompts,
         )
 
     def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:
         """Plan the attention between the pieces of a replayed step. output: tensors of the captured forward pass."""
         # Graph pieces do not keep the new keys and values, so attention reads whole prompts from the cache.
-        bounds = BatchBounds.from_plan(plan)._replace(whole=False)
-        count, width = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
-        lengths = (output.seq_lens[:count], rows.query_start_loc)
-        return self.plan_attention(output.block_tables[:count, :width], *lengths, bounds)
+        bounds = BatchBounds.from_plan(plan)._replace(has_only_whole_prompts=False)
+        num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
+        lengths = (output.seq_lens[:num_reqs], rows.query_start_loc)
+        return self.plan_attention(output.block_tables[:num_reqs, :max_blocks], *lengths, bounds)
 
     def _plan_states(self, rows: DeviceRows, seq_lens: Tensor, bounds: BatchBounds) -> StateBatch:
         return plan_states(

@@ -21,6 +21,7 @@ from nanovllm_core.model import AttentionFunction, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
 
+# Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
 MIN_MIXED_TOKENS = 64
 # Maximum difference between neighbouring small sizes. Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
@@ -33,16 +34,16 @@ MIN_FEW_REQUEST_TOKENS = 256
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
-    mode: graph mode: "full_decode_only" (every request has max_query_len tokens), "full" (any mix, one graph) or
-        "piecewise" (any mix, several graphs).
-    whole: whether the shape is only for steps with `BatchShape.whole`.
+    mode: "full_decode_only" (every request has max_query_len tokens), "full" (prompts and decodes in one graph) or
+        "piecewise" (prompts and decodes in several graphs).
+    has_only_whole_prompts: whether the shape serves only steps with this property, see `BatchShape`.
     """
 
     num_reqs: int
     num_tokens: int
     max_query_len: int
     mode: GraphMode
-    whole: bool = False
+    has_only_whole_prompts: bool = False
 
 
 # Runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
@@ -55,7 +56,7 @@ ChooseTokens = Callable[[int, ForwardOutput], Tensor]
 class CapturedStep:
     """The graphs of one shape.
 
-    attentions: one function per piece but the last: (batch, number of tokens), launches the attention after the piece.
+    attentions: functions (batch, number of tokens) that launch the attention between consecutive pieces.
     output: tensors to which the pieces write the result of the forward pass.
     """
 
@@ -119,7 +120,7 @@ def graph_shapes(
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
     query_lens: numbers of tokens per request in decode steps.
-    min_whole_tokens: minimum number of tokens of shapes with `whole`; None for no such shapes.
+    min_whole_tokens: minimum number of tokens of shapes for whole prompts; None for no such shapes.
     """
     if mode == "none":
         return []
@@ -135,17 +136,17 @@ def graph_shapes(
             shapes.extend(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
-        # Graph pieces do not keep the new keys and values, from which attention of whole prompts reads.
+        # Attention of whole prompts reads the new keys and values, which graph pieces do not keep.
         if mode == "full" and min_whole_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
-            shapes.extend(GraphShape(num_reqs, size, size, mode, whole=True) for size in whole_sizes)
+            shapes.extend(GraphShape(num_reqs, size, size, mode, has_only_whole_prompts=True) for size in whole_sizes)
     return sorted(shapes, key=_sort_key, reverse=True)
 
 
 def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
-    # The shape for whole prompts is faster, so it precedes another shape of the same size.
-    return shape.num_tokens, shape.num_reqs, not shape.whole
+    # Among shapes of equal size, the shape for whole prompts comes first, because this shape is faster.
+    return shape.num_tokens, shape.num_reqs, not shape.has_only_whole_prompts
 
 
 class StepGraphs:
@@ -171,12 +172,12 @@ class StepGraphs:
         return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
-        """The smallest captured step for the batch; None if the batch must be launched without a graph."""
+        """Count the step, and return its smallest captured step; None if the batch must be launched without a graph."""
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
         for shape in () if not allows_graph else self._mixed if decodes is None else decodes:
             fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
-            if fits and (batch.whole or not shape.whole) and shape in self._steps:
+            if fits and (batch.has_only_whole_prompts or not shape.has_only_whole_prompts) and shape in self._steps:
                 self.num_steps[shape.mode, kind] += 1
                 return self._steps[shape]
         self.num_steps["none", kind] += 1
@@ -216,11 +217,11 @@ class StepGraphs:
             return free_before - torch.cuda.mem_get_info()[0]
 
         with torch.cuda.stream(stream):
-            # The first capture also measures the memory of the pool and of libraries.
+            # The first measurement includes the memory of the pool and of libraries.
             total = capture_bytes(self._shapes[0])
             for mode in {shape.mode for shape in self._shapes}:
-                same_mode = [shape for shape in self._shapes if shape.mode == mode]
-                total += len(same_mode) * max(capture_bytes(shape) for shape in same_mode[:2])
+                mode_shapes = [shape for shape in self._shapes if shape.mode == mode]
+                total += len(mode_shapes) * max(capture_bytes(shape) for shape in mode_shapes[:2])
         torch.cuda.current_stream().wait_stream(stream)
         steps.clear()
         torch.cuda.synchronize()
@@ -273,7 +274,7 @@ class _Capture:
     def launch_attention(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """End the piece, store `attention` for replays, and begin the next piece. Returns the tensor of the result.
 
-        Padding rows of the result are not computed. They affect no other row: the model writes them to the null block.
+        Padding rows of the result are not computed. The model writes the keys and values of padding to the null block.
         """
         out = q.new_empty((*q.shape[:-1], q.shape[-1] if value_dim is None else value_dim))
         self.pieces[-1].capture_end()

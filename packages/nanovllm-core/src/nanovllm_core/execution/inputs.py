@@ -28,12 +28,12 @@ class DeviceRows(NamedTuple):
 
     table_rows: int32 [n], rows of the request table.
     query_start_loc: int32 [n + 1], index of each request's first token in the step.
-    samples: int32 [n], 1 for a request that samples a token, else 0.
+    is_sampled: int32 [n], 1 for a request that samples a token, else 0.
     """
 
     table_rows: Tensor
     query_start_loc: Tensor
-    samples: Tensor
+    is_sampled: Tensor
 
 
 def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
@@ -46,7 +46,7 @@ def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
 
 
 def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
-    """Copy flat int32 arrays to `device` in one transfer. Results begin at even offsets, to be viewed as int64."""
+    """Copy flat int32 arrays to `device` in one transfer. Each result is aligned for a view as int64."""
     padded_lengths = [array.size + (array.size & 1) for array in arrays]
     flat = np.zeros(sum(padded_lengths), np.int32)
     offset = 0
@@ -70,9 +70,9 @@ class MaskBuffer:
         self._bits = self._device_buffer[size:].view(size, num_words)
 
     def new_masks(self, count: int) -> Int32Array:
-        """Masks int32 [count, words] that allow every token. The caller restricts them and calls `send`."""
+        """Masks int32 [count, words] that allow every token. The caller restricts the masks and calls `send`."""
         length = self._size + count * self._num_words
-        # The last transfer may still read the last buffer, so create a new buffer.
+        # The previous transfer may still read the previous buffer, so create a new buffer.
         self._host_buffer = torch.full((length,), -1, dtype=torch.int32, pin_memory=self._device_buffer.is_cuda)
         return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)
 
@@ -107,23 +107,23 @@ class StepBuffer:
         self._device_buffer = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)
         self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
-    def write(self, rows: Int64Array, lengths: Int64Array, samples: NDArray[np.bool_]) -> None:
-        """Upload the requests of a step if they differ from the last step. Arguments: see `ScheduledRows`."""
+    def write(self, rows: Int64Array, lengths: Int64Array, is_sampled: NDArray[np.bool_]) -> None:
+        """Upload the requests of a step, unless the last step had equal requests. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
         step[:count] = rows
         starts = step[size : 2 * size + 1]
         np.cumsum(lengths, out=starts[1 : count + 1])
         starts[count + 1 :] = starts[count]
-        step[2 * size + 1 : 2 * size + 1 + count] = samples
+        step[2 * size + 1 : 2 * size + 1 + count] = is_sampled
         if not np.array_equal(step, self._last_step):
             self._device_buffer.copy_(stage_upload(step, self._device), non_blocking=True)
             self._last_step = step
 
     def first_rows(self, count: int) -> DeviceRows:
         """Views of the first `count` entries."""
-        table_rows, query_start_loc, samples = self._rows
-        return DeviceRows(table_rows[:count], query_start_loc[: count + 1], samples[:count])
+        table_rows, query_start_loc, is_sampled = self._rows
+        return DeviceRows(table_rows[:count], query_start_loc[: count + 1], is_sampled[:count])
 
     def clear(self) -> None:
         """Upload a step without requests."""

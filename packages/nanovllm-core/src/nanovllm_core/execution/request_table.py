@@ -120,12 +120,12 @@ class RequestTable:
             if plan.new_blocks.rows:
                 self._write_changes(plan)
             return self._last_step[1]
-        rows, lengths, samples = plan.scheduled
+        rows, lengths, is_sampled = plan.scheduled
         if plan.new_rows or plan.new_blocks.rows:
             self._write_changes(plan)
         state_copies = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
-        self.step_buffer.write(rows, lengths, samples)
-        sampling_indices = np.flatnonzero(samples)
+        self.step_buffer.write(rows, lengths, is_sampled)
+        sampling_indices = np.flatnonzero(is_sampled)
         sampling_rows = rows[sampling_indices]
         num_logprobs = self._num_logprobs[sampling_rows]
         inputs = StepInputs(
@@ -164,9 +164,9 @@ class RequestTable:
         return (sources.view(torch.int64), targets.view(torch.int64)) if len(copies) else None
 
     def _write_changes(self, plan: StepPlan) -> None:
-        new = plan.new_blocks
-        block_indices = np.array(new.rows, np.int64) * self.block_table.shape[1] + np.array(new.entries, np.int64)
-        arrays = [block_indices.view(np.int32), np.array(new.block_ids, np.int32)]
+        blocks = plan.new_blocks
+        block_indices = np.array(blocks.rows, np.int64) * self.block_table.shape[1] + np.array(blocks.entries, np.int64)
+        arrays = [block_indices.view(np.int32), np.array(blocks.block_ids, np.int32)]
         if plan.new_rows:
             self._record_options(plan.new_rows)
             arrays += self._row_columns(plan.new_rows)
@@ -217,7 +217,7 @@ class RequestTable:
         self.tokens.view(-1)[token_indices.long()] = token_ids
 
     def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
-        """Write token counts, biases and forbidden sequences, or remove those of the row's previous request.
+        """Write token counts, biases and forbidden sequences, or clear the entries of the row's previous request.
 
         Few requests need these tables, so each request has its own upload.
         """

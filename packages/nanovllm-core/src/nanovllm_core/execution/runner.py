@@ -64,9 +64,9 @@ class Runner:
         self._forward = ForwardPass(model, self._table, self.cache, config)
         # Lowered by `allocate` if the cache is smaller.
         self.max_model_len = config.max_model_len
-        limits = (config.max_num_seqs, config.max_num_batched_tokens)
+        batch_limits = (config.max_num_seqs, config.max_num_batched_tokens)
         min_whole_tokens = min_whole_prompt_tokens(self.cache.kv_caches[0], config.attention_backend)
-        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *limits, min_whole_tokens=min_whole_tokens))
+        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, min_whole_tokens=min_whole_tokens))
 
     @classmethod
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class Runner:
             self._table.step_buffer.clear()
             num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
             many_rows = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
-            shapes = (many_rows, many_rows._replace(whole=True), GraphShape(1, 1, 1, "none"))
+            shapes = (many_rows, many_rows._replace(has_only_whole_prompts=True), GraphShape(1, 1, 1, "none"))
             for shape in tqdm(shapes, desc="compiling", disable=None):
                 self._chooser.choose_padded(int(SamplingOps.RANDOM), self._forward_padded(shape))
                 self._forward_padded(shape, num_decodes=0)
@@ -127,7 +127,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Launch a step. On CUDA the host waits only for tokens of the previous step on which masks depend.
+        """Launch a step. On CUDA the host waits for the previous step only if masks depend on its tokens.
 
         Raises RuntimeError if another operation waits for the device and `config.forbid_sync` is set.
         """
@@ -160,22 +160,22 @@ class Runner:
             )
             return captured.output, captured.sampling_graphs, ()
         hidden, batch = forward.run(step.device_rows, BatchBounds.from_plan(plan))
-        prompt_scores = [self._score_prompt(part, hidden) for part in plan.prompt_logprobs_ranges]
+        prompt_scores = [self._score_prompt(span, hidden) for span in plan.prompt_logprobs_ranges]
         logits = forward.last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
         return ForwardOutput(logits, batch.seq_lens, batch.block_tables), None, prompt_scores
 
-    def _score_prompt(self, part: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
+    def _score_prompt(self, span: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
         # The kernels need aligned memory, so copy the tokens.
-        tokens = self._table.tokens[part.row, part.start : part.start + part.num_tokens].clone()
-        hidden = hidden[part.first_logits_index : part.first_logits_index + part.num_tokens]
-        return score_prompt_tokens(hidden, tokens, part.num_top, self._model.compute_logits)
+        tokens = self._table.tokens[span.row, span.start : span.start + span.num_tokens].clone()
+        hidden = hidden[span.first_logits_index : span.first_logits_index + span.num_tokens]
+        return score_prompt_tokens(hidden, tokens, span.num_top, self._model.compute_logits)
 
     def _forward_padded(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
     ) -> ForwardOutput:
         """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
         bounds = BatchBounds(
-            shape.num_tokens, num_decodes, shape.max_query_len, self._config.max_model_len, shape.whole
+            shape.num_tokens, num_decodes, shape.max_query_len, self._config.max_model_len, shape.has_only_whole_prompts
         )
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
@@ -200,14 +200,14 @@ class Runner:
         )
         lengths.sort()
         last_row = len(lengths) - 1
-        part = PromptLogprobsRange(last_row, 1, lengths[last_row] - 1, MAX_TOP_LOGPROBS, sum(lengths[:last_row]))
-        self._run_dummy_step(lengths, sampling, [part] if part.num_tokens else [])
+        span = PromptLogprobsRange(last_row, 1, lengths[last_row] - 1, MAX_TOP_LOGPROBS, sum(lengths[:last_row]))
+        self._run_dummy_step(lengths, sampling, [span] if span.num_tokens else [])
 
     def _run_dummy_step(
         self,
         lengths: list[int],
         sampling: SamplingParams,
-        prompt_parts: Sequence[PromptLogprobsRange] = (),
+        logprobs_ranges: Sequence[PromptLogprobsRange] = (),
         *,
         context_len: int = 0,
     ) -> float:
@@ -219,9 +219,9 @@ class Runner:
         new_rows = [NewRow(row, ids, len(ids), context_len, sampling, 0, ()) for row, ids in enumerate(prompts)]
         num_rows = len(lengths)
         scheduled = ScheduledRows(np.arange(num_rows), np.array(lengths), np.ones(num_rows, np.bool_))
-        shape = BatchShape(num_rows, sum(lengths), None, whole=context_len == 0)
+        shape = BatchShape(num_rows, sum(lengths), None, has_only_whole_prompts=context_len == 0)
         max_seq_len = context_len + max(lengths)
-        handle = self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*prompt_parts]))
+        handle = self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*logprobs_ranges]))
         handle.wait()
         return handle.duration_s
 
@@ -237,7 +237,7 @@ def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
 
 @contextmanager
 def _forbid_waiting() -> Generator[None]:
-    """Make operations in this context raise RuntimeError if the host waits for the device, except for an event."""
+    """Make operations in this context raise RuntimeError if the host waits for the device. Events are exempt."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

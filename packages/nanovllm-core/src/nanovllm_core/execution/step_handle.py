@@ -21,7 +21,7 @@ class StepHandle:
     tokens: int32, tokens of all requests of the step, perhaps with padding; None when no request samples.
     logprobs: log-probabilities of requests with log-probabilities; None without such requests.
     host_slot: the buffer for the tokens; None on a CPU. Later steps overwrite the buffer, see `HostCopyRing`.
-    failures: pairs (index among the requests that sample, reason) of requests without a token.
+    failures: pairs (index among the requests that sample, reason) of requests that got no token.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class TokenChooser:
         table = self._table
         counts = table.counts if ops & _PENALTY else None
         tables = TokenTables(table.tokens, table.num_computed)
-        commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.samples, tables, counts)
+        commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
 
 
 def choose_tokens(
@@ -154,7 +154,7 @@ def select_graph(graphs: SamplingGraphs, ops: int) -> int:
 def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs) -> sampling.Logprobs:
     """Log-probabilities of the chosen and of the likeliest tokens, for rows with log-probabilities.
 
-    tokens: [n]. logits: [n, vocab], without penalties and temperature. Both may have padding at the end.
+    tokens: [n]. logits: [n, vocab], without penalties and temperature. Both tensors may have padding at the end.
     """
     indices, count = step.sampling_indices[step.num_logprobs >= 0], len(step.device_rows.table_rows)
     if indices.size < count:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
-# Without a target time, a step with prompts and decodes may take as long as this many usual decode steps.
+# Without a target time, the time limit of a step with prompts and decodes is at least this many usual decode steps.
 MIN_MIXED_DECODE_STEPS = 4
 # Steps may take longer than predicted, so a budget leaves a share of the time limit unused: _MARGIN_PER_EXCESS times
 # the mean excess over the prediction, but at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A chunk loses its last attention round if its rounds leave more than _MAX_IDLE_SHARE of the device idle, and attention
-# takes at least _MIN_ATTENTION_SHARE of its time.
+# A GPU computes the attention of a chunk in rounds, see `AttentionRounds`. A chunk loses its last round if more than
+# _MAX_IDLE_SHARE of its rounds is idle, and attention takes at least _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
 
@@ -21,9 +21,10 @@ _MAX_IDLE_SHARE = 0.2
 class StepLimits(NamedTuple):
     """Limits of every step.
 
-    target_s: time limit of a step with decodes; None for the larger of `mixed_step_s` and MIN_MIXED_DECODE_STEPS usual
-        decode steps.
-    rounds: the rounds in which the device computes the attention of chunks.
+    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_s` and
+        MIN_MIXED_DECODE_STEPS usual decode steps.
+    prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
+    rounds: how the device divides the attention of chunks into rounds.
     padded_tokens: token counts to which steps with prompts are padded, rising. Larger steps are not padded.
     """
 
@@ -49,23 +50,23 @@ class StepLimits(NamedTuple):
 class StepBudget:
     """The tokens and the time that remain for prompts in a step.
 
-    decodes: the step's work without prompts.
+    decode_work: the step's work without prompts.
     chunk_unit: a chunk that does not finish its prompt ends at a multiple of this many tokens.
     """
 
-    def __init__(self, limits: StepLimits, step_time_model: StepTimeModel, decodes: StepWork, chunk_unit: int):
+    def __init__(self, limits: StepLimits, step_time_model: StepTimeModel, decode_work: StepWork, chunk_unit: int):
         self._limits = limits
         self._model = step_time_model
         self._chunk_unit = chunk_unit
         # The work of decodes and added chunks, without rounding attention up to whole rounds.
-        self._work = decodes
+        self._work = decode_work
         # (start, number of tokens) of each added chunk.
         self._chunks: list[tuple[int, int]] = []
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
-        self._limit_s = usable_share * limits.time_limit_s(decodes.num_tokens, decode_step_s)
+        self._limit_s = usable_share * limits.time_limit_s(decode_work.num_tokens, decode_step_s)
         # Limit for chunks that do not finish their prompt, because they delay prompts that finish in the step.
-        self._shared_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
+        self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 
     @property
@@ -78,7 +79,7 @@ class StepBudget:
         return self._limits.max_tokens - self._work.num_tokens
 
     def size_chunk(self, start: int, end: int) -> int:
-        """The number of tokens to compute next of a prompt of `end` tokens whose first `start` tokens are computed.
+        """The number of tokens of a prompt's next chunk. start: number of computed tokens; end: tokens of the prompt.
 
         The first chunk of a step has at least one unit: otherwise slow decodes could starve prompts.
         """
@@ -86,7 +87,7 @@ class StepBudget:
             return 0
         num_tokens = self._size_within(start, end, self._limit_s)
         if self._chunks and start + num_tokens < end:
-            num_tokens = self._size_within(start, end, self._shared_limit_s)
+            num_tokens = self._size_within(start, end, self._unfinished_chunk_limit_s)
         return num_tokens
 
     def add_chunk(self, start: int, end: int, num_tokens: int) -> float:
@@ -132,15 +133,15 @@ class StepBudget:
         return max(int(fitting_tokens), unpadded_tokens)
 
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
-        """Shorten a chunk until the step fits into `limit_s` with whole rounds. The first chunk keeps one round."""
-        is_first, is_last = not self._chunks, start + num_tokens == end
-        full_rounds = self._tokens_before_last_round(start, num_tokens)
-        if num_tokens <= 0 or (is_first and full_rounds <= 0) or self._fits(start, num_tokens, limit_s):
+        """Shorten a chunk until the step fits into `limit_s`. A step's first chunk keeps at least one round."""
+        is_first_chunk, finishes_prompt = not self._chunks, start + num_tokens == end
+        full_round_tokens = self._tokens_before_last_round(start, num_tokens)
+        if num_tokens <= 0 or (is_first_chunk and full_round_tokens <= 0) or self._fits(start, num_tokens, limit_s):
             return num_tokens
-        # A partial round takes as long as a whole one: leave the tokens to the next step.
-        if is_last and full_rounds <= 0:
+        # A partial round takes as long as a whole round, so leave the tokens to the next step.
+        if finishes_prompt and full_round_tokens <= 0:
             return 0
-        chunk_ends = range(start + full_rounds, start + num_tokens, self._chunk_unit)
+        chunk_ends = range(start + full_round_tokens, start + num_tokens, self._chunk_unit)
 
         def is_too_long(chunk_end: int) -> bool:
             return chunk_end > start and not self._fits(start, chunk_end - start, limit_s)

@@ -24,8 +24,8 @@ class SchedulerCounters:
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    num_preempted_unreleased, num_finished_unreleased: number of requests whose row and blocks are released once no step
-        in flight refers to the row.
+    num_preempted_unreleased, num_finished_unreleased: number of preempted and of finished requests that still hold
+        blocks, because a step in flight refers to their row.
     """
 
     def __init__(self, cache: CacheManager, rows: RowTable):
@@ -57,7 +57,7 @@ class RequestLifecycle:
         self.waiting.push(request)
 
     def start(self, request: RequestState, num_cached_tokens: int) -> None:
-        """Give a row to a waiting request that the cache has admitted. num_cached_tokens: result of `admit`."""
+        """Give a row to a waiting request. num_cached_tokens: result of `CacheManager.admit`."""
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         self.rows.assign(request, num_cached_tokens, len(request.block_ids) * self.cache.block_size)
@@ -69,7 +69,7 @@ class RequestLifecycle:
                 self.counters.num_cached_tokens += num_cached_tokens
 
     def preempt(self, request: RequestState) -> None:
-        """Free the blocks of a running request and queue it again. Tokens of steps in flight are kept."""
+        """Free the blocks of a running request and queue the request again. Keep the tokens of steps in flight."""
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1

@@ -21,13 +21,13 @@ class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
     query_len: number of tokens per request if equal for all requests; else None.
-    whole: whether the step has prompts, and no prompt of the step was computed in part before.
+    has_only_whole_prompts: whether the step has prompts, and no prompt of the step was computed in part before.
     """
 
     num_reqs: int
     num_tokens: int
     query_len: int | None
-    whole: bool = False
+    has_only_whole_prompts: bool = False
 
 
 class ScheduledRows(NamedTuple):
@@ -59,7 +59,7 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """The state slot of a request, its initial value, and the checkpoints to save. source_slot: 0 for zeros."""
+    """The state slot of a new row, and the checkpoints to save. source_slot: slot to copy to `slot`; 0 for zeros."""
 
     slot: int
     source_slot: int
@@ -128,7 +128,7 @@ class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
     num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step.
-    decodes: None unless every row decodes. predicted_s: predicted time; 0 for a step without prompts.
+    decodes: the rows of a step without prompts; else None. predicted_s: predicted time; 0 for a step without prompts.
     """
 
     plan: StepPlan

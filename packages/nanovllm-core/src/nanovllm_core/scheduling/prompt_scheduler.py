@@ -17,9 +17,9 @@ MAX_WAITING_CANDIDATES = 64
 CHUNK_UNIT_TOKENS = 16
 # Requests that lacked blocks are retried after this many steps, because other requests may have cached shared blocks.
 RETRY_INTERVAL_STEPS = 16
-# Minimum share of the time for prompts that the oldest prompt gets on average.
+# On average the oldest prompt gets at least this share of the time for prompts.
 MIN_OLDEST_SHARE = 0.25
-# Maximum number of requests that are admitted before a request that lacked free blocks.
+# Maximum number of other requests that are admitted while a request waits for free blocks.
 MAX_BYPASSES = 32
 
 
@@ -53,8 +53,8 @@ class _Candidate(NamedTuple):
 class PromptScheduler:
     """Chooses the prompts of each step, by service class, then by remaining work.
 
-    The oldest prompt of the first class gets at least MIN_OLDEST_SHARE of the time. If a request lacks blocks, at most
-    MAX_BYPASSES other requests are admitted before.
+    The oldest prompt of the first service class gets at least MIN_OLDEST_SHARE of the time. While a request waits for
+    free blocks, at most MAX_BYPASSES other requests are admitted.
     """
 
     def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
@@ -64,25 +64,25 @@ class PromptScheduler:
         self._rows = lifecycle.rows
         self._step_time_model = step_time_model
         # Estimated numbers of cached tokens of waiting requests, by request key.
-        self._num_hits_by_key: dict[int, int] = {}
-        # Numbers of free blocks that are needed to admit requests that lacked blocks, by request key.
+        self._cached_tokens_by_key: dict[int, int] = {}
+        # For each request that lacked blocks: the number of free blocks that its admission needs, by request key.
         self._needed_blocks_by_key: dict[int, int] = {}
-        self._num_searches = 0
+        self._num_candidate_searches = 0
         # The first request that lacked blocks, and the number of requests admitted since.
         self._blocked_request: RequestState | None = None
         self._num_bypasses = 0
         # Consecutive steps in which the oldest prompt got less than its share.
         self._num_unfair_steps = 0
 
-    def schedule(self, decodes: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:
-        """Add chunks to `prompts`. decodes: the step's work without prompts. may_admit: also admit waiting requests."""
+    def schedule(self, decode_work: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:
+        """Add chunks to `prompts`. decode_work: the step's decodes. may_admit: whether waiting requests may start."""
         candidates = self._running_candidates()
         if may_admit and self._rows.num_free_rows:
             candidates += self._waiting_candidates()
         if not candidates:
             return
         chunk_unit = min(self._cache.block_size, CHUNK_UNIT_TOKENS)
-        budget = StepBudget(self._limits, self._step_time_model, decodes, chunk_unit)
+        budget = StepBudget(self._limits, self._step_time_model, decode_work, chunk_unit)
         candidates.sort(key=self._service_order)
         first_class = request_class(candidates[0].request)
         oldest = min(
@@ -127,22 +127,23 @@ class PromptScheduler:
         requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
         if self._blocked_request is not None and self._blocked_request not in self._lifecycle.waiting:
             self._blocked_request = None
-        last_hits = self._num_hits_by_key
-        hits = {
-            request.key: self._cache.estimate_cached_tokens(request, last_hits.get(request.key)) for request in requests
+        last_estimates = self._cached_tokens_by_key
+        estimates = {
+            request.key: self._cache.estimate_cached_tokens(request, last_estimates.get(request.key))
+            for request in requests
         }
-        self._num_searches += 1
-        if self._num_searches % RETRY_INTERVAL_STEPS == 0:
+        self._num_candidate_searches += 1
+        if self._num_candidate_searches % RETRY_INTERVAL_STEPS == 0:
             self._needed_blocks_by_key.clear()
-        # A request whose number of cached tokens changed needs another number of blocks: forget the old number.
+        # A request needs another number of blocks if its number of cached tokens has changed: forget the old number.
         self._needed_blocks_by_key = {
             key: num_blocks
             for key, num_blocks in self._needed_blocks_by_key.items()
-            if hits.get(key) == last_hits.get(key)
+            if estimates.get(key) == last_estimates.get(key)
         }
-        self._num_hits_by_key = hits
+        self._cached_tokens_by_key = estimates
         return [
-            _Candidate(request, hits[request.key], request.num_tokens)
+            _Candidate(request, estimates[request.key], request.num_tokens)
             for request in requests
             if not self._must_wait(request)
         ]

@@ -21,5 +21,5 @@ def urgency_order(request: RequestState) -> tuple[int, float]:
 
 
 def preemption_order(request: RequestState, *, is_prefilling: bool) -> SortKey:
-    """The request with the highest key is preempted: an unfinished prefill if there is one, then the least urgent."""
+    """Sort key for preemption, highest key first: prefills before decodes, then less urgent requests first."""
     return (int(is_prefilling), *urgency_order(request))

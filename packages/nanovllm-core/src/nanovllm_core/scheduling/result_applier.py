@@ -31,9 +31,9 @@ class ResultApplier:
         if self._cache.prefix_caching:
             self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
         prompt_logprobs = [
-            (int(rows.keys[scored.row]), logprobs)
-            for scored, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
-            if not rows.is_finished[scored.row]
+            (int(rows.keys[span.row]), logprobs)
+            for span, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
+            if not rows.is_finished[span.row]
         ]
         logprobs = self._collect_logprobs(scheduled, results) if results.logprobs else []
         if step.decodes is not None and not is_finished.any():
@@ -80,7 +80,7 @@ class ResultApplier:
     def _append_tokens(
         self, columns: RequestColumns, tokens: NDArray[np.int32], token_list: list[int]
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
-        """Append one token to each request, and finish requests. token_list: `tokens` as a list."""
+        """Append one token to each request. Returns the requests with their first token, and the finished requests."""
         rows, (row_indices, requests, keys, output_ids) = self._rows, columns
         # This appends a token to every list without a Python loop. The deque discards the results of `append`.
         deque(map(list.append, output_ids, token_list), maxlen=0)

@@ -9,7 +9,6 @@ from nanovllm_core.request_state import RequestState
 from nanovllm_core.sampling_params import MAX_STOP_TOKENS
 from nanovllm_core.scheduling.plan import RequestColumns, RowIndices, ScheduledRows
 
-# No token has this id.
 _NO_TOKEN = -1
 
 
@@ -22,8 +21,8 @@ class RowTable:
 
     The other columns are int64 [rows]:
     num_host_tokens: tokens that have reached the host.
-    num_tokens: tokens on the host, and tokens that scheduled steps sample.
-    num_computed_tokens: tokens that all scheduled steps compute; at most num_tokens.
+    num_tokens: tokens on the host plus tokens that steps in flight sample.
+    num_computed_tokens: tokens that are computed once all steps in flight have finished; at most num_tokens.
     capacity: number of tokens that the request's blocks hold.
     """
 
@@ -82,12 +81,12 @@ class RowTable:
         return [request for row in rows.tolist() if (request := requests[row]) is not None]
 
     def columns_of(self, rows: RowIndices) -> RequestColumns:
-        """The columns of `rows`, none of which may be free."""
+        """The columns of `rows`. No row may be free."""
         requests = self.requests_of(rows)
         return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
     def decode_batch(self, rows: RowIndices) -> tuple[ScheduledRows, RequestColumns]:
-        """The batch in which each of `rows` decodes one token. The same requests give the same object."""
+        """The batch in which each of `rows` decodes one token. Consecutive calls with equal rows return one object."""
         if self._last_decode_batch is None or not np.array_equal(self._last_decode_batch[0].rows, rows):
             scheduled = ScheduledRows(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_))
             self._last_decode_batch = scheduled, self.columns_of(rows)

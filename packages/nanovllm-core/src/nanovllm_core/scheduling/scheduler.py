@@ -26,8 +26,8 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Blocks are allocated early if at least this many times as many blocks are free.
-MIN_FREE_FACTOR = 4
+# Blocks are allocated before they are needed, if at least this many blocks are free per allocated block.
+MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 
 
 class Scheduler:
@@ -79,10 +79,10 @@ class Scheduler:
         if self._lifecycle.find(request.key) is not None:
             raise ValueError(f"request key {request.key} is in use")
         sampling = request.sampling
-        max_outputs = self._max_model_len - request.num_prompt_tokens
-        request.max_total_tokens = request.num_prompt_tokens + min(max_outputs, sampling.max_tokens or max_outputs)
+        max_output_tokens = sampling.max_tokens or self._max_model_len
+        request.max_total_tokens = min(request.num_prompt_tokens + max_output_tokens, self._max_model_len)
         request.stop_ids = frozenset(sampling.stop_token_ids)
-        # A complete grammar allows only end-of-sequence tokens, so these must stop the request.
+        # After a complete match, a grammar allows only end-of-sequence tokens, so these tokens must stop the request.
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seed_generator.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -103,20 +103,22 @@ class Scheduler:
         num_preemptions = self.counters.num_preemptions
         prompts = ScheduledPrompts([], [], NewBlocks())
         decode_rows = self._schedule_decodes(prompts.new_blocks)
-        decodes = StepWork(len(decode_rows), int(self.rows.num_computed_tokens[decode_rows].sum()) + len(decode_rows))
+        decode_work = StepWork(
+            len(decode_rows), int(self.rows.num_computed_tokens[decode_rows].sum()) + len(decode_rows)
+        )
         # Free blocks go to preempted requests first, so admit no request while a preempted row is unreleased.
         has_preempted = self.counters.num_preemptions > num_preemptions or self._lifecycle.num_preempted_unreleased > 0
-        self._prompt_scheduler.schedule(decodes, prompts, may_admit=not has_preempted)
+        self._prompt_scheduler.schedule(decode_work, prompts, may_admit=not has_preempted)
         if not len(decode_rows) and not prompts.chunks:
             return None
-        return self._make_step(decode_rows, decodes.decode_context, prompts)
+        return self._make_step(decode_rows, decode_work.decode_context, prompts)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """Fit the step-time model to the device time of a finished step."""
         self.step_time_model.observe(step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, in scheduling order. Returns the outputs for its requests."""
+        """Apply the results of a finished step, and return the step's outputs. Call in the order of scheduling."""
         return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
@@ -129,7 +131,7 @@ class Scheduler:
         if not len(growing_rows):
             return decode_rows
         rows_near_capacity = self._rows_near_capacity(decode_rows)
-        if len(rows_near_capacity) * MIN_FREE_FACTOR <= self.cache.pool.num_free:
+        if len(rows_near_capacity) * MIN_FREE_BLOCKS_PER_EARLY_BLOCK <= self.cache.pool.num_free:
             growing_rows = rows_near_capacity
         if self._add_blocks(rows.requests_of(growing_rows), new_blocks):
             return decode_rows
@@ -173,7 +175,7 @@ class Scheduler:
         return np.array(sorted(selected_rows), np.int64)
 
     def _add_block_or_preempt(self, request: RequestState, selected_rows: set[int], new_blocks: NewBlocks) -> bool:
-        """Give a request one more block, if needed by preempting others. Returns False if the request must wait."""
+        """Give a request a block, preempting other requests if needed. Returns False if the request must wait."""
         while not self._add_blocks([request], new_blocks):
             # A step in flight will soon release blocks: preempt no further request until then.
             if self._lifecycle.num_preempted_unreleased or self._lifecycle.num_finished_unreleased:
@@ -234,19 +236,19 @@ class Scheduler:
         return ScheduledRows(rows, tokens_per_row, is_sampled)
 
     def _prompt_logprobs_ranges(self, chunks: list[PromptChunk], num_decodes: int) -> list[PromptLogprobsRange]:
-        """The prompt tokens whose log-probabilities the step computes. num_decodes: tokens before the chunks."""
+        """The prompt tokens whose log-probabilities the step computes. num_decodes: number of decodes in the step."""
         ranges: list[PromptLogprobsRange] = []
         requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
         # Index of the chunk's first token among all tokens of the step.
-        chunk_index = num_decodes
+        first_token_index = num_decodes
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
             num_top, num_computed = request.sampling.prompt_logprobs, int(self.rows.num_computed_tokens[row])
             # After a preemption, tokens before scored tokens are computed again.
             num_scored = request.num_scored_tokens
             num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscored_tokens)
             if num_top is not None and num_to_score > 0:
-                logits_index = chunk_index + num_scored - num_computed
+                logits_index = first_token_index + num_scored - num_computed
                 ranges.append(PromptLogprobsRange(row, num_scored + 1, num_to_score, num_top, logits_index))
                 request.num_scored_tokens += num_to_score
-            chunk_index += num_tokens
+            first_token_index += num_tokens
         return ranges

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from nanovllm_kernels.attention import attention_pairs
 
-# The weight of an observation decays by this factor with each later observation of its kind.
+# The weight of an observation decays by this factor with each later observation of the same kind (prompts or decodes).
 _OBSERVATION_DECAY = 0.99
-# Weight of decode steps in the fit. It is low because only steps with prompts are predicted.
+# Weight of decode steps in the fit. The weight is low because only steps with prompts are predicted.
 _DECODE_WEIGHT = 0.25
 # The fit uses every eighth decode step, because consecutive decode steps are alike.
 _DECODE_STRIDE = 8
@@ -47,10 +47,10 @@ class StepTimeCoefficients(NamedTuple):
 # Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
-# A last measurement is of a chunk of at most _CONTEXT_CHUNK_TOKENS after _CONTEXT_RATIO times as many cached tokens.
+# The last measured chunk has at most _CONTEXT_CHUNK_TOKENS tokens, after _CONTEXT_RATIO times as many cached tokens.
 _CONTEXT_CHUNK_TOKENS = 512
 _CONTEXT_RATIO = 32
-# Expected excess of the first steps: a device under load has a lower clock rate than in the measured short steps.
+# Initial `mean_excess`. Under load the device's clock rate is lower than in the short measured steps.
 _INITIAL_EXCESS = 0.02
 
 
@@ -84,8 +84,8 @@ class StepTimeModel:
 
     Before the first observation, all predictions are 0.
     mean_error: mean relative error of recent predictions for steps with prompts.
-    mean_excess: mean relative time by which recent steps with prompts exceeded their prediction. Faster steps count 0.
-    decode_step_s: usual time of a step without prompts; 0 before the first such step.
+    mean_excess: mean relative excess of recent steps with prompts over their prediction. A faster step counts as 0.
+    decode_step_s: moving average of the times of steps without prompts; 0 before the first such step.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class _NormalEquations:
         self._weight = 0.0
 
     def add(self, work: StepWork, seconds: float, scale: float) -> None:
-        """Add an observation. scale: the observation's error is measured relative to this number of seconds."""
+        """Add an observation. scale: number of seconds by which the observation's error is divided."""
         terms = np.array((1, *work), np.float64) * _COEFFICIENT_UNITS / scale
         self._gram = self._gram * _OBSERVATION_DECAY + np.outer(terms, terms)
         self._moment = self._moment * _OBSERVATION_DECAY + terms * (seconds / scale)

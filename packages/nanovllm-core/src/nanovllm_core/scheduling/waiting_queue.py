@@ -15,20 +15,20 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._entries: list[tuple[_EntryKey, RequestState]] = []
-        self._entry_key_by_request: dict[int, _EntryKey] = {}
+        self._entry_key_by_request_key: dict[int, _EntryKey] = {}
         self._insertion_numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, request: RequestState) -> bool:
-        return request.key in self._entry_key_by_request
+        return request.key in self._entry_key_by_request_key
 
     def push(self, request: RequestState) -> None:
         """Add a request that is not in the queue."""
         # The insertion number makes the key unique, so that `remove` finds the entry by bisection.
         entry_key = (admission_order(request), next(self._insertion_numbers))
-        self._entry_key_by_request[request.key] = entry_key
+        self._entry_key_by_request_key[request.key] = entry_key
         insort(self._entries, (entry_key, request), key=lambda entry: entry[0])
 
     def peek(self, num_requests: int) -> Iterator[RequestState]:
@@ -37,7 +37,7 @@ class WaitingQueue:
 
     def remove(self, request: RequestState) -> bool:
         """Remove `request`. Returns False if the queue does not contain the request."""
-        entry_key = self._entry_key_by_request.pop(request.key, None)
+        entry_key = self._entry_key_by_request_key.pop(request.key, None)
         if entry_key is None:
             return False
         del self._entries[bisect_left(self._entries, entry_key, key=lambda entry: entry[0])]
