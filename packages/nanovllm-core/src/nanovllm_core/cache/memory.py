@@ -71,9 +71,9 @@ class CacheLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one state slot in all recurrent layers; 0 for a model without recurrent layers."""
+        state_size, input_size = self.state_dtype.itemsize, self.conv_dtype.itemsize
         return sum(
-            math.prod(spec.recurrent) * self.state_dtype.itemsize
-            + math.prod(spec.conv_inputs) * self.conv_dtype.itemsize
+            math.prod(spec.recurrent) * state_size + math.prod(spec.conv_inputs) * input_size
             for spec in self.state_specs
         )
 
