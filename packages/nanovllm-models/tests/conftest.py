@@ -54,7 +54,7 @@ class Session:
         self._states = tuple(
             StateCache(
                 torch.full((2 * SAVED_SLOT_OFFSET, *spec.recurrent), torch.nan),
-                torch.full((2 * SAVED_SLOT_OFFSET, *spec.conv), torch.nan, dtype=dtype),
+                torch.full((2 * SAVED_SLOT_OFFSET, *spec.conv_inputs), torch.nan, dtype=dtype),
             )
             for spec in specs
             if isinstance(spec, StateSpec)

@@ -43,21 +43,21 @@ class StateSpec(NamedTuple):
     """Shapes of the state that one recurrent layer keeps per sequence and rank.
 
     recurrent: the recurrent state, whose dtype is `EngineConfig.state_dtype`.
-    conv: the last inputs of the convolution, in the model's dtype.
+    conv_inputs: the last inputs of the convolution, in the model's dtype.
     """
 
     recurrent: tuple[int, int, int]
-    conv: tuple[int, int]
+    conv_inputs: tuple[int, int]
 
 
 CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """The states of one recurrent layer: recurrent [num_slots, *spec.recurrent], conv [num_slots, *spec.conv]."""
+    """The states of a recurrent layer, each [num_slots, *shape] with the shape in the layer's StateSpec."""
 
     recurrent: Tensor
-    conv: Tensor
+    conv_inputs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ForwardContext:
     kv_scales: one per cache if the caches are FP8, else empty; uint8 [num_blocks, cache.shape[2], block_size], see
         `nanovllm_kernels.fp8`.
     launch_attention: set while a step is captured in pieces, because attention runs between the captured graphs. A
-        layer then passes its attention and its queries to this function instead of computing attention.
+        layer then passes its attention and its queries to this function instead of computing attention. None otherwise.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
     state_batch: state slots of the requests; None for a model without recurrent layers.
     """
@@ -115,7 +115,7 @@ class BuildContext:
 class Vocabulary(NamedTuple):
     """The text of a model's tokens, for grammars.
 
-    tokens: by token id, the bytes of the token; b"" for a token without text. Tokens beyond the end have no text.
+    tokens: by token id, the bytes of the token; b"" for a token without text. Ids beyond the end have no text.
     end_ids: token ids that end an answer, a subset of the model's `eos_token_ids`.
     """
 
@@ -125,7 +125,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The description of a model that the engine can build. `EngineClient` pickles the description.
+    """The description of a model that the engine can build. `EngineClient` sends it pickled.
 
     vocab_size: number of logits per token.
     max_position: maximum number of tokens of a sequence.

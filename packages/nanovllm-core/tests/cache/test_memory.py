@@ -208,7 +208,7 @@ def test_chain_of_copies_takes_no_extra_copy():
 def test_state_caches_have_the_shapes_of_their_layers():
     caches = make_filled_memory(3, torch.float32).state_caches
     assert [(*cache.recurrent.shape[1:],) for cache in caches] == [spec.recurrent for spec in STATE_SPECS]
-    assert [(*cache.conv.shape,) for cache in caches] == [(4, *spec.conv) for spec in STATE_SPECS]
+    assert [(*cache.conv_inputs.shape,) for cache in caches] == [(4, *spec.conv_inputs) for spec in STATE_SPECS]
     assert len({states.data_ptr() for cache in caches for states in cache}) == 6
 
 

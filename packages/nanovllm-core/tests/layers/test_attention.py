@@ -51,7 +51,7 @@ def test_a_request_in_two_steps_attends_as_if_whole(launched):
         # What stands for the attention has its queries only, and knows a batch of its own.
         launch = (lambda attend, q, batch=attention: attend(q, batch)) if launched else None
         ctx = ForwardContext(None if launched else attention, slots, (other, mine), launch_attention=launch)
-        outputs.append(attend(heads.split(qkv[begin:end].clone()), rotary.plan(positions), ctx, cache_index=1))
+        outputs.append(attend(heads.view_heads(qkv[begin:end].clone()), rotary.plan(positions), ctx, cache_index=1))
     torch.testing.assert_close(torch.cat(outputs), naive(qkv, cos_sin))
     assert other.isnan().all()
     assert not mine[3].isnan().any()

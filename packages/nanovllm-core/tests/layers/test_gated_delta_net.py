@@ -12,7 +12,7 @@ from nanovllm_core.model import ForwardContext, StateCache, StateSpec
 from nanovllm_kernels.attention import plan_batch
 from nanovllm_kernels.linear_attention import plan_states
 
-SHAPE = DeltaShape(num_k_heads=4, num_v_heads=8, k_dim=8, v_dim=16, width=4, eps=1e-6)
+SHAPE = DeltaShape(num_k_heads=4, num_v_heads=8, k_dim=8, v_dim=16, num_taps=4, eps=1e-6)
 HIDDEN = 24
 
 
@@ -38,7 +38,7 @@ def load_layer(layer, tensors):
 
 def run_layer(layer, norm, x):
     spec = layer.cache_spec
-    cache = StateCache(torch.full((2, *spec.recurrent), torch.nan), torch.full((2, *spec.conv), torch.nan))
+    cache = StateCache(torch.full((2, *spec.recurrent), torch.nan), torch.full((2, *spec.conv_inputs), torch.nan))
     one, starts = torch.tensor([len(x)], dtype=torch.int32), torch.tensor([0, len(x)], dtype=torch.int32)
     states = plan_states(
         torch.ones(1, dtype=torch.int32),

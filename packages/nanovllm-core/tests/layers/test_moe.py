@@ -115,7 +115,7 @@ def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, ro
     [("gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias"), ("bias", "mlp.bias"), (None, None)],
 )
 def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
-    router = Router(HIDDEN, NUM_EXPERTS, ROUTING, build, correction_bias=bias)
+    router = Router(HIDDEN, NUM_EXPERTS, ROUTING, build, bias_name=bias)
     mlp = SparseMLP(router, Experts(NUM_EXPERTS, HIDDEN, WIDTH, build))
     tensors = expert_tensors("mlp.experts") | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
     if name is not None:
@@ -183,7 +183,7 @@ def test_shared_expert_is_fused_only_if_narrow_and_of_the_same_width_and_format(
 
 
 def test_a_router_decides_in_float32_on_a_cpu(build):
-    router = Router(HIDDEN, NUM_EXPERTS, ROUTING, replace(build, dtype=torch.bfloat16), correction_bias="bias")
+    router = Router(HIDDEN, NUM_EXPERTS, ROUTING, replace(build, dtype=torch.bfloat16), bias_name="bias")
     load_weights(
         nn.ModuleDict({"gate": router}),
         {"gate.weight": torch.full((NUM_EXPERTS, HIDDEN), 1.001), "bias": torch.tensor([0.0, 1e-6, 0, 0])}.items(),

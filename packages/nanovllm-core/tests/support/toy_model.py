@@ -69,7 +69,7 @@ class ToyLM(nn.Module):
         rotation = self.rotary.plan(positions)
         x = self.embed(input_ids)
         for index, layer in enumerate(self.layers):
-            qkv = self.heads.split(layer.qkv_proj(layer.norm(x)))
+            qkv = self.heads.view_heads(layer.qkv_proj(layer.norm(x)))
             x = layer.o_proj(attend(qkv, rotation, ctx, index), x)
         return x
 

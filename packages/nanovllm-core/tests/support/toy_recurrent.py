@@ -36,7 +36,7 @@ class RecurrentLM(ToyLM):
         x = super().forward(input_ids, positions, ctx)
         (cache,) = ctx.state_caches
         qkvz, ba = functional.linear(x, self.qkvz), functional.linear(x, self.ba)
-        found = gated_delta_net(qkvz, ba, self.delta, cache.recurrent, cache.conv, ctx.state_batch)
+        found = gated_delta_net(qkvz, ba, self.delta, cache.recurrent, cache.conv_inputs, ctx.state_batch)
         return x + functional.linear(found, self.out)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:

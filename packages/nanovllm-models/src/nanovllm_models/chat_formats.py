@@ -19,12 +19,12 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Calls:
+class _CallFormat:
     """The fields that all formats of tool calls have.
 
     template_markers: texts that every chat template of this format contains.
     separator: text that may stand between two calls, besides whitespace.
-    ends_reasoning: whether the tag `begin` ends reasoning, even without the tag after the reasoning.
+    ends_reasoning: whether the tag `begin` also ends reasoning that lacks its own end tag.
     """
 
     name: str
@@ -34,23 +34,23 @@ class _Calls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JsonCalls(_Calls):
+class JsonCalls(_CallFormat):
     """Tool calls, each written as one JSON object with the function's `name` and its arguments.
 
     begin: tag before a call.
     end: tag after a call; None if the call ends with its JSON object.
-    arguments: accepted keys of the arguments; the first is the key to show to the model.
-    bare: whether a call may omit `begin`.
+    argument_keys: accepted keys of the arguments; the first is the key to show to the model.
+    may_omit_begin: whether a call may omit `begin`.
     """
 
     begin: str
     end: str | None
-    arguments: tuple[str, ...]
-    bare: bool = False
+    argument_keys: tuple[str, ...]
+    may_omit_begin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FencedCalls(_Calls):
+class FencedCalls(_CallFormat):
     """Tool calls in one block. Each call has a kind, the function's name, and the arguments as fenced JSON.
 
     begin, end: tags around the block.
@@ -71,14 +71,14 @@ class FencedCalls(_Calls):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class XmlCalls(_Calls):
+class XmlCalls(_CallFormat):
     """Tool calls as XML elements in a block, with one element per parameter.
 
     begin, end: tags around a block.
     call_begin, name_end, call_end: texts before the function's name, after the name, and after the call.
     parameter_begin, key_end, parameter_end: texts before a parameter's name, after the name, and after the value.
-    newlines: whether a line break precedes and follows each value.
-    shared: whether one block contains all calls of an answer; otherwise each call has its own block.
+    has_line_breaks: whether a line break precedes and follows each value.
+    has_single_block: whether one block contains all calls of an answer; otherwise each call has its own block.
     """
 
     begin: str
@@ -89,8 +89,8 @@ class XmlCalls(_Calls):
     parameter_begin: str
     key_end: str
     parameter_end: str
-    newlines: bool
-    shared: bool
+    has_line_breaks: bool
+    has_single_block: bool
 
 
 ToolCallFormat = JsonCalls | FencedCalls | XmlCalls
@@ -111,7 +111,7 @@ HERMES = JsonCalls(
     template_markers=("<tool_call>", '{"name": '),
     begin="<tool_call>",
     end="</tool_call>",
-    arguments=("arguments", "parameters"),
+    argument_keys=("arguments", "parameters"),
     ends_reasoning=True,
 )
 
@@ -126,8 +126,8 @@ QWEN3_CODER = XmlCalls(
     parameter_begin="<parameter=",
     key_end=">",
     parameter_end="</parameter>",
-    newlines=True,
-    shared=False,
+    has_line_breaks=True,
+    has_single_block=False,
     ends_reasoning=True,
 )
 
@@ -142,8 +142,8 @@ MINIMAX_M2 = XmlCalls(
     parameter_begin='<parameter name="',
     key_end='">',
     parameter_end="</parameter>",
-    newlines=False,
-    shared=True,
+    has_line_breaks=False,
+    has_single_block=True,
 )
 
 DEEPSEEK_R1 = FencedCalls(
@@ -165,8 +165,8 @@ LLAMA = JsonCalls(
     template_markers=('{"name": ', '"parameters": '),
     begin="<|python_tag|>",
     end=None,
-    arguments=("parameters", "arguments"),
-    bare=True,
+    argument_keys=("parameters", "arguments"),
+    may_omit_begin=True,
     separator=";",
 )
 
@@ -177,7 +177,7 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     calls.name: calls for calls in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
-# The format that an architecture was trained on. Used if the chat template does not mention tools.
+# The format of tool calls that each architecture learned. Used if the chat template does not mention tools.
 FORMAT_BY_ARCHITECTURE: dict[str, ToolCallFormat] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,

@@ -32,7 +32,7 @@ class CheckpointWeights:
 
         Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
 
-        can_skip: returns whether to skip a tensor of this name if the module does not use it.
+        can_skip: takes the name of a tensor that the module does not use; returns whether to ignore the tensor.
         """
         load_weights(module, self.tensors(), can_skip)
 
@@ -80,7 +80,7 @@ class RandomWeights:
         fill_random(module, self.seed)
 
     def names(self) -> frozenset[str]:
-        """Return no names: random weights leave out optional tensors."""
+        """Return no names, so that the model is built without optional weights."""
         return frozenset()
 
 
@@ -88,7 +88,7 @@ WeightSource = CheckpointWeights | RandomWeights
 
 
 def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
-    """Find the safetensors files of a model directory. Raises ModelError if there is none or if one is missing.
+    """Find the safetensors files of a model directory. Raises ModelError if no file is found or one is missing.
 
     progress: see `CheckpointWeights`.
     """
@@ -96,8 +96,8 @@ def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeigh
         shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))
         missing = [shard for shard in shard_names if not (path / shard).is_file()]
         if missing:
-            count = f"{len(missing)} of {len(shard_names)} files are missing"
-            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which is not there ({count})")
+            summary = f"{len(missing)} of {len(shard_names)} files are missing"
+            raise ModelError(f"{path / INDEX_NAME} names {missing[0]}, which is not there ({summary})")
         return CheckpointWeights(tuple(path / shard for shard in shard_names), progress)
     if (path / SINGLE_FILE_NAME).is_file():
         return CheckpointWeights((path / SINGLE_FILE_NAME,), progress)

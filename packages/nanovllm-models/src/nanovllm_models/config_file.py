@@ -50,8 +50,8 @@ def parse_quantization(config: JsonFields) -> BlockFP8 | None:
 def parse_eos_token_ids(path: Path, config: JsonFields) -> tuple[int, ...]:
     """Return the token ids that end a sequence, from config.json and generation_config.json. Raises ModelError."""
     generation_config = path / "generation_config.json"
-    added_ids = read_fields(generation_config).token_ids("eos_token_id") if generation_config.exists() else ()
-    return tuple(dict.fromkeys(config.token_ids("eos_token_id") + added_ids))
+    generation_ids = read_fields(generation_config).token_ids("eos_token_id") if generation_config.exists() else ()
+    return tuple(dict.fromkeys(config.token_ids("eos_token_id") + generation_ids))
 
 
 def parse_rotary(
@@ -68,8 +68,8 @@ def parse_rotary(
 
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    head_dim: size of a whole head, for an architecture that may rotate only a part; None for other ones.
-    default_fraction: rotated fraction of each head if config.json has none.
+    head_dim: size of a head, if only a part of each head may be rotated; None if whole heads are rotated.
+    default_fraction: rotated fraction of each head if config.json does not give the fraction.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))

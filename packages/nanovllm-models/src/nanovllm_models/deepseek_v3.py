@@ -99,7 +99,7 @@ def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -
         raise config.error("qk_rope_head_dim", "even")
     scale = (key_dim + rope_dim) ** -0.5
     if isinstance(rotary.scaling, YarnScaling):
-        # The factor applies to queries and to keys, hence the square. The rotary table can't include the factor: the
+        # The factor applies to queries and to keys, so it is squared. The rotary table can't include the factor: the
         # table scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
     return LatentShape(
@@ -159,14 +159,14 @@ class DeepseekV3MoE(nn.Module):
         shared_width = moe.num_shared_experts * width
         is_alike = shared_quantization == quantization
         shared = SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=is_alike) else None
-        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, correction_bias=bias_name)
+        self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, bias_name=bias_name)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
         if shared is None:
             self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_quantization)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `residual`, which may be overwritten, plus the experts' result for norm(x); all [T, hidden]."""
+        """Return `residual` plus the experts' result for norm(x); all [T, hidden]. May overwrite `residual`."""
         normed = norm.forward(x)
         if self.shared_experts is not None:
             residual = self.shared_experts.forward(normed, residual)
@@ -174,9 +174,9 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV3Layer(nn.Module):
-    """Attention and a feed-forward layer. Callers run `before`, `self_attn` and `after` in this order.
+    """Attention and a feed-forward layer, which callers run as `before_attention`, `self_attn`, `after_attention`.
 
-    The three are separate so that one compiled function can span from `after` to the next layer's `before`.
+    The three are separate so that one compiled function can span from one layer's `after_attention` to the next layer.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -194,11 +194,11 @@ class DeepseekV3Layer(nn.Module):
             mlp_quantization = find_quantization(quantization, f"{name}.mlp", *MLP_LINEAR_NAMES)
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of `self_attn` for the residual stream x [T, hidden]."""
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and latents, the inputs of `self_attn`, for the residual stream x [T, hidden]."""
         return self.self_attn.project(x, self.input_layernorm)
 
-    def after(self, attended: Tensor, x: Tensor) -> Tensor:
+    def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:
         """Return the residual stream after the layer.
 
         attended: result of `self_attn`.
@@ -220,7 +220,7 @@ class MTPOutputHead(nn.Module):
 class MTPLayer(DeepseekV3Layer):
     """A layer for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    `eh_proj` projects the normed embedding of a token, concatenated with the normed hidden state of the token before.
+    `eh_proj` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -233,12 +233,12 @@ class MTPLayer(DeepseekV3Layer):
         self.shared_head = MTPOutputHead(config, build)
 
 
-def between(
+def run_between(
     attended: Tensor, x: Tensor, layer: DeepseekV3Layer, next_layer: DeepseekV3Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `layer.after` and `next_layer.before`; returns the residual stream and the inputs of the next attention."""
-    x = layer.after(attended, x)
-    return x, *next_layer.before(x)
+    """Run the code between two attentions; returns the residual stream and the inputs of the next attention."""
+    x = layer.after_attention(attended, x)
+    return x, *next_layer.before_attention(x)
 
 
 class DeepseekV3Model(nn.Module):
@@ -256,11 +256,11 @@ class DeepseekV3Model(nn.Module):
         self._num_layers = num_layers
         # A compiled function serves only layers of one kind: with experts or without.
         self._between = tuple(
-            compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for _ in range(2)
+            compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for _ in range(2)
         )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
-        """Return the layers without the layers for multi-token prediction."""
+        """Return the layers that `forward` runs, without those for multi-token prediction."""
         return [*self.layers][: self._num_layers]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -268,12 +268,12 @@ class DeepseekV3Model(nn.Module):
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.decoder_layers()
-        q, latents = layer.before(x)
+        q, latents = layer.before_attention(x)
         for next_layer in later_layers:
             attended = layer.self_attn.forward(q, latents, rotation, ctx)
             x, q, latents = self._between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
-        return self.norm.forward(layer.after(layer.self_attn.forward(q, latents, rotation, ctx), x))
+        return self.norm.forward(layer.after_attention(layer.self_attn.forward(q, latents, rotation, ctx), x))
 
 
 class DeepseekV3ForCausalLM(DecoderWithHead):
@@ -283,7 +283,7 @@ class DeepseekV3ForCausalLM(DecoderWithHead):
         super().__init__(DeepseekV3Model(config, build), config, build)
 
     def cache_specs(self) -> tuple[MLASpec, ...]:
-        """Return each layer's cache spec, without the layers for multi-token prediction."""
+        """Return the cache spec of each decoder layer."""
         return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
 
 

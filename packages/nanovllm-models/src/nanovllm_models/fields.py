@@ -56,16 +56,16 @@ class JsonFields:
         return self._read(name, lambda value: isinstance(value, str), "a string", default)
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings; an empty one if the field is absent."""
+        """Return a list of strings as a tuple; () if the field is absent."""
         return tuple(self._read(name, _is_list_of(lambda entry: isinstance(entry, str)), "a list of strings", ()))
 
     def non_negative_integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers of at least 0; an empty one if the field is absent."""
+        """Return a list of integers of at least 0 as a tuple; () if the field is absent."""
         is_valid = _is_list_of(_is_non_negative_integer)
         return tuple(self._read(name, is_valid, "a list of integers from 0 on", ()))
 
     def positive_integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers above 0."""
+        """Return a list of integers above 0 as a tuple."""
         is_valid = _is_list_of(lambda entry: _is_integer(entry) and entry > 0)
         return tuple(self._read(name, is_valid, "a list of integers above 0"))
 
@@ -73,10 +73,10 @@ class JsonFields:
         """Return one token id or a list of token ids as a tuple; () if the field is absent."""
         if _is_non_negative_integer(self._values.get(name)):
             return (self._values[name],)
-        return tuple(self._read(name, _is_list_of(_is_non_negative_integer), "a token id or a list of them", ()))
+        return tuple(self._read(name, _is_list_of(_is_non_negative_integer), "a token id or a list of token ids", ()))
 
     def nested(self, name: str) -> "JsonFields":
-        """Return an object inside this object; an empty one if the field is absent."""
+        """Return an object inside this object; an empty object if the field is absent."""
         values = self._read(name, lambda value: isinstance(value, dict), "an object", {})
         return JsonFields(values, f"{name} of {self.source}")
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from nanovllm_models.errors import ModelError
 
-# Names of modules in GGUF files, and in Hugging Face checkpoints.
+# Names of modules in Hugging Face checkpoints, by name in GGUF files.
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -28,7 +28,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Tensors whose rows GGUF permutes, and the metadata keys of their numbers of heads.
+# GGUF permutes the rows of these modules. Values: metadata keys of the number of heads.
 HEAD_COUNT_KEYS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
 # Metadata of a GGUF file, by key.
@@ -39,7 +39,7 @@ MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.gg
 def convert(file: Path, directory: Path, *, progress: bool | None = None) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into `directory`, which must exist.
 
-    Raises ModelError if the file holds another kind of model, OSError if the directory can't be written.
+    Raises ModelError if the model is not a SmolLM model, OSError if the directory can't be written.
 
     progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
@@ -64,7 +64,7 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
 
 
 def convert_tensor(tensor: ReaderTensor, metadata: Metadata) -> tuple[str, Tensor]:
-    """Return a tensor's name in Hugging Face checkpoints, and its bfloat16 value with unpermuted rows."""
+    """Return a tensor's name in Hugging Face checkpoints, and its values in bfloat16 with unpermuted rows."""
     module_name, _, parameter = tensor.name.rpartition(".")
     values = dequantize(tensor.data, tensor.tensor_type)
     if module_name in GLOBAL_NAMES:

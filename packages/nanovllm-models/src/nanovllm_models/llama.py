@@ -60,7 +60,7 @@ class ConfigDefaults(NamedTuple):
 
     num_key_value_heads: None for the number of query heads.
     head_dim: None for hidden_size / num_attention_heads.
-    is_rotation_partial: whether the family may rotate only a part of each head.
+    allows_partial_rotation: whether the family may rotate only a part of each head.
     """
 
     vocab_size: int
@@ -72,7 +72,7 @@ class ConfigDefaults(NamedTuple):
     max_position_embeddings: int
     head_dim: int | None = None
     rope_theta: float = DEFAULT_ROPE_THETA
-    is_rotation_partial: bool = False
+    allows_partial_rotation: bool = False
 
 
 CONFIG_DEFAULTS = ConfigDefaults(
@@ -98,7 +98,7 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
     if defaults.head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
     head_dim = config.positive_integer("head_dim", defaults.head_dim or hidden_size // num_heads)
-    partly_rotated_dim = head_dim if defaults.is_rotation_partial else None
+    partly_rotated_dim = head_dim if defaults.allows_partial_rotation else None
     max_position = config.positive_integer("max_position_embeddings", defaults.max_position_embeddings)
     attention_bias = config.boolean("attention_bias", False)
     return LlamaConfig(
@@ -149,13 +149,13 @@ class LlamaAttention(nn.Module):
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norm = QKNorm(self.q_norm.packed_weight, self.k_norm.packed_weight, self.q_norm.eps)
-        return attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm)
+        return attend(self.heads.view_heads(qkv), rotation, ctx, self._index, qk_norm)
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward layer. Callers run `before`, `self_attn` and `after` in this order.
+    """Attention and a feed-forward layer, which callers run as `before_attention`, `self_attn`, `after_attention`.
 
-    The three are separate so that one compiled function can span from `after` to the next layer's `before`.
+    The three are separate so that one compiled function can span from one layer's `after_attention` to the next layer.
 
     mlp: the feed-forward layer; None for a GatedMLP.
     """
@@ -174,11 +174,11 @@ class LlamaLayer(nn.Module):
             config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias, quantization=quantization
         )
 
-    def before(self, x: Tensor) -> Tensor:
+    def before_attention(self, x: Tensor) -> Tensor:
         """Return the input of `self_attn` for the residual stream x [T, hidden]."""
         return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
 
-    def after(self, attended: Tensor, x: Tensor) -> Tensor:
+    def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:
         """Return the residual stream after the layer.
 
         attended: result of `self_attn`.
@@ -188,10 +188,10 @@ class LlamaLayer(nn.Module):
         return self.mlp.forward(x, x, self.post_attention_layernorm)
 
 
-def between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer) -> tuple[Tensor, Tensor]:
-    """Run `layer.after` and `next_layer.before`; returns the residual stream and the input of the next attention."""
-    x = layer.after(attended, x)
-    return x, next_layer.before(x)
+def run_between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer) -> tuple[Tensor, Tensor]:
+    """Run the code between two attentions; returns the residual stream and the input of the next attention."""
+    x = layer.after_attention(attended, x)
+    return x, next_layer.before_attention(x)
 
 
 # Makes the layer with this index: a LlamaLayer, or a module with the same methods and attributes.
@@ -208,9 +208,9 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        # A compiled function serves only layers of one kind: sparse ones (with experts) or dense ones.
+        # A compiled function serves only layers of one kind: sparse layers (with experts) or dense layers.
         self._between = {
-            sparse: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between
+            sparse: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between
             for sparse in (False, True)
         }
 
@@ -219,12 +219,12 @@ class LlamaModel(nn.Module):
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.layers
-        qkv = layer.before(x)
+        qkv = layer.before_attention(x)
         for next_layer in later_layers:
             attended = layer.self_attn.forward(qkv, rotation, ctx)
             x, qkv = self._between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
-        return self.norm.forward(layer.after(layer.self_attn.forward(qkv, rotation, ctx), x))
+        return self.norm.forward(layer.after_attention(layer.self_attn.forward(qkv, rotation, ctx), x))
 
 
 class LlamaForCausalLM(DecoderWithHead):
@@ -240,7 +240,7 @@ class LlamaForCausalLM(DecoderWithHead):
 
 def can_skip_tensor(name: str) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
-    # Some checkpoints with a tied head have the head too. Old checkpoints have rotary frequencies.
+    # Some checkpoints with a tied head store its weight again. Old checkpoints have rotary frequencies.
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 

@@ -40,7 +40,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
     max_position_embeddings=196608,
     head_dim=128,
     rope_theta=5_000_000.0,
-    is_rotation_partial=True,
+    allows_partial_rotation=True,
 )
 
 
@@ -69,7 +69,7 @@ def parse_moe_config(config: JsonFields) -> MiniMaxM2MoEConfig:
 
 
 class MiniMaxM2Attention(LlamaAttention):
-    """Grouped-query attention. One norm covers all query heads of a token, another one all key heads."""
+    """Grouped-query attention. One norm covers all query heads of a token, a second norm all key heads."""
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__(config, index, build)
@@ -81,7 +81,7 @@ class MiniMaxM2Attention(LlamaAttention):
         heads = self.heads
         sizes = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         norm_parts(qkv, sizes, (self.q_norm.packed_weight, self.k_norm.packed_weight), self.q_norm.eps)
-        return attend(heads.split(qkv), rotation, ctx, self._index)
+        return attend(heads.view_heads(qkv), rotation, ctx, self._index)
 
 
 class MiniMaxM2Layer(nn.Module):
@@ -95,18 +95,18 @@ class MiniMaxM2Layer(nn.Module):
         self.self_attn = MiniMaxM2Attention(config, index, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         hidden_size, num_experts, bias_name = config.hidden_size, moe.num_experts, "e_score_correction_bias"
-        router = Router(hidden_size, num_experts, moe.routing, build, correction_bias=bias_name, uses_float32=True)
+        router = Router(hidden_size, num_experts, moe.routing, build, bias_name=bias_name, uses_float32=True)
         name, width = f"model.layers.{index}.block_sparse_moe.experts", config.intermediate_size
         quantization = EXPERT_NAMES.find_quantization(config.quantization, name)
         experts = Experts(num_experts, hidden_size, width, build, EXPERT_NAMES, quantization=quantization)
         self.block_sparse_moe = SparseMLP(router, experts)
 
-    def before(self, x: Tensor) -> Tensor:
-        """See `LlamaLayer.before`."""
+    def before_attention(self, x: Tensor) -> Tensor:
+        """See `LlamaLayer.before_attention`."""
         return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
 
-    def after(self, attended: Tensor, x: Tensor) -> Tensor:
-        """See `LlamaLayer.after`."""
+    def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:
+        """See `LlamaLayer.after_attention`."""
         x = self.self_attn.o_proj.forward(attended, x)
         return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
 

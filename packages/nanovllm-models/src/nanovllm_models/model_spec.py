@@ -39,7 +39,7 @@ class SizedConfig(Protocol):
 
 
 class DecoderWithHead(nn.Module):
-    """A decoder and its output head. With `cache_specs`, a subclass implements `nanovllm_core.model.CausalLM`.
+    """A decoder and its output head. A subclass adds `cache_specs` to implement `nanovllm_core.model.CausalLM`.
 
     model: the decoder; has the token embedding `embed_tokens`.
     """

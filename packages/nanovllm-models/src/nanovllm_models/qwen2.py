@@ -21,14 +21,14 @@ CONFIG_DEFAULTS = ConfigDefaults(
 
 def parse_config(config: JsonFields) -> LlamaConfig:
     """Parse config.json. Raises ModelError for a wrong or unsupported value."""
-    layers = parse_llama_fields(config, CONFIG_DEFAULTS)
-    # Only layers from max_window_layers on have sliding windows.
+    llama_config = parse_llama_fields(config, CONFIG_DEFAULTS)
+    # Only layers with an index from max_window_layers on have sliding windows.
     if (
         config.boolean("use_sliding_window", False)
-        and config.positive_integer("max_window_layers", 28) < layers.num_hidden_layers
+        and config.positive_integer("max_window_layers", 28) < llama_config.num_hidden_layers
     ):
         raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    return replace(layers, attention_bias=True, output_bias=False)
+    return replace(llama_config, attention_bias=True, output_bias=False)
 
 
 def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:

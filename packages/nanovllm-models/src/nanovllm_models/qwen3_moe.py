@@ -52,18 +52,18 @@ def parse_moe_config(
 ) -> Qwen3MoEConfig:
     """Parse the fields of the experts. Raises ModelError. default_*: values of fields that config.json lacks."""
     # transformers 5 may write num_local_experts; published checkpoints have num_experts.
-    name = "num_experts" if config.has("num_experts") else "num_local_experts"
-    num_experts = config.positive_integer(name, default_experts)
+    field_name = "num_experts" if config.has("num_experts") else "num_local_experts"
+    num_experts = config.positive_integer(field_name, default_experts)
     top_k = config.positive_integer("num_experts_per_tok", default_top_k)
     if top_k > num_experts:
         raise config.error("num_experts_per_tok", f"at most num_experts, {num_experts}")
-    step = config.positive_integer("decoder_sparse_step", 1)
+    sparse_step = config.positive_integer("decoder_sparse_step", 1)
     dense_layers = config.non_negative_integers("mlp_only_layers")
     return Qwen3MoEConfig(
         num_experts=num_experts,
         intermediate_size=config.positive_integer("moe_intermediate_size", default_width),
         routing=Routing(top_k, renormalize=config.boolean("norm_topk_prob", default_renormalize)),
-        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers),
+        sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % sparse_step == 0 and i not in dense_layers),
     )
 
 

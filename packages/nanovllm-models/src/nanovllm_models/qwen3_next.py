@@ -30,7 +30,7 @@ from nanovllm_models.llama import can_skip_tensor
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
-LAYER_TYPES = ("linear_attention", "full_attention")
+LAYER_TYPES = LINEAR_ATTENTION, FULL_ATTENTION = ("linear_attention", "full_attention")
 MTP_PREFIX = "mtp."
 SHARED_EXPERT = SharedExpert("shared_expert", "shared_expert_gate")
 
@@ -108,11 +108,11 @@ def _parse_attention_layers(config: JsonFields, num_layers: int) -> frozenset[in
         if not attention_layers:
             raise config.error("full_attention_interval", f"at most num_hidden_layers, {num_layers}")
         return attention_layers
-    if len(layer_types) != num_layers or not set(layer_types) <= set(LAYER_TYPES) or LAYER_TYPES[1] not in layer_types:
+    if len(layer_types) != num_layers or not set(layer_types) <= set(LAYER_TYPES) or FULL_ATTENTION not in layer_types:
         raise config.error(
-            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, {LAYER_TYPES[1]} at least once"
+            "layer_types", f"{' or '.join(LAYER_TYPES)} for each of {num_layers} layers, {FULL_ATTENTION} at least once"
         )
-    return frozenset(index for index, layer_type in enumerate(layer_types) if layer_type == LAYER_TYPES[1])
+    return frozenset(index for index, layer_type in enumerate(layer_types) if layer_type == FULL_ATTENTION)
 
 
 def _parse_delta(config: JsonFields, eps: float) -> DeltaShape:
@@ -125,7 +125,7 @@ def _parse_delta(config: JsonFields, eps: float) -> DeltaShape:
         num_v_heads=num_v_heads,
         k_dim=config.positive_integer("linear_key_head_dim", 128),
         v_dim=config.positive_integer("linear_value_head_dim", 128),
-        width=config.positive_integer("linear_conv_kernel_dim", 4),
+        num_taps=config.positive_integer("linear_conv_kernel_dim", 4),
         eps=eps,
     )
 
@@ -133,11 +133,11 @@ def _parse_delta(config: JsonFields, eps: float) -> DeltaShape:
 class GatedAttention(nn.Module):
     """Grouped-query attention whose result is multiplied by a gate, element by element.
 
-    index: index of this module's cache in `ForwardContext.kv_caches`.
+    cache_index: index of this module's cache in `ForwardContext.kv_caches`.
     name: name of this module in the checkpoint.
     """
 
-    def __init__(self, config: Qwen3NextConfig, index: int, build: BuildContext, name: str):
+    def __init__(self, config: Qwen3NextConfig, cache_index: int, build: BuildContext, name: str):
         super().__init__()
         qkv_quantization = find_quantization(config.quantization, name, "q_proj", "k_proj", "v_proj")
         o_quantization = find_quantization(config.quantization, name, "o_proj")
@@ -154,10 +154,10 @@ class GatedAttention(nn.Module):
         gate_width = self.heads.num_heads * head_dim
         self._projected_widths = (gate_width + 2 * self.heads.num_kv_heads * head_dim, gate_width)
         self._is_norm_fused = qkv_quantization is None
-        self._index = index
+        self._cache_index = cache_index
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x), with x [T, hidden], to the inputs `qkv` and `gate` of `forward`."""
+        """Project norm(x) to the inputs `qkv` and `gate` of `forward`. x: [T, hidden]."""
         arguments = (x, norm) if self._is_norm_fused else (norm.forward(x),)
         qkv, gate = self.qkv_proj.forward(*arguments).split(self._projected_widths, -1)
         return qkv, gate
@@ -165,13 +165,13 @@ class GatedAttention(nn.Module):
     def forward(self, qkv: Tensor, gate: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Attend; returns [T, query heads * head_dim]. qkv: [T, all heads * head_dim], overwritten."""
         qk_norm = QKNorm(self.q_norm.packed_weight, self.k_norm.packed_weight, self.q_norm.eps)
-        return sigmoid_and_mul(attend(self.heads.split(qkv), rotation, ctx, self._index, qk_norm), gate)
+        return sigmoid_and_mul(attend(self.heads.view_heads(qkv), rotation, ctx, self._cache_index, qk_norm), gate)
 
 
 class Qwen3NextMoE(nn.Module):
     """Routed experts and a gated shared expert.
 
-    `shared_expert` holds the shared expert, unless it is fused with the routed experts.
+    `shared_expert` is None if the shared expert is fused with the routed experts.
 
     name: name of this module in the checkpoint.
     """
@@ -195,7 +195,7 @@ class Qwen3NextMoE(nn.Module):
             self.shared_expert_gate = TokenGate(hidden_size, build)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `residual`, which may be overwritten, plus the experts' result for norm(x); all [T, hidden]."""
+        """Return `residual` plus the experts' result for norm(x); all [T, hidden]. May overwrite `residual`."""
         normed = norm.forward(x)
         out = self.experts.forward(normed, *self.gate.forward(normed), residual)
         if self.shared_expert is None:
@@ -207,11 +207,11 @@ class Qwen3NextMoE(nn.Module):
 class Qwen3NextLayer(nn.Module):
     """Gated attention or Gated DeltaNet, and a feed-forward layer.
 
-    Callers run `before`, `mix` and `after` in this order. The three are separate so that one compiled function can span
-    from `after` to the next layer's `before`.
+    Callers run `before_mix`, `mix` and `after_mix` in this order. The three are separate so that one compiled function
+    can span from `after_mix` to the next layer's `before_mix`.
 
     name: name of this module in the checkpoint.
-    index: index of the layer's cache in `ForwardContext.kv_caches` or `ForwardContext.state_caches`.
+    cache_index: index of the layer's cache in `ForwardContext.kv_caches` or `ForwardContext.state_caches`.
     has_experts: whether the feed-forward layer has experts.
     """
 
@@ -219,7 +219,7 @@ class Qwen3NextLayer(nn.Module):
         self,
         config: Qwen3NextConfig,
         name: str,
-        index: int,
+        cache_index: int,
         build: BuildContext,
         has_attention: bool,
         has_experts: bool,
@@ -232,12 +232,12 @@ class Qwen3NextLayer(nn.Module):
             RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(2)
         )
         if has_attention:
-            self.self_attn = GatedAttention(config, index, build, f"{name}.self_attn")
+            self.self_attn = GatedAttention(config, cache_index, build, f"{name}.self_attn")
         else:
             self.linear_attn = GatedDeltaNet(
                 config.hidden_size,
                 config.delta,
-                index,
+                cache_index,
                 build,
                 in_quantization=find_quantization(quantization, f"{name}.linear_attn", "in_proj_qkvz"),
                 out_quantization=find_quantization(quantization, f"{name}.linear_attn", "out_proj"),
@@ -250,17 +250,17 @@ class Qwen3NextLayer(nn.Module):
         # A fused FP8 matmul would return the dtype of the norm's weight, which is float32.
         self._is_norm_fused = mlp_quantization is None
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def before_mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of `mix` for the residual stream x [T, hidden]."""
         return (self.self_attn if self.has_attention else self.linear_attn).project(x, self.input_layernorm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Run gated attention or Gated DeltaNet on the results of `before`."""
+        """Run gated attention or Gated DeltaNet on the results of `before_mix`."""
         if self.has_attention:
             return self.self_attn.forward(*projected, rotation, ctx)
         return self.linear_attn.forward(*projected, ctx)
 
-    def after(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def after_mix(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Return the residual stream after the layer.
 
         mixed: result of `mix`.
@@ -277,12 +277,12 @@ class Qwen3NextLayer(nn.Module):
         return self.self_attn.heads.cache_spec if self.has_attention else self.linear_attn.cache_spec
 
 
-def between(
+def run_between(
     mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `layer.after` and `next_layer.before`; returns the residual stream and the inputs of the next `mix`."""
-    x = layer.after(mixed, x)
-    return x, *next_layer.before(x)
+    """Run the code between two calls of `mix`; returns the residual stream and the inputs of the next `mix`."""
+    x = layer.after_mix(mixed, x)
+    return x, *next_layer.before_mix(x)
 
 
 class Qwen3NextModel(nn.Module):
@@ -293,19 +293,19 @@ class Qwen3NextModel(nn.Module):
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        # Numbers of layers so far, by has_attention.
-        counts = {True: 0, False: 0}
+        # Index of the next layer's cache, by has_attention.
+        indices = {True: 0, False: 0}
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
             has_attention, has_experts = index in config.attention_layers, index in config.moe.sparse_layers
             name = f"model.layers.{index}"
-            self.layers.append(Qwen3NextLayer(config, name, counts[has_attention], build, has_attention, has_experts))
-            counts[has_attention] += 1
+            self.layers.append(Qwen3NextLayer(config, name, indices[has_attention], build, has_attention, has_experts))
+            indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # A compiled function serves only pairs of layers of the same kinds.
+        # Each kind of pair has its own compiled function.
         kinds = {_pair_kind(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._between = {
-            kind: compile_for_rows(between, MIN_COMPILED_ROWS) if build.compile else between for kind in kinds
+            kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -313,13 +313,13 @@ class Qwen3NextModel(nn.Module):
         rotation = self._rotary.plan(positions)
         x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.layers
-        projected = layer.before(x)
+        projected = layer.before_mix(x)
         for next_layer in later_layers:
             mixed = layer.mix(projected, rotation, ctx)
             x, *inputs = self._between[_pair_kind(layer, next_layer)](mixed, x, layer, next_layer)
             projected = tuple(inputs)
             layer = next_layer
-        return self.norm.forward(layer.after(layer.mix(projected, rotation, ctx), x))
+        return self.norm.forward(layer.after_mix(layer.mix(projected, rotation, ctx), x))
 
 
 def _pair_kind(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool, bool, bool]:
@@ -329,7 +329,7 @@ def _pair_kind(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool,
 class MTPHead(nn.Module):
     """A head for multi-token prediction. Its weights are loaded, but nothing runs it yet.
 
-    `fc` projects the normed embedding of a token, concatenated with the normed hidden state of the token before.
+    `fc` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, *, has_experts: bool):
@@ -339,15 +339,15 @@ class MTPHead(nn.Module):
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
         self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), build)
-        name, index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)
-        layer = Qwen3NextLayer(config, name, index, build, has_attention=True, has_experts=has_experts)
+        name, cache_index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)
+        layer = Qwen3NextLayer(config, name, cache_index, build, has_attention=True, has_experts=has_experts)
         self.layers = nn.ModuleList([layer])
 
 
 class Qwen3NextForCausalLM(DecoderWithHead):
     """The complete model.
 
-    make_mtp: makes the head for multi-token prediction; None for a checkpoint without one.
+    make_mtp: makes the head for multi-token prediction; None if the checkpoint has no such head.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
@@ -355,7 +355,7 @@ class Qwen3NextForCausalLM(DecoderWithHead):
         self.mtp = None if make_mtp is None else make_mtp()
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """Return each layer's cache spec, without the head for multi-token prediction."""
+        """Return the cache spec of each decoder layer."""
         return tuple(layer.cache_spec for layer in self.model.layers)
 
 

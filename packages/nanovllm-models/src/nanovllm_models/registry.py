@@ -24,7 +24,7 @@ class BuildSpec(Protocol):
         ...
 
 
-# By the name under `architectures` in config.json.
+# Families by the name under `architectures` in config.json.
 FAMILIES: dict[str, BuildSpec] = {
     "LlamaForCausalLM": llama.build_spec,
     "Qwen2ForCausalLM": qwen2.build_spec,
@@ -46,7 +46,7 @@ def load(
 ) -> ModelSpec:
     """Return the spec of the model in a Hugging Face directory, without reading the weights.
 
-    Raises ModelError if there is no model or if it is not supported.
+    Raises ModelError if the directory holds no model or an unsupported model.
 
     load_format: "dummy" makes random weights; the directory then needs only config.json.
     seed: seed of random weights.

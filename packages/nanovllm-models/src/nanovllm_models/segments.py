@@ -88,27 +88,27 @@ class EncodingExchange(Protocol):
         ...
 
     def receive(self) -> Mapping[str, bytes]:
-        """Return what other processes published since the last call. Only one thread may call this at a time."""
+        """Return what other processes published since the last call. Only one thread at a time may call this method."""
         ...
 
 
 class SegmentEncoder:
     """Encodes texts like `backend.encode` with add_special_tokens=False, and caches the ids of each segment.
 
-    token_ids: ids of the added tokens at which `backend` splits texts, by token.
+    splitting_ids: ids of the added tokens at which `backend` splits texts, by token.
     max_bytes: maximum size of the cache.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, token_ids: Mapping[str, int], max_bytes: int):
+    def __init__(self, backend: tokenizers.Tokenizer, splitting_ids: Mapping[str, int], max_bytes: int):
         self._backend = backend
-        self._ids_by_token = {token: array("i", [token_id]).tobytes() for token, token_id in token_ids.items()}
-        self._split = re.compile(f"({longest_match_pattern([*token_ids])})").split
+        self._ids_by_token = {token: array("i", [token_id]).tobytes() for token, token_id in splitting_ids.items()}
+        self._split = re.compile(f"({longest_match_pattern([*splitting_ids])})").split
         self._cache = SegmentCache(max_bytes)
         self._exchange: EncodingExchange | None = None
         self._receive_lock = Lock()
 
     def share(self, exchange: EncodingExchange) -> None:
-        """Start to exchange segments with other processes. Caches what they have already published."""
+        """Exchange segments from now on, and cache the segments that other processes have already published."""
         self._exchange = exchange
         self._receive(exchange)
 
@@ -118,27 +118,27 @@ class SegmentEncoder:
         parts = self._split(text)
         segments = dict.fromkeys(parts[::2])
         segments.pop("", None)
-        ids = self._cache.find(segments)
-        missing = [segment for segment in segments if segment not in ids]
+        known_ids = self._cache.find(segments)
+        missing = [segment for segment in segments if segment not in known_ids]
         exchange = self._exchange
         if exchange is not None and sum(map(len, missing)) >= MIN_RECEIVE_CHARACTERS:
             self._receive(exchange)
-            ids.update(self._cache.find(missing))
-            missing = [segment for segment in missing if segment not in ids]
+            known_ids.update(self._cache.find(missing))
+            missing = [segment for segment in missing if segment not in known_ids]
         if missing:
             # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock.
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
-            all_ids = (array("i", encoding.ids).tobytes() for encoding in encodings)
-            encoded = dict(zip(missing, all_ids, strict=True))
+            missing_ids = (array("i", encoding.ids).tobytes() for encoding in encodings)
+            encoded = dict(zip(missing, missing_ids, strict=True))
             self._cache.add(encoded)
-            ids.update(encoded)
+            known_ids.update(encoded)
             if exchange is not None:
                 exchange.publish(encoded)
         ids_by_token = self._ids_by_token
-        return np.frombuffer(b"".join([ids_by_token.get(part) or ids[part] for part in parts if part]), np.int32)
+        return np.frombuffer(b"".join([ids_by_token.get(part) or known_ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # A thread that waits for the lock must find the segments in the cache afterwards.
+        # The lock is held until the segments are in the cache, where a waiting thread will look for them.
         with self._receive_lock:
             self._cache.add(exchange.receive())
 
@@ -146,7 +146,7 @@ class SegmentEncoder:
 def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CACHE_BYTES) -> SegmentEncoder | None:
     """Return an encoder for `backend`; None if a segment's ids may depend on other segments."""
     added_tokens = backend.get_added_tokens_decoder()
-    # The backend matches other added tokens after normalization, within a segment.
+    # The backend matches the other added tokens later, in a segment that is already normalized.
     splitting_ids = {token.content: token_id for token_id, token in added_tokens.items() if not token.normalized}
     depends_on_context = any(
         token.single_word or token.lstrip or token.rstrip for token in added_tokens.values() if not token.normalized
@@ -155,7 +155,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
         return None
     try:
         encoder = SegmentEncoder(backend, splitting_ids, max_bytes)
-    # The pattern nests one level for each added token that begins another one.
+    # The pattern nests one level for each added token that is a prefix of another added token.
     except RecursionError:
         return None
     for text in _self_check_texts([*splitting_ids]):
@@ -168,14 +168,14 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
 def longest_match_pattern(words: Sequence[str]) -> str:
     """Return a regular expression that matches the longest of `words`.
 
-    It tests common beginnings once, which is faster than testing each word.
+    The expression tests a common prefix only once, which is faster than testing each word.
     """
-    words_by_first: dict[str, list[str]] = {}
+    words_by_first_character: dict[str, list[str]] = {}
     for word in words:
         if word:
-            words_by_first.setdefault(word[0], []).append(word)
+            words_by_first_character.setdefault(word[0], []).append(word)
     branches: list[str] = []
-    for group in words_by_first.values():
+    for group in words_by_first_character.values():
         prefix = commonprefix(group)  # noqa: RUF071 (these are not paths)
         branches.append(re.escape(prefix) + longest_match_pattern([word[len(prefix) :] for word in group]))
     if not branches:

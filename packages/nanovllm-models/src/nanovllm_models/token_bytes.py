@@ -6,7 +6,7 @@ import tokenizers
 
 
 class VocabularyError(ValueError):
-    """A tokenizer for whose tokens no bytes are known."""
+    """A tokenizer whose tokens can't be translated to bytes."""
 
 
 class TokenBytes:
@@ -26,7 +26,7 @@ class TokenBytes:
         self.strips_leading_space = "Strip" in decoders
 
     def get(self, token_id: int) -> bytes:
-        """Return the bytes of a token. A special token has its name in UTF-8, an unknown id b""."""
+        """Return the bytes of a token: the UTF-8 name of a special token; b"" for an unknown id."""
         text = self._backend.id_to_token(token_id)
         return b"" if text is None else self._decode_bytes(text)
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template. Importing transformers takes seconds, so `load_tokenizer` imports it."""
+"""A model's tokenizer and chat template. Only `load_tokenizer` imports transformers, which takes seconds."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Tokenizer:
 
     chat_template: Jinja source to use instead of the model's template; None for the model's template.
     vocab_size: number of tokens, including added tokens.
-    eos_token_id: id of the token that ends a turn; None if the tokenizer's files have none.
+    eos_token_id: id of the token that ends a turn; None if the tokenizer's files name no such token.
     has_chat_template: whether there is a template, which `render_chat` requires.
     """
 
@@ -53,7 +53,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Source of the chat template, or of several templates, joined; "" if the model has none."""
+        """Source of the chat template; several templates are joined by newlines; "" for no template."""
         template = self._chat_template or self._hf_tokenizer.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -94,8 +94,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation as the text that the model reads.
 
-        Raises TemplateError if there is no template or if it refuses the conversation, TemplateValueError if a name in
-        `template_values` is reserved.
+        Raises TemplateError if the model has no template or the template refuses the conversation; TemplateValueError
+        if a name in `template_values` is reserved.
 
         messages: objects with `role`, `content` and other fields that the template reads.
         add_generation_prompt: whether the text ends with the beginning of the model's turn.
@@ -104,10 +104,10 @@ class Tokenizer:
         documents: documents for retrieval, mostly with `title` and `text`; None for no documents.
         template_values: additional variables of the template, by name.
         """
-        values = dict(template_values or {})
+        variables = dict(template_values or {})
         if not self.has_chat_template:
             raise TemplateError("the model has no chat template")
-        if reserved_names := sorted(self._reserved_names & values.keys()):
+        if reserved_names := sorted(self._reserved_names & variables.keys()):
             raise TemplateValueError(f"{reserved_names[0]} can't be given to the chat template")
         try:
             return self._hf_tokenizer.apply_chat_template(
@@ -118,7 +118,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                **values,
+                **variables,
             )
         except TEMPLATE_FAILURES as error:
             message = " ".join(str(error).split()) or type(error).__name__
@@ -126,7 +126,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str, *, chat_template: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a model directory. Raises ModelError if there is none or if it can't be read.
+    """Load the tokenizer of a model directory. Raises ModelError if the tokenizer is missing or invalid.
 
     chat_template: Jinja source to use instead of the model's template; None for the model's template.
     """

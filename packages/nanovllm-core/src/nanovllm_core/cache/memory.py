@@ -32,7 +32,7 @@ _CACHE_LINE_BYTES = 64
 class CacheLayout:
     """Shapes and dtypes of a model's caches.
 
-    state_dtype, conv_dtype: dtypes of `StateCache.recurrent` and `StateCache.conv`.
+    state_dtype, conv_dtype: dtypes of `StateCache.recurrent` and `StateCache.conv_inputs`.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -71,8 +71,9 @@ class CacheLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one state slot in all recurrent layers; 0 for a model without recurrent layers."""
+        state_size, input_size = self.state_dtype.itemsize, self.conv_dtype.itemsize
         return sum(
-            math.prod(spec.recurrent) * self.state_dtype.itemsize + math.prod(spec.conv) * self.conv_dtype.itemsize
+            math.prod(spec.recurrent) * state_size + math.prod(spec.conv_inputs) * input_size
             for spec in self.state_specs
         )
 
@@ -117,7 +118,7 @@ class CacheMemory:
         self._stacked_states = {
             spec: StateCache(
                 allocate_zeros((num_layers, num_slots + 1, *spec.recurrent), layout.state_dtype, device),
-                allocate_zeros((num_layers, num_slots + 1, *spec.conv), layout.conv_dtype, device),
+                allocate_zeros((num_layers, num_slots + 1, *spec.conv_inputs), layout.conv_dtype, device),
             )
             for spec, num_layers in Counter(layout.state_specs).items()
         }

@@ -13,7 +13,7 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Number and size of this rank's heads. A fused projection holds query, then key, then value heads."""
+    """This rank's heads; `num_heads` counts query heads. A fused projection holds query, then key, then value heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -33,13 +33,13 @@ class HeadLayout:
         """The cache spec of these heads."""
         return PagedSpec(self.num_kv_heads, self.head_dim, self.num_heads)
 
-    def split(self, qkv: Tensor) -> Tensor:
+    def view_heads(self, qkv: Tensor) -> Tensor:
         """View `qkv` [T, all heads * head_dim] as [T, all heads, head_dim]."""
         return qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
 
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[LinearPart, ...]:
-    """The parts of a layer's fused projection, with the usual checkpoint names."""
+    """The linears of a fused projection to queries, keys and values, with the usual names in checkpoints."""
     num_heads_by_name = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     return tuple(LinearPart(name, count * head_dim, bias) for name, count in num_heads_by_name.items())
 

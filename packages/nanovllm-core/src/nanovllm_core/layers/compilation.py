@@ -24,9 +24,9 @@ def compile_for_rows(
 ) -> Callable[Concatenate[Tensor, Params], Result]:
     """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run uncompiled.
 
-    All tensor arguments of a call must have the same number of rows. Calls may differ in this number, and in the
-    contents of tensors that other arguments hold. Compilation happens at the first call with several rows. If
-    `min_rows` is 1, it also happens at the first call with one row.
+    All tensor arguments of a call must have the same number of rows. Calls may have different numbers of
+    rows, and other arguments may hold other tensors, such as another layer's weights. Compilation happens at the first
+    call with several rows. If `min_rows` is 1, the first call with one row compiles the function a second time.
     """
     _set_cache_directory()
     # torch.compile caches by code object. A copy gives each model its own cache.
@@ -54,5 +54,5 @@ def _set_cache_directory() -> None:
     if directory is None:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    # Each process of Inductor's pool would import torch, which is not worth it for a few kernels.
+    # A pool of compile processes would cost more than it saves for a few kernels: each process imports torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

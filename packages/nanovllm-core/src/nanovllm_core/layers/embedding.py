@@ -31,13 +31,13 @@ class VocabEmbedding(WeightedModule):
         """[T] integers -> [T, hidden_size]."""
         if self._parallel.size == 1:
             return functional.embedding(input_ids, self.weight).to(self._out_dtype)
-        own_ids = input_ids - self._parallel.rank * self._rows_per_rank
-        is_foreign = (own_ids < 0) | (own_ids >= self._rows_per_rank)
-        vectors = functional.embedding(own_ids.masked_fill(is_foreign, 0), self.weight)
-        return self._parallel.all_reduce(vectors.masked_fill(is_foreign.unsqueeze(-1), 0.0)).to(self._out_dtype)
+        row_indices = input_ids - self._parallel.rank * self._rows_per_rank
+        is_on_other_rank = (row_indices < 0) | (row_indices >= self._rows_per_rank)
+        vectors = functional.embedding(row_indices.masked_fill(is_on_other_rank, 0), self.weight)
+        return self._parallel.all_reduce(vectors.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)).to(self._out_dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The table."""
+        """The slot of the embedding table."""
         own_rows = own_slice(self._parallel, self._rows_per_rank)
         yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
@@ -70,7 +70,7 @@ class LMHead(WeightedModule):
         return self._parallel.all_gather(logits(hidden, self._packed, self.weight))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight; none if the head is tied."""
+        """The weight's slot, unless the head is tied."""
         if not self._is_tied:
             own_rows = own_slice(self._parallel, self._rows_per_rank)
             yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
@@ -81,5 +81,5 @@ class LMHead(WeightedModule):
             fill_normal(self.weight, generator)
 
     def finish_loading(self) -> None:
-        """Pack the weight, also a tied one: on a CPU the faster product is worth a second copy."""
+        """Pack the weight, even if the head is tied: on a CPU, a faster matmul is worth a second copy of the table."""
         self._packed = pack_linear(self.weight)

@@ -11,17 +11,17 @@ from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
 
-# Name of the gates among the parts. Checkpoints store the gates in `q_proj`.
+# Name of the part with the gates. In checkpoints, `q_proj` contains the gates.
 GATE_PART_NAME = "q_gate"
 
 
 class GatedQKVLinear(ColumnParallelLinear):
     """Projects [T, hidden_size] to this rank's queries, keys, values and gates, in this order, in one matmul.
 
-    The checkpoint's `q_proj` holds, for each head, the rows of its queries and then the rows of its gate.
+    For each head, the checkpoint's `q_proj` holds the rows of the query, then the rows of the gate.
     Raises ValueError if the ranks can't share the heads evenly.
 
-    quantization: None for the model's dtype; otherwise `head_dim` must be a multiple of 128.
+    quantization: format of the weight, for which `head_dim` must be a multiple of 128; None for the model's dtype.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GatedQKVLinear(ColumnParallelLinear):
         self._num_heads = num_heads
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The slots of queries, keys and values. A slot of queries also fills the gates."""
+        """The slots of `q_proj`, `k_proj` and `v_proj`. A slot of `q_proj` also fills the gates."""
         prefix = name[: name.rfind(".") + 1]
         query_prefix, gate_prefix = f"{prefix}q_proj.", f"{prefix}{GATE_PART_NAME}."
         slot_by_name = dict(super().weight_slots(name))

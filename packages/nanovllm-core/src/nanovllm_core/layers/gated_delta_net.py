@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464). Key heads are split over ranks."""
+"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464). The ranks share the key heads evenly."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from nanovllm_core.model import BuildContext, ForwardContext, StateSpec
 from nanovllm_core.parallel import own_slice
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net
 
-# Range of the decay A in random weights.
-MIN_DECAY, MAX_DECAY = 0.01, 16.0
+# Range of the decay rates in random weights.
+MIN_DECAY_RATE, MAX_DECAY_RATE = 0.01, 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """The sizes of a layer over all ranks.
+    """The sizes of a whole layer, before the ranks share its heads.
 
     num_v_heads: number of value heads, a multiple of num_k_heads.
     k_dim, v_dim: sizes of a key head and of a value head.
-    width: number of taps of the convolution.
+    num_taps: number of taps of the convolution.
     eps: added to the norm's variance.
     """
 
@@ -32,7 +32,7 @@ class DeltaShape:
     num_v_heads: int
     k_dim: int
     v_dim: int
-    width: int
+    num_taps: int
     eps: float
 
     @property
@@ -48,7 +48,7 @@ class GatedDeltaNet(WeightedModule):
     Raises ValueError if the ranks can't share the heads evenly.
 
     cache_index: index of the layer in `ForwardContext.state_caches`.
-    in_quantization, out_quantization: format of `in_proj_qkvz` and `out_proj`; None for the model's dtype.
+    in_quantization, out_quantization: formats of `in_proj_qkvz` and `out_proj`; None for the model's dtype.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class GatedDeltaNet(WeightedModule):
         self._parallel = build.parallel
         self._num_k_heads = build.parallel.split_evenly(shape.num_k_heads, "linear_num_key_heads")
         num_v_heads = self._num_k_heads * shape.v_heads_per_k_head
-        channels = self._num_k_heads * (2 * shape.k_dim + shape.v_heads_per_k_head * shape.v_dim)
+        num_channels = self._num_k_heads * (2 * shape.k_dim + shape.v_heads_per_k_head * shape.v_dim)
         qkvz = LinearPart("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
         ba = LinearPart("in_proj_ba", 2 * shape.num_v_heads)
-        self._split_sizes = (channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
-        # A weight can't be quantised in part, and `in_proj_ba` never is.
+        self._projected_widths = (num_channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
+        # `in_proj_ba` is never quantised, so a quantised `in_proj_qkvz` needs a matmul of its own.
         is_fused = in_quantization is None
         self.in_proj = ColumnParallelLinear(
             hidden_size, (qkvz, ba) if is_fused else (qkvz,), build, quantization=in_quantization
@@ -81,7 +81,7 @@ class GatedDeltaNet(WeightedModule):
             shape.num_v_heads * shape.v_dim, hidden_size, build, quantization=out_quantization
         )
         self.weights = DeltaWeights(
-            conv=torch.empty((shape.width, channels), device=build.device),
+            conv=torch.empty((shape.num_taps, num_channels), device=build.device),
             decay_rate=torch.empty(num_v_heads, device=build.device),
             dt_bias=torch.empty(num_v_heads, device=build.device),
             norm=torch.empty(shape.v_dim, device=build.device),
@@ -91,51 +91,51 @@ class GatedDeltaNet(WeightedModule):
     @property
     def cache_spec(self) -> StateSpec:
         """The shapes of the layer's state."""
-        shape, (width, channels) = self._shape, self.weights.conv.shape
-        return StateSpec((self._num_k_heads * shape.v_heads_per_k_head, shape.v_dim, shape.k_dim), (width, channels))
+        num_taps, num_channels = self.weights.conv.shape
+        return StateSpec((len(self.weights.decay), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x), with x [T, hidden_size], to the inputs `qkvz` and `ba` of `forward`."""
+        """Project norm(x) to the inputs `qkvz` and `ba` of `forward`. x: [T, hidden_size]."""
         if self.in_proj_ba is None:
-            qkvz, ba = self.in_proj.forward(x, norm).split(self._split_sizes, -1)
+            qkvz, ba = self.in_proj.forward(x, norm).split(self._projected_widths, -1)
             return qkvz, ba
         x = norm.forward(x)
         return self.in_proj.forward(x), self.in_proj_ba.forward(x)
 
     def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:
-        """Update the states; returns the input of `out_proj`, [T, value heads * v_dim]."""
+        """Update the states and compute the input of `out_proj`, [T, value heads * v_dim]."""
         if ctx.state_batch is None:
             raise ValueError("ctx.state_batch is None: a model with recurrent layers needs its requests' states")
         cache = ctx.state_caches[self._cache_index]
-        return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv, ctx.state_batch)
+        return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv_inputs, ctx.state_batch)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """All weights except the projections, which are modules with slots of their own."""
+        """The slots of all weights except the projections, which are submodules."""
         shape, weights = self._shape, self.weights
-        channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
-        yield f"{name}.conv1d.weight", WeightSlot((channels, 1, shape.width), self._copy_conv)
-        yield f"{name}.A_log", WeightSlot((shape.num_v_heads,), self._copy_decay)
+        num_channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
+        yield f"{name}.conv1d.weight", WeightSlot((num_channels, 1, shape.num_taps), self._copy_conv)
+        yield f"{name}.A_log", WeightSlot((shape.num_v_heads,), self._copy_decay_rates)
         own_heads = own_slice(self._parallel, len(weights.dt_bias))
         yield f"{name}.dt_bias", WeightSlot((shape.num_v_heads,), make_share_copier(weights.dt_bias, own_heads))
         yield f"{name}.norm.weight", WeightSlot((shape.v_dim,), weights.norm.copy_)
 
-    def _copy_decay(self, log_decay: Tensor) -> object:
-        decay_rate = self.weights.decay_rate
-        return decay_rate.copy_(log_decay[own_slice(self._parallel, len(decay_rate))].float().exp())
+    def _copy_decay_rates(self, log_rates: Tensor) -> object:
+        rates = self.weights.decay_rate
+        return rates.copy_(log_rates[own_slice(self._parallel, len(rates))].float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
-        # The checkpoint's channels are all queries, all keys, all values. The kernel takes them grouped by key head.
-        shape, width = self._shape, self._shape.width
+        # A checkpoint stores all queries' channels, then all keys', then all values'. Kernels need them by key head.
+        shape, num_taps = self._shape, self._shape.num_taps
         key_channels = shape.num_k_heads * shape.k_dim
         qkv = weight.split((key_channels, key_channels, shape.num_v_heads * shape.v_dim))
-        by_head = torch.cat([part.reshape(shape.num_k_heads, -1, width) for part in qkv], 1)
-        own_heads = by_head[own_slice(self._parallel, self._num_k_heads)]
-        return self.weights.conv.copy_(own_heads.reshape(-1, width).t())
+        channels_by_head = torch.cat([part.reshape(shape.num_k_heads, -1, num_taps) for part in qkv], 1)
+        own_heads = channels_by_head[own_slice(self._parallel, self._num_k_heads)]
+        return self.weights.conv.copy_(own_heads.reshape(-1, num_taps).t())
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draw decays over their whole range, and convolution taps whose sum is about 1."""
+        """Draw decay rates from their whole range, and convolution taps that keep activations in range."""
         weights = self.weights
-        weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._shape.width**-0.5)
-        weights.decay_rate.uniform_(MIN_DECAY, MAX_DECAY, generator=generator)
+        weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._shape.num_taps**-0.5)
+        weights.decay_rate.uniform_(MIN_DECAY_RATE, MAX_DECAY_RATE, generator=generator)
         weights.dt_bias.fill_(1.0)
         weights.norm.fill_(1.0)

@@ -19,7 +19,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class LinearPart(NamedTuple):
-    """One linear of the checkpoint that a ColumnParallelLinear fuses with others. name: without the parent's path."""
+    """One linear of the checkpoint that a ColumnParallelLinear fuses with others. name: within its parent."""
 
     name: str
     out_features: int
@@ -39,14 +39,14 @@ class _Linear(WeightedModule):
             fill_normal(self.weight.data, generator)
 
     def finish_loading(self) -> None:
-        """Pack the weight where that is faster."""
+        """Pack the weight for the matmul of this device."""
         if isinstance(self.weight, PackedWeight):
             self.weight = pack_linear(self.weight.data)
 
     def _weight_slots(
         self, name: str, shape: tuple[int, int], rows: slice, source_rows: slice, columns: slice
     ) -> Iterator[tuple[str, WeightSlot]]:
-        """Slots that copy `source_rows` and `columns` of the weight of module `name` to `rows` of this weight."""
+        """Slots for the checkpoint's module `name`: copy its `source_rows` and `columns` to `rows` of this weight."""
         if isinstance(self.weight, BlockFP8Weight):
             yield from block_fp8_slots(name, shape, self.weight, rows, source_rows, columns)
         else:
@@ -58,7 +58,7 @@ class ColumnParallelLinear(_Linear):
 
     Raises ValueError if the ranks can't share a part evenly.
 
-    parts: in the checkpoint, siblings of this module.
+    parts: the fused linears, which are siblings of this module in the checkpoint.
     quantization: format of all weights; None for the model's dtype.
     """
 

@@ -31,7 +31,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The sizes of one layer over all ranks.
+    """The sizes of a whole layer, before the ranks share its heads.
 
     key_dim: size of the part of a head's key that is not rotated.
     rope_dim: size of the part of a head's key that is rotated.
@@ -100,9 +100,9 @@ class LatentExpansion(WeightedModule):
 
 
 class LatentAttention(WeightedModule):
-    """Latent attention with its projections. Every rank computes all latents, because they are shared by all heads.
+    """Latent attention with its projections. Every rank computes all latents, because all heads share the latents.
 
-    Raises ValueError if FP8 blocks cut the rotated rows, which `finish_loading` reorders.
+    Raises ValueError if `finish_loading` would have to move rows between FP8 blocks.
 
     quantization: format of the model's weights; None for the model's dtype.
     name: this module's name in the checkpoint.
@@ -128,27 +128,27 @@ class LatentAttention(WeightedModule):
         query_features = shape.num_heads * self._head_dim
         self.q_b_proj: ColumnParallelLinear | None = None
         self.q_a_layernorm: RMSNorm | None = None
-        find_scheme = partial(find_quantization, quantization, name)
+        find_format = partial(find_quantization, quantization, name)
         if shape.query_rank is None:
             self.q_proj = ColumnParallelLinear(
-                hidden_size, (LinearPart("q_proj", query_features),), build, quantization=find_scheme("q_proj")
+                hidden_size, (LinearPart("q_proj", query_features),), build, quantization=find_format("q_proj")
             )
             self.kv_a_proj = ColumnParallelLinear(
-                hidden_size, (latent_part,), unsplit_build, quantization=find_scheme(latent_part.name)
+                hidden_size, (latent_part,), unsplit_build, quantization=find_format(latent_part.name)
             )
         else:
             parts = (LinearPart("q_a_proj", shape.query_rank, shape.bias), latent_part)
             self.kv_a_proj = ColumnParallelLinear(
-                hidden_size, parts, unsplit_build, quantization=find_scheme("q_a_proj", latent_part.name)
+                hidden_size, parts, unsplit_build, quantization=find_format("q_a_proj", latent_part.name)
             )
             self.q_a_layernorm = RMSNorm(shape.query_rank, shape.eps, build)
             self.q_b_proj = ColumnParallelLinear(
-                shape.query_rank, (LinearPart("q_b_proj", query_features),), build, quantization=find_scheme("q_b_proj")
+                shape.query_rank, (LinearPart("q_b_proj", query_features),), build, quantization=find_format("q_b_proj")
             )
         self.kv_a_layernorm = RMSNorm(shape.latent_dim, shape.eps, build)
-        self.kv_b_proj = LatentExpansion(shape, build, find_scheme("kv_b_proj"))
+        self.kv_b_proj = LatentExpansion(shape, build, find_format("kv_b_proj"))
         self.o_proj = RowParallelLinear(
-            shape.num_heads * shape.value_dim, hidden_size, build, bias=shape.bias, quantization=find_scheme("o_proj")
+            shape.num_heads * shape.value_dim, hidden_size, build, bias=shape.bias, quantization=find_format("o_proj")
         )
         if quantization is not None and shape.interleaved:
             _check_fp8_blocks(shape)
@@ -159,12 +159,12 @@ class LatentAttention(WeightedModule):
         return MLASpec(self._shape.latent_dim, self._shape.rope_dim, self._num_heads)
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim] of norm(x), with x [T, hidden]."""
+        """Project norm(x) to queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim]. x: [T, hidden]."""
         latents = self.kv_a_proj.forward(x, norm)
         if self.q_b_proj is None:
             return self.q_proj.forward(x, norm), latents
-        width = self._shape.latent_dim + self._shape.rope_dim
-        compressed, latents = latents.split((latents.shape[1] - width, width), 1)
+        entry_width = self._shape.latent_dim + self._shape.rope_dim
+        compressed, latents = latents.split((latents.shape[1] - entry_width, entry_width), 1)
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
@@ -180,18 +180,18 @@ class LatentAttention(WeightedModule):
         return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """No slots: all weights are in the modules within."""
+        """No slots: submodules own all weights."""
         del name
         yield from ()
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Do nothing: all weights are in the modules within."""
+        """Do nothing: submodules own all weights."""
         del generator
 
     def finish_loading(self) -> None:
         """Reorder the rotated rows for the kernels: the first rows of all pairs, then the second rows.
 
-        `load_weights` finishes a module before the modules within: the projections are not packed yet.
+        `load_weights` finishes a module before its submodules, so the projections are not packed yet.
         """
         shape = self._shape
         if not shape.interleaved:

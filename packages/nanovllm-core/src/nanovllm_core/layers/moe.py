@@ -35,7 +35,7 @@ __all__ = [
 # Maximum width, per rank, of a shared expert that is fused with the routed experts. Fusing saves a kernel launch, which
 # hardly matters for wider experts.
 MAX_FUSED_SHARED_WIDTH = 1024
-# cuBLAS's fastest kernels need rows that are aligned to 16 bytes: a router's output is padded to this multiple.
+# cuBLAS's fastest kernels need rows that are aligned to 16 bytes: the number of logits is rounded up to a multiple.
 LOGITS_ALIGNMENT = 8
 
 
@@ -61,7 +61,7 @@ class SharedExpert(NamedTuple):
     """An expert that every token uses.
 
     name: the checkpoint's name of the expert, without the parent's path.
-    gate: the checkpoint's name of the gate that weighs the expert; None for the weight 1.
+    gate: the checkpoint's name of the gate that weighs the expert; None if the weight is always 1.
     """
 
     name: str
@@ -80,9 +80,9 @@ def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *
 class Router(WeightedModule):
     """Chooses k routed experts for each token. The router is the same on every rank.
 
-    shared: a fused shared expert, which every token chooses too; None without one.
-    correction_bias: the checkpoint's name of the bias, without the parent's path; None without a bias.
-    uses_float32: whether the weight is float32 for every dtype of the model.
+    shared: the shared expert that the router adds to each token's choice; None if no shared expert is fused.
+    bias_name: the checkpoint's name of the correction bias, without the parent's path; None for no bias.
+    uses_float32: whether the weight is always float32; otherwise its dtype depends on the model and the device.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Router(WeightedModule):
         build: BuildContext,
         *,
         shared: SharedExpert | None = None,
-        correction_bias: str | None = None,
+        bias_name: str | None = None,
         uses_float32: bool = False,
     ):
         super().__init__(build)
@@ -101,27 +101,27 @@ class Router(WeightedModule):
         if shared is not None:
             routing = replace(routing, shared="always" if shared.gate is None else "gated")
         self._routing = routing
-        self._bias_name = correction_bias
+        self._bias_name = bias_name
         # A CPU rounds the products of a bf16 weight, which could change the choice of experts.
         dtype = torch.float32 if uses_float32 or build.device.type == "cpu" else build.dtype
         self._num_logits = num_experts + (self._gate_name is not None)
         num_rows = (
             num_experts if self._gate_name is None else -(-self._num_logits // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
         )
-        self._gate_rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
-        self.weight, self.shared_gate = self._gate_rows[:num_experts], self._gate_rows[num_experts : self._num_logits]
-        self.bias = None if correction_bias is None else torch.zeros(num_experts, device=build.device)
-        self._packed = PackedWeight(self._gate_rows, in_onednn_layout=False)
+        self._all_rows = torch.zeros((num_rows, hidden_size), dtype=dtype, device=build.device)
+        self.weight, self.shared_gate = self._all_rows[:num_experts], self._all_rows[num_experts : self._num_logits]
+        self.bias = None if bias_name is None else torch.zeros(num_experts, device=build.device)
+        self._packed = PackedWeight(self._all_rows, in_onednn_layout=False)
         self._bf16_parts: Tensor | None = None
 
     def finish_loading(self) -> None:
         """Split a float32 weight into bfloat16 parts, which tensor cores multiply faster."""
-        if self._gate_rows.dtype == torch.float32 and self._gate_rows.is_cuda and self.dtype == torch.bfloat16:
-            self._bf16_parts = split_float32(self._gate_rows)
+        if self._all_rows.dtype == torch.float32 and self._all_rows.is_cuda and self.dtype == torch.bfloat16:
+            self._bf16_parts = split_float32(self._all_rows)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] -> weights float32 and ids int32, both [T, k], or [T, k + 1] with a shared expert."""
-        scores = logits(x, self._packed, self._gate_rows, self._bf16_parts)[:, : self._num_logits]
+        """[T, hidden_size] -> experts' weights (float32) and ids (int32), [T, k]; [T, k + 1] with a shared expert."""
+        scores = logits(x, self._packed, self._all_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
@@ -135,7 +135,7 @@ class Router(WeightedModule):
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights. The bias stays 0."""
-        fill_normal(self._gate_rows, generator)
+        fill_normal(self._all_rows, generator)
 
 
 class Experts(WeightedModule):
@@ -143,7 +143,7 @@ class Experts(WeightedModule):
 
     Raises ValueError if the ranks can't share the width, or the blocks of quantised weights, evenly.
 
-    shared: a fused shared expert, stored as the last expert; None without one.
+    shared: the shared expert, stored as the last expert; None if no shared expert is fused.
     quantization: format of the weights; None for the model's dtype.
     """
 
@@ -183,9 +183,9 @@ class Experts(WeightedModule):
         self.weights = pack_experts(w13, w2, scales13, scales2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The weighted sum, [T, hidden_size], of the results of the experts `ids` for x.
+        """Apply the chosen experts to x [T, hidden_size] and return the weighted sum of their results.
 
-        weights, ids: results of the router.
+        weights, ids: results of the router for x.
         residual: added to the sum; may be overwritten.
         """
         # The ranks' results are summed: only one rank may add the residual.
@@ -194,7 +194,7 @@ class Experts(WeightedModule):
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Three weights per expert, and their scales if they are quantised."""
+        """The slots of three weights per expert, and of their scales if they are quantised."""
         w13, w2, scales13, scales2, _ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
@@ -214,7 +214,7 @@ class Experts(WeightedModule):
                 yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, (expert,), 1)
 
     def _make_slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> WeightSlot:
-        """A slot for a tensor of `shape`: copies this rank's share along `dim` to `target[index]`."""
+        """A slot for a tensor of `shape`, which ranks share along `dim`: copies a rank's share to `target[index]`."""
         copy = partial(_copy_rank_share, target, index, dim, self._parallel.rank)
         return WeightSlot(shape, copy, DTYPE if target.dtype == DTYPE else None)
 
@@ -226,13 +226,13 @@ class Experts(WeightedModule):
             fill_normal(w2, generator)
             return
         for expert in range(w13.shape[0]):
-            for numbers, scales in zip(w13[expert].chunk(2), scales13[expert], strict=True):
-                randomize_block_fp8(BlockFP8Weight(numbers, scales), generator)
+            for values, scales in zip(w13[expert].chunk(2), scales13[expert], strict=True):
+                randomize_block_fp8(BlockFP8Weight(values, scales), generator)
             randomize_block_fp8(BlockFP8Weight(w2[expert], scales2[expert]), generator)
 
 
 def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
-    # There are thousands of slots: creating all views beforehand would take long.
+    # There are thousands of slots: creating all views before loading would take long.
     view = target[index]
     size = view.shape[dim]
     view.copy_(tensor.narrow(dim, rank * size, size))

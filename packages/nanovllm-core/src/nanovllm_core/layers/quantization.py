@@ -33,7 +33,7 @@ class BlockFP8:
 
 
 def find_quantization(quantization: BlockFP8 | None, prefix: str, *names: str) -> BlockFP8 | None:
-    """The quantisation of the modules `names` in module `prefix`, which one matmul fuses; None if not quantised.
+    """The quantisation of fused modules, `names` in module `prefix`; None if the modules are not quantised.
 
     Raises ValueError if only some of the modules are quantised.
     """
@@ -55,7 +55,7 @@ def find_quantization(quantization: BlockFP8 | None, prefix: str, *names: str) -
 def allocate_fused_weight(
     source_starts: list[int], part_sizes: list[int], num_columns: int, device: torch.device
 ) -> BlockFP8Weight:
-    """An uninitialised weight for this rank's rows of several tensors of the checkpoint, concatenated.
+    """Allocate a weight that will hold this rank's rows of several tensors in the checkpoint, concatenated.
 
     A scale covers fewer than 128 rows if a start or size is not a multiple of 128.
 
@@ -92,8 +92,8 @@ def randomize_block_fp8(weight: BlockFP8Weight, generator: torch.Generator) -> N
     block_rows = weight.block_rows
     for start in range(0, weight.data.shape[0], MAX_RANDOM_ROWS):
         data = weight.data[start : start + MAX_RANDOM_ROWS]
-        numbers = torch.empty(data.shape, device=data.device).normal_(0.0, INITIAL_STD, generator=generator)
-        quantized, scales = quantize_blocks(numbers)
+        values = torch.empty(data.shape, device=data.device).normal_(0.0, INITIAL_STD, generator=generator)
+        quantized, scales = quantize_blocks(values)
         data.copy_(quantized)
         target_scales = weight.scales[start // block_rows : -(-(start + len(data)) // block_rows)]
         target_scales.copy_(scales.repeat_interleave(GROUP // block_rows, 0)[: len(target_scales)])

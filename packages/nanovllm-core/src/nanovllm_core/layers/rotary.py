@@ -44,7 +44,7 @@ class YarnScaling:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's factor of queries and keys for a context that is extended by `factor`."""
+    """YaRN's multiplier of queries and keys for a context that is extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -92,8 +92,8 @@ def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, devic
 
 def _apply_llama3_scaling(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    periods = scaling.original_max_position * frequencies / (2 * math.pi)
-    unscaled_share = ((periods - low) / (high - low)).clamp(0.0, 1.0)
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    unscaled_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (unscaled_share + (1.0 - unscaled_share) / scaling.factor)
 
 
@@ -102,8 +102,8 @@ def _apply_yarn_scaling(frequencies: Tensor, scaling: YarnScaling, theta: float)
 
     def dimension_of(turns: float) -> float:
         """The fractional index of the pair of dimensions that turns `turns` times within the original context."""
-        period = scaling.original_max_position / (turns * 2 * math.pi)
-        return rotary_dim * math.log(period) / (2 * math.log(theta))
+        inverse_frequency = scaling.original_max_position / (turns * 2 * math.pi)
+        return rotary_dim * math.log(inverse_frequency) / (2 * math.log(theta))
 
     start, end = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.truncate:

@@ -51,7 +51,7 @@ class WeightedModule(nn.Module, ABC):
 
     @abstractmethod
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Pairs of a tensor's name in the checkpoint and its slot. name: dotted path of this module in the model."""
+        """Yield each tensor's name in the checkpoint and its slot. name: dotted path of this module in the model."""
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
@@ -69,8 +69,8 @@ def load_weights(
 
     Raises WeightError for a tensor that is missing, unexpected, repeated, or has another shape or dtype.
 
-    tensors: pairs of name and whole tensor, in any order, on any device.
-    can_skip: returns whether a tensor of this name may be skipped if no slot has the name.
+    tensors: each tensor's name and the whole tensor, in any order, on any device.
+    can_skip: takes the name of a tensor without a slot; returns whether to ignore the tensor.
     """
     layers = _named_weighted_modules(module)
     slot_by_name = dict(named_slot for name, layer in layers for named_slot in layer.weight_slots(name))

@@ -32,5 +32,5 @@ class ParallelContext:
 
 
 def own_slice(parallel: ParallelContext, share: int) -> slice:
-    """The rank's indices along a dimension of which every rank has `share` indices."""
+    """This rank's slice of a dimension that is split over the ranks. share: number of indices per rank."""
     return slice(parallel.rank * share, (parallel.rank + 1) * share)

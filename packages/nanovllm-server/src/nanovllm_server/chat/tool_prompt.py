@@ -46,7 +46,7 @@ def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:
-            call = f'{{"name": "{name}", "{tags.arguments[0]}": {text}}}'
+            call = f'{{"name": "{name}", "{tags.argument_keys[0]}": {text}}}'
             return call if tags.end is None else f"{tags.begin}\n{call}\n{tags.end}"
         case FencedCalls() as tags:
             call = f"{tags.kind}{tags.name_begin}{name}\n{tags.fence_begin}\n{text}\n{tags.fence_end}"
@@ -58,7 +58,7 @@ def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
 
 
 def _write_parameter(tags: XmlCalls, key: str, value: JSON) -> str:
-    line_break = "\n" if tags.newlines else ""
+    line_break = "\n" if tags.has_line_breaks else ""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     return f"{tags.parameter_begin}{key}{tags.key_end}{line_break}{text}{line_break}{tags.parameter_end}\n"
 

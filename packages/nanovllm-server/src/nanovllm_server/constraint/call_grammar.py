@@ -39,7 +39,7 @@ def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls:
         case XmlCalls():
             call = _xml_call(form, functions)
             begin, end = sequence(literal(form.begin), literal("\n")), literal(form.end)
-            if form.shared:
+            if form.has_single_block:
                 return sequence(begin, _one_or_more(call, "", max_calls), end)
             return _one_or_more(sequence(begin, call, end), "\n", max_calls)
 
@@ -49,7 +49,7 @@ def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_cal
 
     In bare formats, see `is_bare`, the answer is either text or calls.
     """
-    if isinstance(form, JsonCalls) and form.bare:
+    if isinstance(form, JsonCalls) and form.may_omit_begin:
         return either([calls_format(form, functions, max_calls), optional(_text_that_begins_no_call(form))])
     text = any_text(call_beginnings(form))
     return sequence(text, repeated(sequence(calls_format(form, functions, 1), text), max_calls))
@@ -61,8 +61,8 @@ def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
 
 
 def is_bare(form: ToolCallFormat) -> bool:
-    """Whether calls need no opening tag. In that case, an answer has calls only if it begins with one."""
-    return isinstance(form, JsonCalls) and form.bare
+    """Whether calls need no opening tag. Only an answer that begins with a call can then have calls."""
+    return isinstance(form, JsonCalls) and form.may_omit_begin
 
 
 def _one_or_more(call: TagFormat, separator: str, max_calls: int) -> TagFormat:
@@ -82,7 +82,7 @@ def _json_arguments(function: Function) -> TagFormat:
 
 
 def _json_call(form: JsonCalls, functions: Sequence[Function]) -> TagFormat:
-    key = orjson.dumps(form.arguments[0]).decode()
+    key = orjson.dumps(form.argument_keys[0]).decode()
 
     def build(function: Function) -> TagFormat:
         begin = literal(f'{{"name": "{function.name}", {key}: ')
@@ -114,7 +114,7 @@ def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
             begin=form.parameter_begin,
             key_end=form.key_end,
             end=form.parameter_end,
-            has_line_breaks=form.newlines,
+            has_line_breaks=form.has_line_breaks,
             json_schema=function.enforced_schema,
             place=function.path,
         )

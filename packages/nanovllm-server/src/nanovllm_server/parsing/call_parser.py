@@ -100,7 +100,7 @@ class JsonReader(CallReader[JsonCalls]):
     @property
     def begin_texts(self) -> tuple[str, ...]:
         """The opening tag and, in bare formats, any object."""
-        return (self.form.begin, "{") if self.form.bare else (self.form.begin,)
+        return (self.form.begin, "{") if self.form.may_omit_begin else (self.form.begin,)
 
     def read_block(self, fallback: TextSink) -> Reading[bool]:
         """Like `CallReader.read_block`. If an object is no call, the objects inside it are no calls either."""
@@ -124,7 +124,7 @@ class JsonReader(CallReader[JsonCalls]):
                 name = yield from source.read_string(MAX_NAME_LENGTH)
                 if not self.accepts_name(name, has_opening_tag=has_opening_tag):
                     return False
-            elif key in self.form.arguments:
+            elif key in self.form.argument_keys:
                 if name is not None and (yield from source.peek()) == "{":
                     yield from self.stream_call(name)
                     yield from self._skip_remaining_keys()
@@ -255,7 +255,7 @@ class XmlReader(CallReader[XmlCalls]):
         return True
 
     def _parameter_json(self, name: str, key: str, value: str) -> str:
-        if self.form.newlines:
+        if self.form.has_line_breaks:
             value = value.removeprefix("\n").removesuffix("\n")
         return parameter_json(value, self.schemas.get(name), key)
 
