@@ -92,7 +92,7 @@ class GatedDeltaNet(WeightedModule):
     def cache_spec(self) -> StateSpec:
         """The shapes of the layer's state."""
         num_taps, num_channels = self.weights.conv.shape
-        return StateSpec((len(self.weights.decay), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
+        return StateSpec((len(self.weights.decay_rate), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Project norm(x) to the inputs `qkvz` and `ba` of `forward`. x: [T, hidden_size]."""
