@@ -89,9 +89,9 @@ def reference(default_model, load_reference, device) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_answers_to_twenty_chats_equal_transformers(
-    settings, default_model, prompts, reference, greedy_choices, device
-):
+async def test_answers_to_chats_equal_transformers(settings, default_model, prompts, reference, greedy_choices, device):
+    # One request at a time takes a minute for all chats, and no chat changes what another one computes.
+    prompts = prompts[:8] if settings.startswith("one at a time") else prompts
     config = EngineConfig(device=device, dtype="float32", **SETTINGS[settings])
     engine = await AsyncEngine.start(load(default_model), config)
     rng = random.Random(0)
