@@ -3,9 +3,9 @@
 Each program loads as much of a few columns at once as its registers can hold. Tensor cores would use only one of their
 64 rows.
 
-The sizes `k` and `top_k` are runtime values, because the compiler must not know the masks of weight loads. If ptxas
-12.8 to 13.0 knows that masked FP8 values are zero, ptxas generates wrong conversions (F2FP.E4M3.PACK_AB_MERGE_C with an
-uninitialised register, or 0x0008 for zero).
+The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. With this proof,
+ptxas 12.8 and 12.9 merge an uninitialised register into the word (F2FP.E4M3.PACK_AB_MERGE_C), which gives garbage or
+NaN. ptxas 12.8 to 13.0 turn the upper half of such a word into 0x0008.
 """
 
 import torch
