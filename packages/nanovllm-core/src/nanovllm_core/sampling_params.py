@@ -38,7 +38,7 @@ class SamplingParams:
     max_tokens: maximum number of output tokens; None for as many as the context holds.
     temperature: 0 for greedy sampling.
     top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
-    top_p: 1 for off (Holtzman et al. 2020).
+    top_p: 1 for off; 0 keeps only the likeliest tokens (Holtzman et al. 2020).
     min_p: minimum probability relative to the likeliest token; 0 for off (Nguyen et al. 2024).
     seed: seed of the random numbers; None for a seed that the engine draws.
     presence_penalty, frequency_penalty: penalties on output tokens, as OpenAI defines them; 0 for off.
@@ -110,7 +110,7 @@ class SamplingParams:
 
     def _validate_numbers(self) -> None:
         _require_float("temperature", self.temperature, 0, 100)
-        _require_float("top_p", self.top_p, _MIN_POSITIVE, 1)
+        _require_float("top_p", self.top_p, 0, 1)
         _require_float("min_p", self.min_p, 0, 1)
         _require_float("presence_penalty", self.presence_penalty, -2, 2)
         _require_float("frequency_penalty", self.frequency_penalty, -2, 2)
