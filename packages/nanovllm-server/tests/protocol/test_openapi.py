@@ -79,7 +79,7 @@ async def test_document_requires_a_key_where_the_server_does(service, openapi_do
     [
         ("max_tokens", {"type": ["integer", "null"], "minimum": 1}),
         ("temperature", {"type": ["number", "null"], "minimum": 0, "maximum": 2}),
-        ("top_p", {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}),
+        ("top_p", {"type": ["number", "null"], "minimum": 0, "maximum": 1}),
         ("n", {"type": ["integer", "null"], "minimum": 1, "maximum": 8}),
         ("model", {"type": "string", "minLength": 1}),
         ("cache_salt", {"type": ["string", "null"], "maxLength": 256}),

@@ -25,6 +25,7 @@ class ChoiceOptions:
     include_stop: the text includes the stop string or stop token.
     tag_ids: ids of special tokens that the parser reads as text.
     allows_parallel_calls: if false, the choice ends with its first call.
+    is_call_required: the answer consists of calls, so that text beside calls can only be a part of their markup.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 
@@ -34,6 +35,7 @@ class ChoiceOptions:
     include_reasoning: bool = True
     allows_parallel_calls: bool = True
     include_token_ids: bool = False
+    is_call_required: bool = False
     is_function_named: bool = False
 
 
@@ -101,7 +103,8 @@ class OutputAssembler:
         for event in events:
             match event:
                 case ContentText(text):
-                    self._add_text(text)
+                    if not self._options.is_call_required:
+                        self._add_text(text)
                 case ReasoningText(text):
                     if self._options.include_reasoning:
                         self._reasoning_pieces.append(text)
@@ -154,7 +157,8 @@ class OutputAssembler:
             logprobs=None if self._sampling.logprobs is None else tuple(self._logprobs),
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
-            in_reasoning=self.finish_reason is not None and self._parser.in_reasoning,
+            has_null_content=self._options.is_call_required
+            or (self.finish_reason is not None and self._parser.in_reasoning),
             token_ids=None if self._token_ids is None else tuple(self._token_ids),
         )
         if self._token_ids:

@@ -190,6 +190,7 @@ class Service:
             include_reasoning=chat.include_reasoning,
             allows_parallel_calls=chat.tools is None or chat.tools.allows_parallel_calls,
             include_token_ids=chat.return_token_ids,
+            is_call_required=chat.tools is not None and chat.tools.mode != "auto",
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
         make_parser = partial(

@@ -28,6 +28,13 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "stream": True,
         "stream_options": {"include_usage": True},
     },
+    "a conversation with a refusal": {
+        "messages": [
+            *WEATHER_CHAT,
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't look outside."}]},
+            {"role": "user", "content": "Then guess."},
+        ],
+    },
     "tools": {
         "messages": [
             *WEATHER_CHAT,

@@ -8,7 +8,7 @@ import orjson
 from nanovllm_core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
-from nanovllm_server.protocol.field_reader import FieldReader, is_number
+from nanovllm_server.protocol.field_reader import FieldReader, as_integer, is_number
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, parse_messages
 from nanovllm_server.protocol.template import TemplateOptions, parse_template_options
@@ -155,7 +155,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
     if max_tokens is not None and min_tokens > max_tokens:
         raise body.wrong("min_tokens", f"an integer from 0 to {max_tokens_field} ({max_tokens})")
     temperature = body.number("temperature", 0, 2)
-    top_p = body.number("top_p", 0, 1, above_low=True)
+    top_p = body.number("top_p", 0, 1)
     top_k = body.integer("top_k", -1)
     min_p = body.number("min_p", 0, 1)
     repetition_penalty = body.number("repetition_penalty", 0, 100, above_low=True)
@@ -275,9 +275,10 @@ def _read_stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
     expected = f"an array of at most {MAX_STOP_TOKENS} token ids"
     id_schema: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     token_ids: list[int] = []
-    for index, token_id in enumerate(body.array("stop_token_ids", expected, MAX_STOP_TOKENS, id_schema) or []):
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise bad_field(f"stop_token_ids[{index}]", f"a token id from 0 to {vocab_size - 1}", token_id)
+    for index, value in enumerate(body.array("stop_token_ids", expected, MAX_STOP_TOKENS, id_schema) or []):
+        token_id = as_integer(value)
+        if token_id is None or not 0 <= token_id < vocab_size:
+            raise bad_field(f"stop_token_ids[{index}]", f"a token id from 0 to {vocab_size - 1}", value)
         token_ids.append(token_id)
     return tuple(token_ids)
 
