@@ -58,26 +58,32 @@ class Service:
         info = self.engine.info
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
+    def engine_failure(self) -> str | None:
+        """Why the engine is dead; None while the engine lives."""
+        return None if self.engine.death_reason is None else f"the engine is dead: {self.engine.death_reason}"
+
     def unavailable_reason(self) -> str | None:
         """Why the server refuses requests; None if the server accepts requests."""
-        if self.engine.death_reason is not None:
-            return f"the engine is dead: {self.engine.death_reason}"
-        return self.admission.shutdown_reason
+        return self.engine_failure() or self.admission.shutdown_reason
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError (404) if no served model has this name."""
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {show(name)} does not exist; this server has {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
         """Admits a request and prepares its generation, which ends when `exchange` ends. Raises ApiError."""
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        if chat.model not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.model_names)}",
-                param="model",
-                code="model_not_found",
-            )
-        if self.engine.death_reason is not None:
-            raise unavailable(f"the engine is dead: {self.engine.death_reason}", "engine_dead")
+        self.require_model(chat.model)
+        if (failure := self.engine_failure()) is not None:
+            raise unavailable(failure, "engine_dead")
         if chat.tools is not None and not self.model_format.has_tool_calls:
             raise unsupported(
                 "tools",

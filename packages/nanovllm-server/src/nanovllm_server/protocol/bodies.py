@@ -200,7 +200,19 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether the server accepts requests. reason: why the server is unavailable."""
+    """Whether the server lives or is ready. reason: why the server is unavailable."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]
+
+
+class Load(TypedDict):
+    """server_load: number of running and waiting sequences of all requests in the server."""
+
+    server_load: int
+
+
+class Version(TypedDict):
+    """version: version of nanovllm-server."""
+
+    version: str

@@ -5,7 +5,16 @@ from typing import cast
 import msgspec
 
 from nanovllm_server import __version__
-from nanovllm_server.protocol.bodies import ChatCompletion, ChatCompletionChunk, Error, Health, ModelList
+from nanovllm_server.protocol.bodies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Error,
+    Health,
+    Load,
+    Model,
+    ModelList,
+    Version,
+)
 from nanovllm_server.protocol.field_reader import Schema
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
@@ -93,6 +102,7 @@ EVENT_STREAM_DESCRIPTION = (
     "Server-sent events. Each event's data is a ChatCompletionChunk; a failure in mid-stream is an event named `error` "
     "whose data is an Error. The last event's data is `[DONE]`. Lines that begin with a colon keep connections alive."
 )
+LIVENESS_SUMMARY = "Whether the server lives; a draining server still does"
 ERROR_DESCRIPTIONS = {
     400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",
@@ -118,7 +128,8 @@ def openapi_document(
     for name, text in FIELD_DESCRIPTIONS.items():
         properties[name]["description"] = text
     _, schemas = msgspec.json.schema_components(
-        (ChatCompletion, ChatCompletionChunk, Error, Health, ModelList), ref_template="#/components/schemas/{name}"
+        (ChatCompletion, ChatCompletionChunk, Error, Health, Load, Model, ModelList, Version),
+        ref_template="#/components/schemas/{name}",
     )
     security: dict[str, JSON] = {"security": [{"key": []}]} if needs_key else {}
     security_scheme: dict[str, JSON] = {"type": "http", "scheme": "bearer"}
@@ -133,7 +144,18 @@ def openapi_document(
         "paths": {
             "/v1/chat/completions": {"post": {**_chat_operation(names), **security}},
             "/v1/models": {"get": {**_models_operation(), **security}},
-            "/health": {"get": _health_operation()},
+            "/v1/models/{name}": {"get": {**_model_operation(), **security}},
+            "/health": {"get": _health_operation("health", LIVENESS_SUMMARY, "The engine is dead.")},
+            "/ping": {"get": _health_operation("ping", LIVENESS_SUMMARY, "The engine is dead.")},
+            "/ready": {
+                "get": _health_operation(
+                    "ready", "Whether the server accepts requests", "The server is draining, or the engine is dead."
+                )
+            },
+            "/load": {
+                "get": _get_operation("load", "How many sequences the server has", "application/json", _ref("Load"))
+            },
+            "/version": {"get": _get_operation("version", "The server's version", "application/json", _ref("Version"))},
             "/metrics": {"get": _get_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
             "/openapi.json": {
                 "get": _get_operation("openapi", "This document", "application/json", {"type": "object"})
@@ -181,13 +203,23 @@ def _models_operation() -> dict[str, JSON]:
     }
 
 
-def _health_operation() -> dict[str, JSON]:
+def _model_operation() -> dict[str, JSON]:
+    parameter: JSON = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
-        "operationId": "health",
-        "summary": "Whether the server accepts requests",
+        "operationId": "retrieveModel",
+        "summary": "The model under one of its names, which may contain slashes",
+        "parameters": [parameter],
+        "responses": {"200": _json_response("The model.", "Model"), **_error_responses(401, 404, 405, 500)},
+    }
+
+
+def _health_operation(name: str, summary: str, failure: str) -> dict[str, JSON]:
+    return {
+        "operationId": name,
+        "summary": summary,
         "responses": {
-            "200": _json_response("The server accepts requests.", "Health"),
-            "503": _json_response("The server is draining, or the engine is dead.", "Health"),
+            "200": _json_response("Yes.", "Health"),
+            "503": _json_response(failure, "Health"),
             **_error_responses(405, 500),
         },
     }

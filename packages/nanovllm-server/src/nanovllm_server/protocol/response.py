@@ -20,6 +20,7 @@ from nanovllm_server.protocol.bodies import (
     Finish,
     FunctionCall,
     FunctionCallDelta,
+    Model,
     ModelList,
     TokenLogprob,
     ToolCall,
@@ -168,17 +169,19 @@ def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> Mod
     """Builds the list of models, which has the served model under each of its names."""
     return {
         "object": "list",
-        "data": [
-            {
-                "id": name,
-                "object": "model",
-                "created": created_s,
-                "owned_by": "nanovllm",
-                "root": names[0],
-                "max_model_len": max_model_len,
-            }
-            for name in names
-        ],
+        "data": [model_body(name, names, created_s, max_model_len) for name in names],
+    }
+
+
+def model_body(name: str, names: Sequence[str], created_s: int, max_model_len: int) -> Model:
+    """Builds the description of the served model under one of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "nanovllm",
+        "root": names[0],
+        "max_model_len": max_model_len,
     }
 
 
