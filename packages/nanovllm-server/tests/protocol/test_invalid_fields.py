@@ -110,6 +110,15 @@ INVALID_FIELDS = [
     ({"stop_token_ids": [320]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [1, True]}, "stop_token_ids[1]"),
     ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids"),
+    ({"allowed_token_ids": {"5": 1}}, "allowed_token_ids"),
+    ({"allowed_token_ids": [320]}, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids[1]"),
+    ({"allowed_token_ids": [5, "6"]}, "allowed_token_ids[1]"),
+    ({"allowed_token_ids": [5, 6.5]}, "allowed_token_ids[1]"),
+    ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids"),
+    ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"logit_bias": []}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -125,6 +134,7 @@ INVALID_FIELDS = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": "yes"}}, "stream_options.continuous_usage_stats"),
     ({"ignore_eos": "no"}, "ignore_eos"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
@@ -176,6 +186,19 @@ INVALID_FIELDS = [
     ({"reasoning_effort": 1}, "reasoning_effort"),
     ({"include_reasoning": "no"}, "include_reasoning"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"reasoning": "high"}, "reasoning"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+    ({"reasoning": {"exclude": 1}}, "reasoning.exclude"),
+    ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+    ({"reasoning": {"effort": "none", "enabled": True}}, "reasoning.enabled"),
+    ({"reasoning": {"enabled": False}, "reasoning_effort": "low"}, "reasoning.enabled"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": 5}, "thinking_token_budget": 4}, "reasoning.max_tokens"),
+    ({"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
+    ({"thinking_token_budget": 5, "max_reasoning_tokens": 4}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"thinking_token_budget": "5"}, "thinking_token_budget"),
     ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
     ({"max_reasoning_tokens": 1.5}, "max_reasoning_tokens"),
     ({"max_reasoning_tokens": "5"}, "max_reasoning_tokens"),
@@ -266,6 +289,34 @@ async def test_wrong_field_is_a_400_that_names_the_field(post, engine, service, 
 async def test_unsupported_field_is_refused_by_name(post, name):
     error = await check_refusal(await post(**{name: {"some": "thing"}}), 400, name)
     assert error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "suggestion"),
+    [
+        ("length_penalty", 0.8, "1"),
+        ("length_penalty", True, "1"),
+        ("early_stopping", True, "false"),
+        ("early_stopping", "never", "false"),
+        ("add_special_tokens", True, "false"),
+        ("add_special_tokens", 0, "false"),
+        ("mm_processor_kwargs", {"num_crops": 4}, "{}"),
+        ("kv_transfer_params", {"do_remote_decode": True}, "{}"),
+        ("vllm_xargs", {"a": 1}, "{}"),
+        ("modalities", ["text", "audio"], '["text"]'),
+        ("lora_request", {"lora_name": "a"}, None),
+        ("lora_request", {}, None),
+    ],
+)
+async def test_error_of_an_unsupported_field_names_its_value_without_effect(post, name, value, suggestion):
+    error = await check_refusal(await post(**{name: value}), 400, name)
+    expected = f"{name} is not supported: leave it out"
+    assert error["message"] == (expected if suggestion is None else f"{expected} or set it to {suggestion}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 1.0), ("length_penalty", 1), ("best_of", 1.0)])
+async def test_numbers_without_effect_may_be_integers_or_floats(post, name, value):
+    assert (await post(**{name: value})).status_code == 200
 
 
 @pytest.mark.parametrize(("name", "replacement"), REPLACEMENTS.items())

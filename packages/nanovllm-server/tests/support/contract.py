@@ -281,8 +281,11 @@ def check_stream(data: bytes, *, complete: bool) -> None:
             assert block.startswith("data: ")
             chunk = check_body("ChatCompletionChunk", block.removeprefix("data: "))
             envelopes.add((chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]))
-            # The chunk with the usage has no choices; every other chunk has one choice.
-            assert len(chunk["choices"]) == (0 if chunk.get("usage") else 1)
+            # The last chunk with the usage has no choices; every other chunk has one choice.
+            if not chunk["choices"]:
+                assert chunk["usage"]
+                assert blocks[number + 1 :] in ([], ["data: [DONE]"])
+            assert len(chunk["choices"]) <= 1
             for choice in chunk["choices"]:
                 index, delta = choice["index"], choice["delta"]
                 assert index not in ended

@@ -53,7 +53,12 @@ def create_app(service: Service) -> Quart:
             generation.prompt_token_ids.tolist() if chat.return_token_ids else None,
         )
         if chat.stream:
-            stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
+            stream = ChatStream(
+                envelope,
+                generation,
+                include_usage=chat.include_usage,
+                has_continuous_usage=chat.has_continuous_usage,
+            )
             await stream.wait_for_first_deltas()
             return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM_HEADERS)
         deltas_by_choice: list[list[Delta]] = [[] for _ in range(chat.n)]
