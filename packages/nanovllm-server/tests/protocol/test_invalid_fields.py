@@ -15,6 +15,7 @@ def message(**fields):
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+PAST_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def tool(**fields):
@@ -68,7 +69,16 @@ INVALID_FIELDS = [
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
         "messages[1].tool_calls[0].function.arguments",
     ),
-    ({"messages": [USER, {"role": "assistant", "content": "", "function_call": {}}]}, "messages[1].function_call"),
+    ({"messages": [USER, {"role": "assistant", "content": "", "function_call": "f"}]}, "messages[1].function_call"),
+    ({"messages": [USER, {"role": "assistant", "function_call": {}}]}, "messages[1].function_call.name"),
+    (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]},
+        "messages[1].function_call.arguments",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [PAST_CALL], "function_call": PAST_CALL["function"]}]},
+        "messages[1].function_call",
+    ),
     ({"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),

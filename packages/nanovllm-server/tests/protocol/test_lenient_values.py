@@ -58,6 +58,15 @@ async def test_role_function_is_read_as_tool(post, tokenizer):
     assert tokenizer.rendered[-1][1] == {"role": "tool", "name": "f", "content": "4"}
 
 
+async def test_function_call_is_read_as_a_tool_call(render_history):
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    rendered = await render_history(role="assistant", content=None, function_call=function)
+    (call,) = rendered["tool_calls"]
+    # The renderer gives templates the arguments as an object.
+    assert call["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert "tool_calls" not in await render_history(role="assistant", content="a", function_call=None)
+
+
 @pytest.mark.parametrize("effort", ["xhigh", "max"])
 async def test_highest_reasoning_efforts_reach_the_template(post, tokenizer, effort):
     assert (await post(reasoning_effort=effort)).status_code == 200

@@ -124,7 +124,7 @@ class Constraint:
                 matcher.fill(masks, index)
 
     def apply_allowed_ids(self, mask: NDArray[np.int32]) -> bool:
-        """Restrict `mask` to the allowed token ids. Returns whether there are such ids."""
+        """Restrict `mask` to the allowed token ids. Returns False if all token ids are allowed."""
         if self.allowed_mask is None:
             return False
         mask &= self.allowed_mask

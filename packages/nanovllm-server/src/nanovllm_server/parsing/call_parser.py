@@ -222,7 +222,7 @@ class XmlReader(CallReader[XmlCalls]):
         separator, next_key = "{", None
         missing_keys = declared_parameters(self.schemas.get(name))
         while next_key is not None or (yield from source.read_literal(form.parameter_begin)):
-            key = next_key or (yield from source.read_name(form.key_end))
+            key = next_key if next_key is not None else (yield from source.read_name(form.key_end))
             if key is None:
                 break
             if separator == "{":

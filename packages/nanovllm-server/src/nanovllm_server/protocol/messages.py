@@ -57,9 +57,6 @@ def _read_message(fields: FieldReader) -> Message:
     # DeepSeek's clients send `reasoning_content`.
     reasoning = next((text for text in map(fields.text, ("reasoning", "reasoning_content")) if text), None)
     refusal = fields.text("refusal")
-    if fields.raw("function_call", {"type": "null"}) is not None:
-        path = fields.path("function_call")
-        raise unsupported(path, f"{path} is not supported: use tool_calls")
     if role != "assistant":
         role = "tool" if role == "function" else role
         content = _read_content(fields, is_answer=False)
@@ -106,10 +103,19 @@ def _read_tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
         function = call.child("function")
         if function is None:
             raise call.wrong("function", "an object with name and arguments")
-        name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
-        if not name:
-            raise function.wrong("name", "a non-empty string")
-        if arguments is None:
-            raise function.wrong("arguments", "a string of JSON")
-        calls.append(PastToolCall(call.text("id"), name, arguments))
+        calls.append(_read_called_function(function, call.text("id")))
+    # OpenAI's former field for a single call.
+    if (function := fields.child("function_call")) is not None:
+        if calls:
+            raise fields.wrong("function_call", "left out when there are tool_calls")
+        calls.append(_read_called_function(function, None))
     return tuple(calls)
+
+
+def _read_called_function(function: FieldReader, call_id: str | None) -> PastToolCall:
+    name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
+    if not name:
+        raise function.wrong("name", "a non-empty string")
+    if arguments is None:
+        raise function.wrong("arguments", "a string of JSON")
+    return PastToolCall(call_id, name, arguments)

@@ -45,6 +45,13 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
             {"role": "user", "content": "Then guess."},
         ],
     },
+    "a conversation with functions instead of tools": {
+        "messages": [
+            *WEATHER_CHAT,
+            {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}},
+            {"role": "function", "name": "weather", "content": "18 degrees, sunny"},
+        ],
+    },
     "tools": {
         "messages": [
             *WEATHER_CHAT,
