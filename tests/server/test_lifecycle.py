@@ -32,9 +32,9 @@ async def open_stream(sdk, max_tokens):
     return chunks
 
 
-def health(server):
+def readiness(server):
     try:
-        with urllib.request.urlopen(f"{server.url}/health") as response:
+        with urllib.request.urlopen(f"{server.url}/ready") as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -53,7 +53,7 @@ async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
             assert int(refused.value.response.headers["Retry-After"]) >= 1
             server.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(5):
-                while (await asyncio.to_thread(health, server))[0] == 200:
+                while (await asyncio.to_thread(readiness, server))[0] == 200:
                     await asyncio.sleep(0.01)
             with pytest.raises(openai.InternalServerError) as refused:
                 await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
@@ -80,7 +80,7 @@ async def test_dead_engine_ends_the_server(run_server, tiny_model):
 
             with pytest.raises(openai.APIError, match="engine"):
                 await read()
-            status, body = await asyncio.to_thread(health, server)
+            status, body = await asyncio.to_thread(readiness, server)
             assert status == 503
             assert "engine" in body["reason"]
         assert await asyncio.to_thread(server.process.wait, 30) == 1

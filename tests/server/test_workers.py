@@ -175,7 +175,7 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
         async with asyncio.timeout(60):
             refusals = 0
             while refusals < 6:
-                refusals = refusals + 1 if get(server, "/health")[0] == 503 else 0
+                refusals = refusals + 1 if get(server, "/ready")[0] == 503 else 0
                 await asyncio.sleep(0.01)
         assert not all(stream.done() for stream in streams)
         texts = await asyncio.gather(*streams)

@@ -58,26 +58,32 @@ class Service:
         info = self.engine.info
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
+    def engine_failure(self) -> str | None:
+        """Why the engine is dead; None while the engine lives."""
+        return None if self.engine.death_reason is None else f"the engine is dead: {self.engine.death_reason}"
+
     def unavailable_reason(self) -> str | None:
         """Why the server refuses requests; None if the server accepts requests."""
-        if self.engine.death_reason is not None:
-            return f"the engine is dead: {self.engine.death_reason}"
-        return self.admission.shutdown_reason
+        return self.engine_failure() or self.admission.shutdown_reason
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError (404) if no served model has this name."""
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {show(name)} does not exist; this server has {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
         """Admits a request and prepares its generation, which ends when `exchange` ends. Raises ApiError."""
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        if chat.model not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.model_names)}",
-                param="model",
-                code="model_not_found",
-            )
-        if self.engine.death_reason is not None:
-            raise unavailable(f"the engine is dead: {self.engine.death_reason}", "engine_dead")
+        self.require_model(chat.model)
+        if (failure := self.engine_failure()) is not None:
+            raise unavailable(failure, "engine_dead")
         if chat.tools is not None and not self.model_format.has_tool_calls:
             raise unsupported(
                 "tools",
@@ -131,18 +137,18 @@ class Service:
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
         """Returns (prompt: with the begin tag of reasoning if a budget needs the tag, budget: None for no limit)."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
-        if chat.max_reasoning_tokens is None or reasoning is None or state == "closed":
+        max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
+        if max_tokens is None or reasoning is None or state == "closed":
             return prompt, None
         end_id = self.model_format.reasoning_end_id
         if end_id is None:
             raise unsupported(
-                "max_reasoning_tokens",
-                f"max_reasoning_tokens is not supported: {reasoning.end} is not a single token of this model",
+                field_path, f"{field_path} is not supported: {reasoning.end} is not a single token of this model"
             )
         if state == "undecided":
             prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
         # The client's integer may be too large for the engine.
-        return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
+        return prompt, ReasoningBudget(min(max_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
@@ -187,9 +193,11 @@ class Service:
             stop_strings=chat.stop_strings,
             include_stop=chat.include_stop,
             tag_ids=self.model_format.tag_ids(tools) if chat.skip_special_tokens else self.vocabulary.special_ids,
-            include_reasoning=chat.include_reasoning,
+            include_reasoning=chat.reasoning.is_included,
             allows_parallel_calls=chat.tools is None or chat.tools.allows_parallel_calls,
             include_token_ids=chat.return_token_ids,
+            names_tokens_by_id=chat.names_tokens_by_id,
+            is_call_required=chat.tools is not None and chat.tools.mode != "auto",
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
         make_parser = partial(

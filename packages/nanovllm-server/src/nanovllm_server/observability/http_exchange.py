@@ -23,7 +23,7 @@ from nanovllm_server.observability.logs import Logger
 # Status in logs and metrics if the client disconnected before the end of the response.
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
-QUIET_PATHS = ("/health", "/metrics")
+QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
 # Maximum time by which the last part of a response is delayed until the whole request has arrived.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200

@@ -23,7 +23,10 @@ QUEUE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 # Paths with counters of their own. All other paths count as OTHER_PATH.
-COUNTED_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
+COUNTED_PATHS = (
+    *("/", "/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json"),
+    *("/v1/models", "/v1/chat/completions"),
+)
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 

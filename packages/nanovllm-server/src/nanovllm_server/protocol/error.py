@@ -41,6 +41,12 @@ def bad_field(path: str, expected: str, value: JSON) -> ApiError:
     return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
 
 
+def missing_field(path: str, expected: str) -> ApiError:
+    """A 400 for the absent field at `path`. expected: see `bad_field`."""
+    message = f"{path} is missing: it must be {expected}"
+    return ApiError(400, message, param=path, code="missing_required_parameter")
+
+
 def unsupported(path: str, message: str) -> ApiError:
     """A 400 for a field that requests an unsupported feature."""
     return ApiError(400, message, param=path, code="unsupported_parameter")
