@@ -11,10 +11,10 @@ from typing import Any
 
 from nanovllm_core import EngineClient, EngineInfo, EngineProcess
 from nanovllm_core.config import GIB
-from nanovllm_models import default_model_path
 from nanovllm_server import __version__
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.shared_counters import allocate_counters
+from nanovllm_server.processes.download import find_or_download
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.processes.worker_pool import WorkerPool
@@ -116,15 +116,16 @@ async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool
 
 
 async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[EngineClient, WorkerPool]:
-    model = settings.model or await asyncio.to_thread(default_model_path)
-    defaults = read_sampling_defaults(model)
+    model = await find_or_download(settings)
+    defaults = read_sampling_defaults(model.path)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine_config))
+    recipe = EngineRecipe(model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config)
+    process = EngineProcess(recipe)
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
         [
-            WorkerArguments(index, settings, model, template, defaults, process.address, listener, counters, rings)
+            WorkerArguments(index, settings, model.path, template, defaults, process.address, listener, counters, rings)
             for index, listener in enumerate(listeners)
         ]
     )
