@@ -69,7 +69,7 @@ class Service:
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        if chat.model not in self.model_names:
+        if chat.model is not None and chat.model not in self.model_names:
             raise ApiError(
                 404,
                 f"the model {show(chat.model)} does not exist; this server has {', '.join(self.model_names)}",
