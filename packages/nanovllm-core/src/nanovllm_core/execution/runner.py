@@ -22,6 +22,7 @@ from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSp
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
+from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
 from nanovllm_kernels.platform import describe_device
 
@@ -228,10 +229,15 @@ class Runner:
 
 def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
     """Build a runner and prepare it for steps. Raises the exceptions of `Runner.build` and of `plan_cache`."""
-    runner = Runner.build(spec, config)
-    runner.warm_up()
-    runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
-    runner.capture()
+    with log_phase("weights"):
+        runner = Runner.build(spec, config)
+    with log_phase("compile"):
+        runner.warm_up()
+    with log_phase("memory"):
+        runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
+    if config.graph_mode != "none":
+        with log_phase("capture"):
+            runner.capture()
     return runner
 
 
