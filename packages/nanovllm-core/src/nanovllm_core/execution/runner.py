@@ -18,6 +18,7 @@ from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tok
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.execution.token_choice import SamplingGraphs, TokenChooser
+from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
@@ -74,6 +75,8 @@ class Runner:
     def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "Runner":
         """Build the model and the tables. Raises the exceptions of `spec.build` and of `CacheLayout.from_specs`."""
         device = torch.device(config.device)
+        if device.type == "cuda":
+            set_cache_directories()
         model = spec.build(BuildContext(device, config.torch_dtype, ParallelContext(), config.compile))
         return cls(model, spec, config, device)
 
