@@ -1,7 +1,6 @@
 """Finds the model's directory. A download has its own process, which a stop of the server can end at any time."""
 
 import asyncio
-import logging
 import multiprocessing
 import signal
 from multiprocessing.connection import Connection
@@ -42,9 +41,6 @@ def _download(settings: Settings, sender: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_with_parent()
     configure_logs(settings.log_format, settings.log_level)
-    # The HTTP library of huggingface_hub logs every request.
-    for name in ("httpx", "httpx2"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         sender.send(find_model(settings.model, with_weights=settings.load_format != "dummy"))
     except ModelError as error:
