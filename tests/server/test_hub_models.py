@@ -37,7 +37,7 @@ def test_a_downloaded_model_has_the_name_of_its_repository(run_server, hub):
     phases = [
         match[1] for line in server.errors if (match := re.search(r"start-up phase (\w+) took \d+\.\d\d s", line))
     ]
-    assert sorted(phases) == ["calibration", "compile", "imports", "memory", "model", "total", "weights"]
+    assert sorted(phases) == ["calibration", "capture", "compile", "imports", "memory", "model", "total", "weights"]
 
 
 def test_a_signal_ends_a_download(hub):

@@ -238,9 +238,8 @@ def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
         runner.warm_up()
     with log_phase("memory"):
         runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
-    if config.graph_mode != "none":
-        with log_phase("capture"):
-            runner.capture()
+    with log_phase("capture"):
+        runner.capture()
     return runner
 
 
