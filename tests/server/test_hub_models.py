@@ -1,6 +1,7 @@
 """A server process serves a model that it downloads from a hub."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def hub(tiny_model, tmp_path, monkeypatch):
     files = {file.name: file.read_bytes() for file in tiny_model.iterdir()}
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
     with run_hub(files, tmp_path / "cache") as hub:
         for name in ("HF_ENDPOINT", "HF_HOME"):
             monkeypatch.setenv(name, hub.environment[name])
