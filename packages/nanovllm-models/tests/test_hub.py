@@ -1,9 +1,12 @@
 """Models of the Hugging Face Hub, with a hub on a loopback address that the environment variables name."""
 
+import os
+import pty
 import re
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Generator
 from pathlib import Path
 
@@ -37,6 +40,14 @@ import sys, nanovllm_models as models
 try: print(models.find_model(sys.argv[1], with_weights=len(sys.argv) < 3))
 except models.ModelError as error: print(f"ModelError: {error}")
 """
+LOG_AND_FIND = (
+    """
+import logging
+logging.basicConfig(level="INFO")
+for library in ("httpx", "httpx2"): logging.getLogger(library).disabled = True
+"""
+    + FIND
+)
 
 
 @pytest.fixture
@@ -76,6 +87,36 @@ def test_a_model_is_downloaded_once_and_then_found_without_a_network(hub: Loopba
     assert run_find_model(hub, "org/model") == directory
     assert run_find_model(hub, "org/model", HF_HUB_OFFLINE="1") == directory
     assert hub.downloads == []
+
+
+def test_a_terminal_shows_a_progress_bar_instead_of_a_log_line(hub: LoopbackHub):
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    with os.fdopen(controller, "rb", buffering=0) as screen, os.fdopen(terminal, "wb") as stderr:
+        subprocess.run(
+            [sys.executable, "-c", LOG_AND_FIND, "org/model"],
+            env=hub.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            timeout=60,
+            check=True,
+        )
+        shown = screen.read(1 << 16).decode()
+    assert "100%" in shown
+    assert "downloading" not in shown
+
+
+def test_without_a_terminal_a_download_is_one_log_line(hub: LoopbackHub):
+    done = subprocess.run(
+        [sys.executable, "-c", LOG_AND_FIND, "org/model"],
+        env=hub.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (line,) = done.stderr.splitlines()
+    assert f"downloading the files of org/model that {hub.environment['HF_HOME']}/hub lacks from {hub.url}" in line
 
 
 def test_a_revision_follows_an_at_sign(hub: LoopbackHub):
