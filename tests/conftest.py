@@ -55,7 +55,7 @@ class ServerProcess:
 
 
 @contextmanager
-def start_server(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
+def start_server(model: Path | str, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
     server = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
     command = ["nice", "-n", str(nice), *server]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
+from nanovllm_models.mtp import find_mtp_heads
 
 SHARED_EXPERT = SharedExpert("shared_experts")
 
@@ -218,7 +219,7 @@ class MTPOutputHead(nn.Module):
 
 
 class MTPLayer(DeepseekV3Layer):
-    """A layer for multi-token prediction. Its weights are loaded, but nothing runs it yet.
+    """A layer for multi-token prediction. Nothing runs it yet.
 
     `eh_proj` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
     """
@@ -287,15 +288,23 @@ class DeepseekV3ForCausalLM(DecoderWithHead):
         return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
 
 
-def can_skip_tensor(name: str, *, is_head_tied: bool) -> bool:
+def can_skip_tensor(name: str, *, is_head_tied: bool, skipped_prefixes: tuple[str, ...]) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
-    return (is_head_tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
+    is_tied_head = is_head_tied and name == "lm_head.weight"
+    return is_tied_head or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
 
 
 def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
+    num_layers, num_mtp_layers = config.num_hidden_layers, config.num_mtp_layers
+    mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_layers))
+    if find_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp:
+        mtp_prefixes = ()
+    else:
+        config = replace(config, num_mtp_layers=0)
     model = DeepseekV3ForCausalLM(config, build)
-    weights.load_into(model, partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings))
+    can_skip = partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings, skipped_prefixes=mtp_prefixes)
+    weights.load_into(model, can_skip)
     return model
 
 

@@ -238,18 +238,26 @@ class LlamaForCausalLM(DecoderWithHead):
         return tuple(layer.self_attn.heads.cache_spec for layer in self.model.layers)
 
 
-def can_skip_tensor(name: str) -> bool:
+def can_skip_tensor(name: str, skipped_prefixes: tuple[str, ...] = ()) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
     # Some checkpoints with a tied head store its weight again. Old checkpoints have rotary frequencies.
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
 
 
 def build_llama(
-    build: BuildContext, *, config: LlamaConfig, weights: WeightSource, make_layer: MakeLayer = LlamaLayer
+    build: BuildContext,
+    *,
+    config: LlamaConfig,
+    weights: WeightSource,
+    make_layer: MakeLayer = LlamaLayer,
+    skipped_prefixes: tuple[str, ...] = (),
 ) -> LlamaForCausalLM:
-    """Build the model on its device and load its weights. Raises WeightError, ModelError."""
+    """Build the model on its device and load its weights. Raises WeightError, ModelError.
+
+    skipped_prefixes: prefixes of the names of tensors that the model does not need.
+    """
     model = LlamaForCausalLM(config, build, make_layer)
-    weights.load_into(model, can_skip_tensor)
+    weights.load_into(model, partial(can_skip_tensor, skipped_prefixes=skipped_prefixes))
     return model
 
 

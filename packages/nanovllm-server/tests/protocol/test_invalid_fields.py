@@ -40,7 +40,6 @@ def nested(depth):
 
 # Fields of the request, and the path that the error names.
 INVALID_FIELDS = [
-    ({"model": None}, "model"),
     ({"model": 7}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),

@@ -81,7 +81,8 @@ class Service:
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        self.require_model(chat.model)
+        if chat.model is not None:
+            self.require_model(chat.model)
         if (failure := self.engine_failure()) is not None:
             raise unavailable(failure, "engine_dead")
         if chat.tools is not None and not self.model_format.has_tool_calls:

@@ -49,7 +49,7 @@ def create_app(service: Service) -> Quart:
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
-            chat.model,
+            chat.model or service.model_names[0],
             generation.prompt_token_ids.tolist() if chat.return_token_ids else None,
         )
         if chat.stream:

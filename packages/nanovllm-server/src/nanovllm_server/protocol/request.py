@@ -60,6 +60,7 @@ class Limits:
 class ChatRequest:
     """A valid chat completion request.
 
+    model: requested name; None for the served model.
     tools: None if tool calls are not allowed.
     answer: constraint on the answer; None for free text.
     n: number of choices.
@@ -72,7 +73,7 @@ class ChatRequest:
     unknown_fields: paths of unknown fields.
     """
 
-    model: str
+    model: str | None
     messages: tuple[Message, ...]
     tools: Toolbox | None
     answer: Answer | None
@@ -111,9 +112,6 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Validates the fields of a request's body. Raises ApiError (400), which names the field."""
-    model = body.text("model", accepts={"minLength": 1})
-    if not model:
-        raise body.wrong("model", "the name of a model")
     messages, unknown_in_messages = parse_messages(body)
     refuse_unsupported(body)
     _check_ignored_fields(body)
@@ -123,7 +121,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
     reasoning = parse_reasoning(body)
     include_usage, has_continuous_usage = _read_stream_options(body, stream)
     return ChatRequest(
-        model=model,
+        model=body.text("model") or None,
         messages=messages,
         tools=parse_tools(body),
         answer=parse_answer(body),
