@@ -71,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time for running requests to end when the server stops",
     )
+    http.add_argument(
+        "--allow-priority", action="store_true", help="let requests set `priority`; without it they get a 400"
+    )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
     http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="format of tool calls")
@@ -162,6 +165,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,
+        allow_priority=options.allow_priority,
         engine_config=engine,
     )
 

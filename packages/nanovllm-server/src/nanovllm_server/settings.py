@@ -50,6 +50,7 @@ class Settings:
     log_format: LogFormat
     log_level: str
     log_prompts: bool
+    allow_priority: bool
     engine_config: EngineConfig
 
 

@@ -20,7 +20,7 @@ from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
-from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailable, unsupported
+from nanovllm_server.protocol.error import ApiError, invalid_grammar, prompt_too_long, unavailable, unsupported
 from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
@@ -48,6 +48,7 @@ class Service:
     max_body_bytes: int = 16 << 20
     request_timeout_s: float | None = None
     log_prompts: bool = False
+    allow_priority: bool = False
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     clock: Clock = field(default_factory=Clock)
     running: set[Generation] = field(default_factory=set[Generation])
@@ -91,9 +92,16 @@ class Service:
                 "tools are not supported: the format of this model's tool calls is unknown; start the server with "
                 "--tool-call-parser to name it",
             )
+        if chat.priority and not self.allow_priority:
+            raise unsupported(
+                "priority",
+                f"priority must be 0 or absent, not {chat.priority}: this server does not let clients set priorities; "
+                "start the server with --allow-priority to allow them",
+            )
         exchange.on_end_callbacks.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
-        prompt = await self.renderer.render(chat.messages, definitions, chat.template)
+        max_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
+        prompt = await self.renderer.render(chat.messages, definitions, chat.template, max_tokens=max_tokens)
         prompt, budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
@@ -101,7 +109,7 @@ class Service:
         constraint = constrain(chat.answer, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
-        requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
+        requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange)
         timeout_s = self._shortest_timeout(chat)
         parameter_types: ParameterTypes = {}
         make_grammar_error = GrammarError
@@ -209,7 +217,7 @@ class Service:
         ]
 
     def _make_requests(
-        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
+        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, exchange: HttpExchange
     ) -> list[Request]:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
@@ -221,9 +229,10 @@ class Service:
                 id=f"{id_prefix}-{index}",
                 token_ids=token_ids,
                 sampling=_choice_sampling(sampling, index),
-                cache_salt=chat.cache_salt,
+                # Keys share no cached prompts. The digests of all keys have the same length, so salts can't collide.
+                cache_salt=exchange.key_digest + chat.cache_salt,
                 priority=chat.priority,
-                arrival_time=arrival,
+                arrival_time=exchange.arrival,
             )
             for index in range(chat.n)
         ]
@@ -243,14 +252,7 @@ class Service:
     def _check_prompt_length(self, chat: ChatRequest, num_tokens: int) -> None:
         max_model_len = self.engine.info.max_model_len
         if num_tokens >= max_model_len:
-            # Some clients search the message for OpenAI's wording, and then shorten the conversation.
-            raise ApiError(
-                400,
-                f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} "
-                f"tokens, of which at least one is for the answer, and the messages have {num_tokens}: shorten them",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise prompt_too_long(max_model_len, str(num_tokens))
         max_tokens = max_model_len - num_tokens
         for name, value in (
             (chat.max_tokens_field, chat.sampling.max_tokens),

@@ -40,7 +40,8 @@ def create_app(service: Service) -> Quart:
 
     async def check_access() -> None:
         if request.path.startswith("/v1/"):
-            check_key(service.api_keys, request.headers.get("Authorization"))
+            exchange = get_exchange(cast(HTTPScope, request.scope))
+            exchange.key_digest = check_key(service.api_keys, request.headers.get("Authorization"))
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))

@@ -57,6 +57,18 @@ def invalid_grammar(path: str, reason: str) -> ApiError:
     return ApiError(400, f"{path} can't be enforced: {reason}", param=path, code="invalid_grammar")
 
 
+def prompt_too_long(max_model_len: int, num_tokens: str) -> ApiError:
+    """A 400 for messages that exceed the context. num_tokens: length of the prompt, for example "at least 5000"."""
+    # Some clients search the message for OpenAI's wording, and then shorten the conversation.
+    return ApiError(
+        400,
+        f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} tokens, of "
+        f"which at least one is for the answer, and the messages have {num_tokens}: shorten them",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """A 503: the server accepts no requests now."""
     return ApiError(503, message, error_type="service_unavailable_error", code=code, headers={"Retry-After": "5"})
