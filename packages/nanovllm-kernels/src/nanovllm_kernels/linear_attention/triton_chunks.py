@@ -1,7 +1,7 @@
-"""Computes the parts of all chunks that do not depend on the recurrent states, in parallel on CUDA.
+"""Computes everything that does not depend on the recurrent states, for all chunks in parallel, on CUDA.
 
-A program computes one chunk's convolution, or one chunk's gates and triangular system (see the reference). Rows of a
-chunk without a token of this step are masked.
+A program computes one chunk's convolution, or one chunk's gates and triangular system. Chunks begin at multiples of
+CHECKPOINT_INTERVAL. Programs mask rows of a chunk that hold no token of this step.
 """
 
 from typing import NamedTuple
@@ -23,11 +23,12 @@ CHANNEL_BLOCK = 1024
 
 
 class Chunks(NamedTuple):
-    """Parts of all chunks that do not depend on the states (formulas: `linear_attention_reference._scan_chunks`).
+    """Holds results of all chunks that do not depend on the states. `linear_attention_reference` has the formulas.
 
     All tensors except `log_decays` have the dtype of the projections.
     convolved: [T, C], convolved queries, keys and values.
-    wy_keys: [T, Hv, Dk]. wy_values: [T, Hv, Dv]. Keys and values of the WY form.
+    wy_keys: [T, Hv, Dk], keys of the WY form.
+    wy_values: [T, Hv, Dv], values of the WY form.
     scores: [T, Hv, CHECKPOINT_INTERVAL], decayed products of each token's query with the keys of its chunk.
     log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
@@ -45,7 +46,7 @@ def pad_to_tile(dim: int) -> int:
 
 
 def max_chunk_tiles(num_tokens: int, num_reqs: int) -> int:
-    """Return an upper bound of the number of chunks, the number of tiles of a launch. See `find_chunk`."""
+    """Return an upper bound on the chunk numbers of `find_chunk`."""
     return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
 
 
@@ -225,7 +226,10 @@ def _save_conv_inputs(
     NUM_TAPS: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
-    """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot."""
+    """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot.
+
+    PER_KEY, GATES: columns per key head, in the convolution and of the gates z.
+    """
     request = tl.program_id(0)
     first_row = tl.load(query_start_loc_ptr + request)
     num_new = tl.load(query_start_loc_ptr + request + 1) - first_row
@@ -266,8 +270,8 @@ def _invert_unit_lower(a):
     """Return (1 + a)^-1 for float32 a [CHUNK, CHUNK] that is 0 on and above its diagonal.
 
     The diagonal blocks are inverted row by row, in parallel. D is the block diagonal of these inverses, and L holds the
-    blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. Hence the inverse is
-    (1 + n)^-1 D = (1 - n) (1 + n^2) D.
+    blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. The inverse is
+    therefore (1 + n)^-1 D = (1 - n) (1 + n^2) D.
     """
     blocks: tl.constexpr = CHUNK // BLOCK
     tl.static_assert(blocks == 4)

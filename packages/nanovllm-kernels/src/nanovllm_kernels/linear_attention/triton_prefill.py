@@ -1,7 +1,7 @@
-"""Gated DeltaNet of requests with several tokens on CUDA: whole prompts and chunks of prompts.
+"""Computes Gated DeltaNet for requests with several tokens on CUDA: whole prompts and chunks of prompts.
 
-`triton_chunks` first computes, for all chunks in parallel, the parts that do not depend on the states. Then one program
-per request, value head and block of value dimensions processes chunk after chunk, with the state in registers.
+`triton_chunks` first computes everything that does not depend on the states. After that, each program processes one
+request's chunks in order, for one value head and one block of value dimensions, with the state in registers.
 """
 
 import triton

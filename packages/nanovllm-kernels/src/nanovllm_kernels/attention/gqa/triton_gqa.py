@@ -1,4 +1,4 @@
-"""Paged grouped-query attention in Triton from a work list, for requests with any number of queries.
+"""Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
 A tile holds the query heads of one key-value head at some positions of one request. All rows of a tile share the loads
 of keys and values. A program attends for one part of the list.
@@ -33,7 +33,7 @@ def attend_to_pages(
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
-    many_queries: the list was planned with `tile_configs.gqa_tile_config(..., many_queries=many_queries)`.
+    many_queries: the value with which `tile_configs.gqa_tile_config` selected the tile of the work list.
     """
     _, num_heads, head_dim = q.shape
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
@@ -76,7 +76,7 @@ def attend_to_pages(
     merge_parts(partial, query_start_loc, work, group_size, block_q, out)
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
@@ -111,7 +111,7 @@ def _attend(
 ):
     """Attend for one part of the work list and the query heads of one key-value head.
 
-    UNMASKED_LOOP: see `attend_range`. For the few blocks of a decode, a single loop is faster.
+    UNMASKED_LOOP: whether a first loop visits keys without masks. For the few blocks of a decode, one loop is faster.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -122,7 +122,7 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    # disable_licm: addresses kept across tiles would take registers from the products.
+    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
         request, first_query, query_start, query_len, context = load_tile(

@@ -1,8 +1,8 @@
-"""Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
+"""Computes absorbed latent attention with many heads on Hopper, in Gluon, for decodes and prompt chunks.
 
-A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents, also for
-the next token. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the
-other half, because the results exceed the registers of four warps.
+A program computes one part of a work list. One warp copies queries and latents, while the other warps compute earlier
+ones. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the other half,
+because the results exceed the registers of four warps.
 """
 
 # ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -29,12 +29,12 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E
 from nanovllm_kernels.attention.triton_split_kv import PartialResults
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Stages in shared memory, each with 64 latents: as many as fit beside the queries.
+# Number of stages in shared memory. A stage holds 64 latents. Queries leave no memory for a third stage.
 STAGES = 2
 # Shared memory layout that the tensor cores require, with 64 elements per row.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 BOX_COLUMNS = 64
-# Registers per thread: at launch, in the copying warp, and in the multiplying warps (128 of which hold results).
+# Registers per thread. 128 of the MULTIPLY_REGISTERS hold results.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 32, 232
 
 
@@ -50,7 +50,8 @@ def attend(
     """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`.
 
     q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor.
-    requests: have a cache [N, P, 1, 576]. work: planned for tiles of one token and blocks of 64 latents.
+    requests: requests with a cache [N, P, 1, 576].
+    work: work list for tiles of one token and blocks of 64 latents.
     """
     kv_cache, _, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
@@ -365,9 +366,9 @@ def _sum_second_half(
 
 @gluon.jit
 def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
-    """Store half of the columns of results of 64 heads from `head` on, as partial results if `slot` >= 0.
+    """Store half of the result columns for 64 heads from `head` on. If `slot` >= 0, they are partial results.
 
-    half: index in `latent_halves` of the memory through which results are stored. If odd: the last 256 columns.
+    half: index in `latent_halves` of the memory that passes the results. An odd index means the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256

@@ -1,4 +1,4 @@
-"""Device functions of `gluon_absorbed` that read a program's work: one part of a work list, for a block of 64 heads.
+"""Reads the work of a program of `gluon_absorbed`: one part of a work list, for a block of 64 heads.
 
 `plan` holds pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A tile is
 one query, and a block of latents holds 64 tokens.
@@ -30,7 +30,7 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     """Return (request, token, first latent, latent after the last, slot) for this program's share of `tile`.
 
-    token: the query in the step. slot: index in the partial results; -1 if the part holds the whole tile.
+    token: index of the query in the step. slot: index in the partial results; -1 if the part holds the whole tile.
     """
     tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)
@@ -44,5 +44,5 @@ def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def partial_rows(slot, head, rows, NUM_HEADS: gl.constexpr):
-    """Return the indexes of partial results for `rows` of the block of heads that begins at `head`."""
+    """Return the rows of the partial results for `rows` of the head block that begins at `head`."""
     return (slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows

@@ -1,7 +1,7 @@
-"""Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
+"""Computes absorbed latent attention of a work list on CUDA, for requests with any number of queries.
 
-A tile holds queries of as many heads as fit, at some positions of one request. All heads share the loads of latents.
-On Hopper, `gluon_absorbed` takes the lists of models with many heads.
+A tile holds the queries of many heads at a few positions of one request. These heads share the loads of latents.
+On Hopper, `gluon_absorbed` computes the work lists of models with many heads.
 """
 
 # ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
@@ -40,8 +40,10 @@ def attend_to_latents(
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
-    q_latent, q_rope, out: see `mla._latent_attention_op`.
-    many_queries: the list was planned with `tile_configs.latent_tile_config(..., many_queries=many_queries)`.
+    q_latent: contiguous [H, T, L].
+    q_rope: [T, H, R], the last dimension contiguous.
+    out: contiguous [T, H, L].
+    many_queries: the value with which `tile_configs.latent_tile_config` selected the tile of the work list.
     """
     num_heads, _, latent_dim = q_latent.shape
     element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())
@@ -59,7 +61,7 @@ def attend_to_latents(
 
 
 def _supports_gluon(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
-    """Whether `gluon_absorbed` supports queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
+    """Return whether Gluon supports queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
     num_heads, _, latent_dim = q_latent.shape
     return (
         num_heads % tile_configs.GLUON_TILE_HEADS == 0
@@ -120,7 +122,7 @@ def _attend(
     )
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
@@ -169,7 +171,7 @@ def _attend_latents(
     dims = tl.arange(0, PADDED_LATENT_DIM)
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)
     sources = (q_latent_ptr, q_rope_ptr, num_tokens, rope_stride_token, rope_stride_head)
-    # disable_licm: addresses kept across tiles would take registers from the products.
+    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
         request, first_query, query_start, query_len, context = load_tile(

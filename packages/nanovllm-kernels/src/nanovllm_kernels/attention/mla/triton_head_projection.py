@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ProductTile(NamedTuple):
-    """Tile of a product: rows, columns, depth, warps, pipeline stages."""
+    """Configures a matrix product in tiles of `block_m` rows, `block_n` columns and depth `block_k`."""
 
     block_m: int
     block_n: int
@@ -31,7 +31,9 @@ NUM_PROGRAMS = 528
 def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor) -> None:
     """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `num_projected`. Later rows are not written.
 
-    x: [T, H, K], stride 1 in K, other strides any. weight: [H, K, N], any strides. num_projected: int32 [1].
+    x: [T, H, K], stride 1 in K, other strides any.
+    weight: [H, K, N], any strides.
+    num_projected: int32 [1].
     out: [T, H, N], stride 1 in N, other strides any.
     """
     num_tokens, num_heads, depth = x.shape
@@ -58,7 +60,7 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
     )
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(do_not_specialize=["num_tokens", "out_stride_head"])
 def _project_heads(
     x_ptr,

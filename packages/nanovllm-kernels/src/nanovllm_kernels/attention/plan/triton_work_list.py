@@ -14,7 +14,7 @@ PLAN_BLOCK = 512
 def plan_work(
     seq_lens: Tensor, query_start_loc: Tensor, max_tiles: int, num_parts: int, block_q: int, block_n: int, *limits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `work_list._plan_work_op`. limits: the arguments from `min_part_blocks` on."""
+    """Return the results of `work_list._plan_work_op`. limits: its arguments from `min_part_blocks` on."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (
@@ -78,9 +78,9 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list. request_search_steps, tile_search_steps: maximum steps of the binary searches."""
+    """Write the work list. Binary searches over requests and tiles end after the given numbers of steps."""
     lanes = tl.arange(0, BLOCK)
-    # Short requests that together have at least `query_limit` queries fill the device without work lists: exclude them.
+    # Short requests that together have at least `query_limit` queries fill the device without work lists. Exclude them.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, first + lanes, first + lanes < num_reqs)
@@ -88,7 +88,7 @@ def _plan_work(
         num_short_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
     query_limit = tl.where(num_short_queries < query_limit, query_limit, 0)
 
-    # Store the number of tiles up to the end of each request.
+    # Store the total number of tiles up to the end of each request.
     num_tiles = 0
     num_excluded = 0
     for first in tl.range(0, num_reqs, BLOCK):
@@ -150,7 +150,7 @@ def _plan_work(
 
 @triton.jit
 def _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, mask):
-    """Return (query_lens, contexts): queries of each request, and tokens of each request before its queries."""
+    """Return (number of queries, number of tokens before the queries) of each request."""
     query_starts = tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
     query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0) - query_starts
     return query_lens, tl.load(seq_lens_ptr + requests, mask=mask, other=0) - query_lens
