@@ -4,8 +4,6 @@ With an FP8 cache, kernels multiply in float16, which represents every e4m3 numb
 queries by a power of two, and limit weights to 2^15. Each weight is multiplied by its value's scale.
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 

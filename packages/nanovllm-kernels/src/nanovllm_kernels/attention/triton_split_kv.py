@@ -3,8 +3,6 @@
 `plan.work_list.WorkList` defines tiles and parts. Split-KV attention merges in the same way (Dao et al. 2023).
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 from typing import NamedTuple
 
 import torch
@@ -86,29 +84,30 @@ def merge_parts(
 
 
 @triton.jit
-def load_part(tile_starts_ptr, parts_ptr, part):
+def load_part(tile_first_blocks_ptr, parts_ptr, part):
     """Return (first block, block after the last, first tile, tile after the last) of part `part`."""
     part_start = tl.load(parts_ptr + 2 * part)
     first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
     part_end = tl.load(parts_ptr + 2 * part + 2)
     next_tile = tl.load(parts_ptr + 2 * part + 3).to(tl.int32)
     # The first tile of the next part may begin in this part.
-    return part_start, part_end, first_tile, next_tile + (tl.load(tile_starts_ptr + next_tile) < part_end).to(tl.int32)
+    end_tile = next_tile + (tl.load(tile_first_blocks_ptr + next_tile) < part_end).to(tl.int32)
+    return part_start, part_end, first_tile, end_tile
 
 
 @triton.jit
-def load_segment(tile_starts_ptr, tile, part, part_start, part_end):
+def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
     """Return (first block, block after the last, slot) for the blocks of `tile` that are in part `part`.
 
     Blocks are counted from the tile's first block. slot: index in the partial results; -1 for a whole tile.
     """
-    tile_start = tl.load(tile_starts_ptr + tile)
-    tile_end = tl.load(tile_starts_ptr + tile + 1)
+    tile_start = tl.load(tile_first_blocks_ptr + tile)
+    tile_end = tl.load(tile_first_blocks_ptr + tile + 1)
     start = tl.maximum(tile_start, part_start)
     end = tl.minimum(tile_end, part_end)
     is_whole = (start == tile_start) & (end == tile_end)
-    slot = tl.where(is_whole, -1, 2 * part + (start == tile_start).to(tl.int32))
-    return (start - tile_start).to(tl.int32), (end - tile_start).to(tl.int32), slot
+    partial_slot = tl.where(is_whole, -1, 2 * part + (start == tile_start).to(tl.int32))
+    return (start - tile_start).to(tl.int32), (end - tile_start).to(tl.int32), partial_slot
 
 
 @triton.jit
@@ -126,25 +125,28 @@ def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
 
 
 @triton.jit
-def store_tile(pointers, softmax, slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr):
-    """Divide a tile's rows by their sums of weights. Store the rows in `out`, or as partial results if `slot` >= 0.
+def store_tile(
+    out_pointers, softmax_state, partial_slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr
+):
+    """Divide a tile's rows by their sums of weights. Store them in `out`, or in `partial_slot` if that is not -1.
 
-    pointers: pointers to `out`, `PartialResults.out` and `PartialResults.lse`.
-    softmax: (sums of weighted values, maximum score, sum of weights) of each row.
+    out_pointers: pointers to `out`, `PartialResults.out` and `PartialResults.lse`.
+    softmax_state: (sums of weighted values, maximum score, sum of weights) of each row.
     out_rows: row of `out` for each row of the tile.
     """
-    out_ptr, partial_out_ptr, partial_lse_ptr = pointers
-    acc, running_max, running_sum = softmax
+    out_ptr, partial_out_ptr, partial_lse_ptr = out_pointers
+    acc, running_max, running_sum = softmax_state
     dims = tl.arange(0, acc.shape[1])
     mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     # Early queries of a tile may see no key of a later part.
     safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
     acc = acc / safe_sum[:, None]
-    if slot < 0:
+    if partial_slot < 0:
         out_ptrs = out_ptr + (out_rows * HEAD_DIM)[:, None] + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        partial_rows = (slot.to(tl.int64) * num_head_blocks + head_block) * acc.shape[0] + tl.arange(0, acc.shape[0])
+        rows = tl.arange(0, acc.shape[0])
+        partial_rows = (partial_slot.to(tl.int64) * num_head_blocks + head_block) * acc.shape[0] + rows
         tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
         lse = tl.where(running_sum > 0, running_max + tl.log2(safe_sum), float("-inf"))
         tl.store(partial_lse_ptr + partial_rows, lse, mask=row_mask)
@@ -155,7 +157,7 @@ def _merge_parts(
     partial_out_ptr,
     partial_lse_ptr,
     query_start_loc_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     out_ptr,
@@ -182,12 +184,12 @@ def _merge_parts(
     if cut_block == tl.load(parts_ptr + 2 * num_parts):
         return
     tile = tl.load(parts_ptr + 2 * cut + 1)
-    tile_start = tl.load(tile_starts_ptr + tile)
+    tile_start = tl.load(tile_first_blocks_ptr + tile)
     if tile_start == cut_block:
         return
     blocks_per_part = tl.load(parts_ptr + 2)
     first_part = (tile_start // blocks_per_part).to(tl.int32)
-    last_part = ((tl.load(tile_starts_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
+    last_part = ((tl.load(tile_first_blocks_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
     query_start = tl.load(query_start_loc_ptr + request)

@@ -31,14 +31,14 @@ def plan_states(
     slots: Tensor, checkpoints: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int
 ) -> TorchPlan:
     """Plan a step for plain torch. The package's `plan_states` has the same arguments."""
-    row_starts, lengths, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
+    row_starts, request_lens, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
     pairs: list[list[list[int]]] = checkpoints.tolist()
     decode_checkpoints = [
-        (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == lengths[row]
+        (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == request_lens[row]
     ]
     prefills: list[Prefill] = []
     for request in range(num_decodes, len(request_slots)):
-        first_row, end_row, length = row_starts[request], row_starts[request + 1], lengths[request]
+        first_row, end_row, length = row_starts[request], row_starts[request + 1], request_lens[request]
         first_position = length - (end_row - first_row)
         step_pairs = tuple((position, slot) for position, slot in pairs[request] if first_position < position <= length)
         if end_row > first_row:

@@ -56,8 +56,8 @@ def plan_batch(
     """
     query_dtype = dtype or kv_cache.dtype
     work_element_bytes = tile_configs.tile_element_bytes(query_dtype.itemsize, kv_cache.element_size())
-    tables = (block_tables, seq_lens, query_start_loc)
-    batch = AttentionBatch(*tables, max_query_len, max_seq_len, work_element_bytes)
+    request_tensors = (block_tables, seq_lens, query_start_loc)
+    batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
     if backend == "torch":
         is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
         if num_decodes is not None and is_bf16_on_cpu and runs_in_float32(int(query_start_loc[-1])):
@@ -168,8 +168,8 @@ def _plan_work_lists(
     batch = replace(batch, narrow_work=work_lists[0], wide_work=work_lists[1])
     if request_filter == WorkListFilter() or excluded_query_lens is None:
         return batch
-    tables = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
-    requests = flash_requests.gather_flash_requests(excluded_query_lens, *tables, kv_cache.shape[1])
+    request_tensors = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
+    requests = flash_requests.gather_flash_requests(excluded_query_lens, *request_tensors, kv_cache.shape[1])
     return replace(batch, flash_requests=requests)
 
 
@@ -286,9 +286,9 @@ def _paged_attention_op(
 
         # Token b is request b's query. Requests with several queries get zeros here. Their results are written below.
         num_reqs = min(len(cute_decode_lens), len(q))
-        tables = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
+        decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
-        cute_decode.paged_decode(q, kv_cache, kv_scales, *tables, scale, workspace, out)
+        cute_decode.paged_decode(q, kv_cache, kv_scales, *decode_tensors, scale, workspace, out)
     for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
             triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)

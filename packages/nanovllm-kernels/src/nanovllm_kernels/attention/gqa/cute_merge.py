@@ -53,11 +53,11 @@ def count_slots(num_parts: int) -> tuple[int, int]:
 
 @cute.jit
 def clear_empty_requests(
-    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, lengths: cute.Tensor, num_reqs: Int32, part: Int32
+    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, seq_lens: cute.Tensor, num_reqs: Int32, part: Int32
 ):
     """Zero the outputs of requests without tokens. Parts divide these requests among themselves."""
     for request in range(part, num_reqs, exchange.num_parts):
-        if lengths[request] == 0:
+        if seq_lens[request] == 0:
             first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
             for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
                 cute_ptx.store_global_2_words(exchange.out + first_element + quad * 4, Int32(0), Int32(0))

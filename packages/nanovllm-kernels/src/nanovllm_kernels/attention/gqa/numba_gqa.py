@@ -154,21 +154,21 @@ def _attend_items(args_ptr):
         request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
         num_tokens = min(tile_tokens, query_starts[request + 1] - token)
         first_num_keys = seq_lens[request] - query_starts[request + 1] + token + 1
-        kv_head, dims = item % num_kv_heads, (key_dim, value_dim)
-        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, dims, scale, scratch_ptr)
+        kv_head, padded_dims = item % num_kv_heads, (key_dim, value_dim)
+        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
     keep_alive(scratch)
 
 
 @kernel
-def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, dims, scale, scratch_ptr):
+def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
     """Attend for `num_tokens` tokens from `first_token` on, for the query heads of one key-value head.
 
     first_num_keys: number of keys that the first token sees.
-    dims: (key_dim, value_dim): head size rounded up to a multiple of UNROLL, head size rounded up to one of PANEL.
+    padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL).
     """
     num_heads, num_kv_heads = args[_NUM_HEADS], args[_NUM_KV_HEADS]
     head_dim, page_size = args[_HEAD_DIM], args[_PAGE_SIZE]
-    key_dim, value_dim = dims
+    key_dim, value_dim = padded_dims
     group_size = num_heads // num_kv_heads
     num_rows, max_num_keys = num_tokens * group_size, first_num_keys + num_tokens - 1
     table = numba.carray(pointer(args[_TABLES_PTR] + 4 * request * args[_TABLE_STRIDE]), (max_num_keys,), np.int32)
@@ -179,7 +179,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
     acc_ptr = scores_ptr + 4 * num_rows * BLOCK_KEYS
     acc = numba.carray(pointer(acc_ptr), (value_dim // PANEL, num_rows, PANEL), np.float32)
     softmax_ptr = acc_ptr + 4 * num_rows * value_dim
-    softmax = numba.carray(pointer(softmax_ptr), (num_rows, 2), np.float32)
+    softmax_state = numba.carray(pointer(softmax_ptr), (num_rows, 2), np.float32)
     q_ptr = args[_Q_PTR] + 4 * (first_token * args[_Q_STRIDE] + kv_head * group_size * head_dim)
     _pack_queries(q_ptr, args[_Q_STRIDE], group_size, head_dim, key_dim, num_rows, scale, queries_ptr)
     num_row_tiles = -(-num_rows // TILE_ROWS)
@@ -218,7 +218,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
     for row in range(num_rows):
         head = kv_head * group_size + row % group_size
         out_ptr = args[_OUT_PTR] + 4 * ((first_token + row // group_size) * num_heads + head) * head_dim
-        _divide(acc, row, softmax[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
+        _divide(acc, row, softmax_state[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
 
 
 @ordered_kernel
@@ -296,23 +296,23 @@ def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, i
 
     softmax_ptr: address of the row's largest score and sum of weights. is_first: whether the block is the first.
     """
-    softmax = numba.carray(pointer(softmax_ptr), (2,), np.float32)
+    softmax_state = numba.carray(pointer(softmax_ptr), (2,), np.float32)
     if num_visible < BLOCK_KEYS:
         # Scores from key `num_visible` on are undefined.
         _fill(scores_ptr, num_visible, _MASKED_SCORE)
     max_score = largest(scores_ptr, BLOCK_KEYS)
     if is_first:
-        softmax[1] = _ZERO
+        softmax_state[1] = _ZERO
         _rescale(acc_ptr, num_rows, value_dim, _ZERO)
-    elif max_score > softmax[0]:
-        factor = exp(softmax[0] - max_score)
-        softmax[1] *= factor
+    elif max_score > softmax_state[0]:
+        factor = exp(softmax_state[0] - max_score)
+        softmax_state[1] *= factor
         _rescale(acc_ptr, num_rows, value_dim, factor)
     else:
-        max_score = softmax[0]
-    softmax[0] = max_score
+        max_score = softmax_state[0]
+    softmax_state[0] = max_score
     # A masked score has a weight of about 1e-38, which does not change a sum of at least 1.
-    softmax[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
+    softmax_state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
     if num_visible < BLOCK_KEYS:
         _fill(scores_ptr, num_visible, _ZERO)
 

@@ -1,7 +1,5 @@
 """Provides a device function of grouped-query attention: attend for a tile of queries over paged keys and values."""
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Products are in float32 for float32 queries, otherwise in float16 (`triton_softmax` says why).
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 

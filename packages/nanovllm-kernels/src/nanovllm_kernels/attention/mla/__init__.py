@@ -159,12 +159,12 @@ def _attend_whole_prompts(
     expanded_dim, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
     key_dim = expanded_dim - value_dim
-    lengths = (batch.seq_lens, batch.query_start_loc)
-    cached = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *lengths, num_tokens, q.dtype)
-    latents, k_rope = cached.split((latent_dim, head_dim - key_dim), 1)
+    request_tensors = (batch.seq_lens, batch.query_start_loc)
+    cached_rows = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *request_tensors, num_tokens, q.dtype)
+    latents, k_rope = cached_rows.split((latent_dim, head_dim - key_dim), 1)
     if batch.flash_requests is None or not flash_prefill.supports_rows(head_dim, value_dim, q.dtype):
         kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded_dim)
-        _attend_whole_prompts_op(q, kv, k_rope, *lengths, scale, out)
+        _attend_whole_prompts_op(q, kv, k_rope, *request_tensors, scale, out)
         return
     keys, values = torch.empty_like(q), torch.empty_like(out)
     key_expansion, value_expansion = expansion.transpose(1, 2).split((key_dim, value_dim), 2)

@@ -5,7 +5,6 @@ ones. Four warps compute scores, weights and half of the 64 x 512 results. Four 
 because the results exceed the registers of four warps.
 """
 
-# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
 # ruff: noqa: RUF005, SIM113 - kernels know neither unpacking into tuples nor `enumerate`
 
 from torch import Tensor
@@ -95,7 +94,7 @@ def _attend_parts(
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     partial_out_ptr,
@@ -136,7 +135,7 @@ def _attend_parts(
     latent_halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     rope_blocks = rope_keys._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
     barriers = (stage_full, stage_empty, signals)
-    plan = (tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr)
+    plan = (tile_first_blocks_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr)
     results = (out_desc, partial_out_ptr)
     sources = (q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride)
     gl.warp_specialize(
@@ -263,7 +262,7 @@ def _score_and_sum(
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
+        _request, token, begin, end, partial_slot = load_tile_share(plan, tile, NUM_HEADS)
         mbarrier.wait(queries_ready, num_tiles_done & 1)
         num_tiles_done += 1
         running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
@@ -307,13 +306,13 @@ def _score_and_sum(
         row_factors.store(inverse_sum)
         gl.thread_barrier()
         mbarrier.arrive(weights_ready)
-        if slot >= 0:
+        if partial_slot >= 0:
             rows = gl.arange(0, 64, gl.SliceLayout(1, SCORE_LAYOUT))
-            out_rows = partial_rows(slot, head, rows, NUM_HEADS)
+            out_rows = partial_rows(partial_slot, head, rows, NUM_HEADS)
             gl.store(partial_lse_ptr + out_rows, running_max + gl.log2(running_sum))
         sums = sums * gl.convert_layout(inverse_sum, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
         stage = (num_blocks_done - 1) % STAGES
-        _store_half(sums, latent_halves, latent_blocks, stage * 2, results, token, head, slot, NUM_HEADS)
+        _store_half(sums, latent_halves, latent_blocks, stage * 2, results, token, head, partial_slot, NUM_HEADS)
         mbarrier.arrive(stage_empty.index(stage))
 
 
@@ -337,7 +336,7 @@ def _sum_second_half(
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
+        _request, token, begin, end, partial_slot = load_tile_share(plan, tile, NUM_HEADS)
         sums = gl.zeros([64, 256], gl.float32, SUM_LAYOUT)
         for start in range(begin, end, 64):
             stage = num_blocks_done % STAGES
@@ -360,19 +359,19 @@ def _sum_second_half(
         gl.thread_barrier()
         mbarrier.arrive(weights_free)
         stage = (num_blocks_done - 1) % STAGES
-        _store_half(sums, latent_halves, latent_blocks, stage * 2 + 1, results, token, head, slot, NUM_HEADS)
+        _store_half(sums, latent_halves, latent_blocks, stage * 2 + 1, results, token, head, partial_slot, NUM_HEADS)
         mbarrier.arrive(stage_empty.index(stage))
 
 
 @gluon.jit
-def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
-    """Store half of the result columns for 64 heads from `head` on. If `slot` >= 0, they are partial results.
+def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, partial_slot, NUM_HEADS: gl.constexpr):
+    """Store half of the result columns for 64 heads from `head` on. If `partial_slot` >= 0, these are partial results.
 
     half: index in `latent_halves` of the memory that passes the results. An odd index means the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256
-    if slot < 0:
+    if partial_slot < 0:
         latent_halves.index(half).store(sums.to(latent_halves.dtype))
         fence_async_shared()
         gl.thread_barrier()
@@ -383,6 +382,6 @@ def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, 
         gl.thread_barrier()
     else:
         rows = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-        out_rows = partial_rows(slot, head, rows, NUM_HEADS)
+        out_rows = partial_rows(partial_slot, head, rows, NUM_HEADS)
         columns = first_column + gl.arange(0, 256, gl.SliceLayout(0, sums.type.layout))
         gl.store(partial_out_ptr + out_rows[:, None] * 512 + columns[None, :], sums)

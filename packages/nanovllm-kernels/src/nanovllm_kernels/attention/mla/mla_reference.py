@@ -33,8 +33,8 @@ def _attend_decodes(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, scale: float
 ) -> Tensor:
     """Attend for one query per request. q is [n, H, K + R], the result [n, H, V]."""
-    cached = gather_decodes(kv_cache, kv_scales, gather, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
-    k = cached[:, : gather.max_len].unsqueeze(1)
+    cached_rows = gather_decodes(kv_cache, kv_scales, gather, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
+    k = cached_rows[:, : gather.max_len].unsqueeze(1)
     latent_dim = expansion.shape[2]
     q_key, q_rope = _split_last(q, k.shape[3] - latent_dim)
     key_dim = q_key.shape[2]
@@ -51,9 +51,9 @@ def _attend_prefill(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: PrefillGather, scale: float
 ) -> Tensor:
     """Attend for all queries of one request. q is [n, H, K + R], the result [n, H, V]."""
-    cached = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(-1, kv_cache.shape[3])[: gather.length]
+    cached_rows = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(-1, kv_cache.shape[3])[: gather.length]
     num_heads, expanded_dim, latent_dim = expansion.shape
-    latents, k_rope = _split_last(cached, cached.shape[1] - latent_dim)
+    latents, k_rope = _split_last(cached_rows, cached_rows.shape[1] - latent_dim)
     kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded_dim).transpose(0, 1)
     key_dim = q.shape[2] - k_rope.shape[1]
     k = torch.cat((kv[..., :key_dim], k_rope.expand(num_heads, -1, -1)), -1)

@@ -3,8 +3,6 @@
 The latents of a block serve as keys and as values. In an FP8 cache, a latent and its key part share one scale.
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 A whole prompt has all of its tokens in the step. The caller expands the gathered latents by a matrix product.
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 from torch import Tensor

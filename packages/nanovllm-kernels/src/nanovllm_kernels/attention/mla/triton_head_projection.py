@@ -3,8 +3,6 @@
 Latent attention projects queries into the latent space, and results back, by this product.
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 from typing import NamedTuple
 
 import triton
@@ -37,9 +35,9 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
     out: [T, H, N], stride 1 in N, other strides any.
     """
     num_tokens, num_heads, depth = x.shape
-    num_columns = out.shape[2]
+    output_dim = out.shape[2]
     tile = PRODUCT_TILES[x.element_size()]
-    column_tiles, token_tiles = triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_tokens, tile.block_m)
+    column_tiles, token_tiles = triton.cdiv(output_dim, tile.block_n), triton.cdiv(num_tokens, tile.block_m)
     token_programs = min(token_tiles, triton.cdiv(NUM_PROGRAMS, column_tiles * num_heads))
     _project_heads[(column_tiles, num_heads, token_programs)](
         x,
@@ -51,7 +49,7 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
         *weight.stride(),
         *out.stride()[:2],
         K=depth,
-        N=num_columns,
+        N=output_dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

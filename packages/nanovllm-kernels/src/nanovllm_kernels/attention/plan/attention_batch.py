@@ -58,8 +58,8 @@ class AttentionBatch:
         """Return the batch with a plan for plain torch. Raises ValueError if `num_decodes` is None."""
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
-        tables = (self.block_tables, self.seq_lens, self.query_start_loc)
-        return replace(self, gather_plan=plan_gathers(*tables, num_decodes, page_size, dtype))
+        request_tensors = (self.block_tables, self.seq_lens, self.query_start_loc)
+        return replace(self, gather_plan=plan_gathers(*request_tensors, num_decodes, page_size, dtype))
 
     def check_element_size(self, q: Tensor, kv_cache: Tensor) -> None:
         """Raise ValueError if the work lists were planned for another element size: the tiles would differ."""

@@ -1,7 +1,5 @@
 """Collects the requests of a FlashAttention launch on the device, with their page numbers."""
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -23,13 +23,13 @@ class WorkList(NamedTuple):
     the queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
     computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
 
-    tile_starts: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
+    tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
     tiles: int32 [max_tiles, 2], pairs (request, index of the tile's first query within the request).
     parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the tile with this block). An
         empty part, and the last row, is the pair (number of blocks, number of tiles).
     """
 
-    tile_starts: Tensor
+    tile_first_blocks: Tensor
     tiles: Tensor
     parts: Tensor
 
