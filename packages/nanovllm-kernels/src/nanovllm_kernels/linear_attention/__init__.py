@@ -82,10 +82,9 @@ def gated_delta_net(
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy the state in slot sources[i] to slot targets[i] in all layers, for each i in order.
+    """Copy the state in slot sources[i] to slot targets[i] (both int64 [n]) in all layers, for each i in order.
 
     states: [layers, num_slots, ...], contiguous.
-    sources, targets: int64 [n].
     """
     if states.is_cuda:
         _copy_states_op(states, sources, targets)

@@ -226,10 +226,7 @@ def _save_conv_inputs(
     NUM_TAPS: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
-    """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot.
-
-    PER_KEY, GATES: columns per key head, in the convolution and of the gates z.
-    """
+    """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot."""
     request = tl.program_id(0)
     first_row = tl.load(query_start_loc_ptr + request)
     num_new = tl.load(query_start_loc_ptr + request + 1) - first_row

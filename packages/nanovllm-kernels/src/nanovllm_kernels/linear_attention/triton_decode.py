@@ -90,7 +90,6 @@ def _convolve(
 
 @triton.jit
 def _copy_conv_inputs(source_ptr, target_ptr, channels, mask, NUM_CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr):
-    """Copy the convolution's inputs from one slot to another."""
     for tap in tl.static_range(NUM_TAPS):
         offsets = tap * NUM_CHANNELS + channels
         tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask, other=0.0), mask=mask)

@@ -156,10 +156,7 @@ def _merge_last_parts(
 
 @cute.jit
 def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Count this CTA's arrival. Return whether this CTA is the last of `num_arrivals`.
-
-    The last CTA sees the writes of all CTAs, and resets the counter.
-    """
+    """Return whether this CTA is the last to arrive. The last CTA sees all CTAs' writes, and resets the counter."""
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)

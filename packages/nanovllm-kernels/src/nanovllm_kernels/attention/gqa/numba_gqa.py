@@ -278,7 +278,6 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
 
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
-    """Copy the value of token `index` of the block."""
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     num_full_groups = head_dim // GROUP
     values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP

@@ -25,7 +25,6 @@ def attend_range(
     """Attend to keys at positions [begin, end). Return (sums of weighted values, maximum score, sum of weights).
 
     k_ptr: pointer to the key head in the cache's first slot.
-    query_positions: position of each row's query.
     unmasked_end: position before which every query sees all keys.
     UNMASKED_LOOP: whether a first loop visits keys before `unmasked_end` without masks.
     """

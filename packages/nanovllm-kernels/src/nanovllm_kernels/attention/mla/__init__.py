@@ -177,7 +177,6 @@ def _attend_whole_prompts(
 
 @torch.library.custom_op("nanovllm::project_heads", mutates_args=("out",))
 def _project_heads_op(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor) -> None:
-    """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `num_projected`."""
     from nanovllm_kernels.attention.mla import triton_head_projection
 
     triton_head_projection.project_heads(x, weight, num_projected, out)

@@ -30,8 +30,7 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
     """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `num_projected`. Later rows are not written.
 
     x: [T, H, K], stride 1 in K, other strides any.
-    weight: [H, K, N], any strides.
-    num_projected: int32 [1].
+    weight: [H, K, N], any strides. num_projected: int32 [1].
     out: [T, H, N], stride 1 in N, other strides any.
     """
     num_tokens, num_heads, depth = x.shape

@@ -19,7 +19,6 @@ class DecodeGather(NamedTuple):
     Token i of the step is the only query of request i.
     pages_or_slots: numbers of the pages if all requests have the same length, otherwise numbers of the tokens' slots.
         The numbers are in the order of requests. A slice means consecutive pages, which are read in place.
-    max_len: number of tokens of the longest request.
     mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
     """
 

@@ -11,12 +11,7 @@ SM_REGISTERS = 65536
 
 
 class TileConfig(NamedTuple):
-    """Configures the tiles of a launch.
-
-    block_m: rows of a tile. A row is one query of one head.
-    block_n: keys per block.
-    ctas_per_sm: programs that one SM runs at once.
-    """
+    """Configures a launch: `block_m` rows (queries x heads) per tile, `block_n` keys per block, programs per SM."""
 
     block_m: int
     block_n: int
