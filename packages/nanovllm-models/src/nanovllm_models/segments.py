@@ -19,7 +19,7 @@ from tokenizers.models import BPE, WordLevel
 
 # Maximum size of a tokenizer's cache.
 MAX_CACHE_BYTES = 64 << 20
-# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many others.
+# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many segments.
 MIN_SEGMENTS = 8
 # Overhead of an entry, for the OrderedDict and the header of a bytes object.
 _ENTRY_OVERHEAD_BYTES = 200
@@ -78,7 +78,7 @@ class SegmentCache:
 
 
 class EncodingExchange(Protocol):
-    """Exchanges encoded segments with other processes that use the same tokenizer. It may lose segments.
+    """Exchanges encoded segments with processes that use the same tokenizer. Segments may get lost.
 
     Token ids are bytes of int32.
     """
@@ -138,7 +138,7 @@ class SegmentEncoder:
         return np.frombuffer(b"".join([ids_by_token.get(part) or known_ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # The lock is held until the segments are in the cache, where a waiting thread will look for them.
+        # The lock is held until the cache has the segments, because waiting threads search the cache next.
         with self._receive_lock:
             self._cache.add(exchange.receive())
 
