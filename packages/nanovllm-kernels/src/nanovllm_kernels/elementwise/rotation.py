@@ -13,12 +13,7 @@ class RotationFactors(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotation of a step's tokens, from `plan_rotation`.
-
-    cos_sin: float32 [max_pos, rot]. The first half of each row has cosines, the second half sines.
-    positions: int64 [T].
-    factors: None on CUDA.
-    """
+    """Rotation of a step's tokens. cos_sin: [max_pos, rot]. positions: int64 [T]. factors: None on CUDA."""
 
     cos_sin: Tensor
     positions: Tensor

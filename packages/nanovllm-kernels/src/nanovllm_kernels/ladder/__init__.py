@@ -20,7 +20,7 @@ from nanovllm_kernels.ladder.captured_attention import captured_cases
 from nanovllm_kernels.ladder.gemm import SHAPES, block_fp8_linears, projections
 from nanovllm_kernels.ladder.linear_attention import delta_nets
 from nanovllm_kernels.ladder.moe import mixtures
-from nanovllm_kernels.ladder.timing import Figure, BenchmarkCase, measure
+from nanovllm_kernels.ladder.timing import BenchmarkCase, Figure, measure
 from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
 from nanovllm_kernels.platform import describe_device, has_cuda
 

@@ -22,12 +22,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """A call to time.
-
-    make_call: creates inputs and returns the call.
-    cost: number of bytes or operations.
-    unit: unit of the rate.
-    """
+    """A call to time. make_call: creates inputs and returns the call. cost: number of bytes or operations."""
 
     name: str
     make_call: Callable[[], Callable[[], object]]
