@@ -365,7 +365,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "K": width,
         "ROWS": num_rows,
         "BLOCK_N": config.block_n,
-        "NUM_CHUNKS": 32 * config.num_warps,
+        "NUM_VECTORS": 32 * config.num_warps,
         "VECTOR": 8,
         "NORM": True,
         "BIAS": False,

@@ -158,8 +158,10 @@ class DeepseekV3MoE(nn.Module):
         quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *MLP_LINEAR_NAMES)
         shared_width = moe.num_shared_experts * width
-        is_alike = shared_quantization == quantization
-        shared = SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=is_alike) else None
+        has_same_format = shared_quantization == quantization
+        shared = (
+            SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=has_same_format) else None
+        )
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, bias_name=bias_name)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
@@ -175,9 +177,9 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV3Layer(nn.Module):
-    """Attention and a feed-forward layer, which callers run as `before_attention`, `self_attn`, `after_attention`.
+    """Attention and a feed-forward layer. Callers run `before_attention`, `self_attn`, then `after_attention`.
 
-    The three are separate so that one compiled function can span from one layer's `after_attention` to the next layer.
+    One compiled function runs a layer's `after_attention` and the next layer's `before_attention`.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):

@@ -61,7 +61,7 @@ def parse_config(config: JsonFields) -> LlamaConfig:
         raise config.error("qk_norm_type", "per_layer")
     if any(attention_type != 1 for attention_type in config.non_negative_integers("attn_type_list")):
         raise config.error("attn_type_list", "1 for each layer: only full attention is supported")
-    return replace(parse_llama_fields(config, CONFIG_DEFAULTS), attention_bias=False, output_bias=False)
+    return replace(parse_llama_fields(config, CONFIG_DEFAULTS), attention_bias=False, o_proj_bias=False)
 
 
 def parse_moe_config(config: JsonFields) -> MiniMaxM2MoEConfig:
@@ -94,7 +94,7 @@ class MiniMaxM2Attention(LlamaAttention):
 
 
 class MiniMaxM2Layer(nn.Module):
-    """Attention and experts; see `LlamaLayer`."""
+    """Attention and experts, which callers run like a `LlamaLayer`."""
 
     has_experts = True
 

@@ -185,9 +185,11 @@ class Qwen3NextMoE(nn.Module):
         hidden_size, moe, width = config.hidden_size, config.moe, config.shared_intermediate_size
         quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *MLP_LINEAR_NAMES)
-        is_alike = shared_quantization == quantization
+        has_same_format = shared_quantization == quantization
         shared_expert = (
-            SHARED_EXPERT if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=is_alike) else None
+            SHARED_EXPERT
+            if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=has_same_format)
+            else None
         )
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared_expert)
         self.experts = Experts(
@@ -211,8 +213,8 @@ class Qwen3NextMoE(nn.Module):
 class Qwen3NextLayer(nn.Module):
     """Gated attention or Gated DeltaNet, and a feed-forward layer.
 
-    Callers run `before_mix`, `mix` and `after_mix` in this order. The three are separate so that one compiled function
-    can span from `after_mix` to the next layer's `before_mix`.
+    Callers run `before_mix`, `mix` and `after_mix` in this order. One compiled function runs a layer's `after_mix` and
+    the next layer's `before_mix`.
 
     name: name of this module in the checkpoint.
     cache_index: index of the layer's cache in `ForwardContext.kv_caches` or `ForwardContext.state_caches`.
@@ -297,16 +299,18 @@ class Qwen3NextModel(nn.Module):
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        # Index of the next layer's cache, by has_attention.
-        indices = {True: 0, False: 0}
+        # Index of the next layer's cache. Keys: has_attention.
+        cache_indices = {True: 0, False: 0}
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
             has_attention, has_experts = index in config.attention_layers, index in config.moe.sparse_layers
             name = f"model.layers.{index}"
-            self.layers.append(Qwen3NextLayer(config, name, indices[has_attention], build, has_attention, has_experts))
-            indices[has_attention] += 1
+            self.layers.append(
+                Qwen3NextLayer(config, name, cache_indices[has_attention], build, has_attention, has_experts)
+            )
+            cache_indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # Each kind of pair has its own compiled function.
+        # Each kind of pair of layers has its own compiled function.
         kinds = {_pair_kind(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._between = {
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds

@@ -20,7 +20,7 @@ from nanovllm_models.tokenizer_components import component_states
 
 # Maximum size of a tokenizer's cache.
 MAX_CACHE_BYTES = 64 << 20
-# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many others.
+# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many segments.
 MIN_SEGMENTS = 8
 # Overhead of an entry, for the OrderedDict and the header of a bytes object.
 _ENTRY_OVERHEAD_BYTES = 200
@@ -79,7 +79,7 @@ class SegmentCache:
 
 
 class EncodingExchange(Protocol):
-    """Exchanges encoded segments with other processes that use the same tokenizer. It may lose segments.
+    """Exchanges encoded segments with processes that use the same tokenizer. Segments may get lost.
 
     Token ids are bytes of int32.
     """
@@ -139,7 +139,7 @@ class SegmentEncoder:
         return np.frombuffer(b"".join([ids_by_token.get(part) or known_ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # The lock is held until the segments are in the cache, where a waiting thread will look for them.
+        # The lock is held until the cache has the segments, because waiting threads search the cache next.
         with self._receive_lock:
             self._cache.add(exchange.receive())
 

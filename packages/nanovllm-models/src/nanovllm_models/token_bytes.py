@@ -1,4 +1,4 @@
-"""The bytes of a tokenizer's tokens."""
+"""Translates a tokenizer's tokens to bytes."""
 
 import tokenizers
 
@@ -26,7 +26,7 @@ class TokenBytes:
         self.strips_leading_space = "Strip" in decoders
 
     def get(self, token_id: int) -> bytes:
-        """Return the bytes of a token: the UTF-8 name of a special token; b"" for an unknown id."""
+        """Return the bytes of a token. A special token's bytes are its name; an unknown id has b""."""
         text = self._backend.id_to_token(token_id)
         return b"" if text is None else self._decode_bytes(text)
 
