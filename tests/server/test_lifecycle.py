@@ -75,7 +75,7 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
             chunks = await open_stream(sdk, 1900)
             server.process.send_signal(signal.SIGINT)
             async with asyncio.timeout(10):
-                while (await asyncio.to_thread(health, server))[0] == 200:
+                while (await asyncio.to_thread(readiness, server))[0] == 200:
                     await asyncio.sleep(0.01)
             server.process.send_signal(signal.SIGINT)
 
