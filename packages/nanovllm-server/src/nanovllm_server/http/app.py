@@ -16,7 +16,7 @@ from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
 from nanovllm_server.http.event_stream import ChatStream
-from nanovllm_server.http.header_checks import check_content_type, check_key
+from nanovllm_server.http.header_checks import check_content_type, check_framing, check_key
 from nanovllm_server.http.page import read_page
 from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
 from nanovllm_server.protocol.bodies import Health
@@ -42,6 +42,7 @@ def create_app(service: Service) -> Quart:
     created_s = service.clock.now()
 
     async def check_access() -> None:
+        check_framing(request.scope["raw_path"], request.headers)
         if request.path.startswith("/v1/"):
             check_key(service.api_keys, request.headers.get("Authorization"))
 

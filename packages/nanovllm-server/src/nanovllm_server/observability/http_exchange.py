@@ -37,6 +37,7 @@ class HttpExchange:
     """One HTTP request and its response.
 
     has_generated_id: the client sent no request id.
+    is_chunked: the body has no Content-Length. The connection then closes after the response.
     arrival: value of `time.monotonic`.
     status: None before the response starts.
     log_fields: additional fields of the log line.
@@ -44,10 +45,11 @@ class HttpExchange:
     body_received: set when the request is complete, or the client has disconnected.
     """
 
-    def __init__(self, request_id: str | None, path: str):
+    def __init__(self, request_id: str | None, path: str, *, is_chunked: bool = False):
         self.has_generated_id = request_id is None
         self.request_id = request_id or uuid.uuid4().hex
         self.path = path
+        self.is_chunked = is_chunked
         self.arrival = time.monotonic()
         self.status: int | None = None
         self.log_fields: dict[str, object] = {}
@@ -74,7 +76,11 @@ class HttpExchangeMiddleware:
             return
         # The web framework fails with invalid Host headers. No route needs the header.
         scope["headers"] = [(name, HOST_HEADER_VALUE if name == b"host" else value) for name, value in scope["headers"]]
-        exchange = HttpExchange(_client_request_id(scope), scope["path"])
+        is_chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        exchange = HttpExchange(_client_request_id(scope), scope["path"], is_chunked=is_chunked)
+        if not scope["path"].startswith("/"):
+            # The web framework also fails with paths that do not begin with a slash.
+            scope["path"] = "/"
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange
         # Adds the request id to all log lines of this task, which handles only this exchange.
         bind_contextvars(request_id=exchange.request_id)
@@ -88,7 +94,7 @@ class HttpExchangeMiddleware:
         async def send_and_track(event: ASGISendEvent) -> None:
             if event["type"] == "http.response.start":
                 exchange.status = event["status"]
-                event = _with_request_id(event, exchange.request_id)
+                event = _with_headers(event, exchange)
             elif event["type"] == "http.response.body" and not event.get("more_body", False):
                 exchange.is_response_complete = True
                 if not exchange.body_received.is_set():
@@ -141,5 +147,9 @@ def _client_request_id(scope: HTTPScope) -> str | None:
     return None
 
 
-def _with_request_id(event: HTTPResponseStartEvent, request_id: str) -> HTTPResponseStartEvent:
-    return {**event, "headers": [*event["headers"], (REQUEST_ID_HEADER, request_id.encode())]}
+def _with_headers(event: HTTPResponseStartEvent, exchange: HttpExchange) -> HTTPResponseStartEvent:
+    headers = [*event["headers"], (REQUEST_ID_HEADER, exchange.request_id.encode())]
+    if exchange.is_chunked:
+        # A proxy may see another end of the chunks, and send the rest as the next request of the connection.
+        headers.append((b"connection", b"close"))
+    return {**event, "headers": headers}
