@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -46,6 +47,20 @@ def parser() -> argparse.ArgumentParser:
         help=f"key that requests must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
     )
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one per line")
+    http.add_argument(
+        "--allowed-hosts",
+        action="append",
+        metavar="NAME",
+        help="names that requests may use for the server, besides addresses and private names: NAME, *.NAME, or * for "
+        "all; repeat or separate by commas; default: the name of --host and of the machine, or * with an API key",
+    )
+    http.add_argument(
+        "--allowed-origins",
+        action="append",
+        metavar="ORIGIN",
+        help="origins whose web pages may use the server, as in https://example.com, or * for all; repeat or separate "
+        "by commas; default: none",
+    )
     http.add_argument("--http-workers", type=integer_from(1), help="processes that serve HTTP; by device and cores")
     http.add_argument("--max-queue", type=integer_from(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument(
@@ -126,13 +141,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def settings(options: argparse.Namespace) -> "Settings":
     """Makes the settings from the flags and the environment. Raises SettingsError."""
-    from nanovllm_server.settings import Settings, check_keys, read_keys
+    from nanovllm_server.http.cross_origin import parse_allowed_origins
+    from nanovllm_server.http.host_check import ANY_NAME, parse_allowed_hosts
+    from nanovllm_server.settings import Settings, SettingsError, check_keys, read_keys
 
     api_keys = tuple(options.api_key or ())
     if options.api_key_file is not None:
         api_keys += read_keys(options.api_key_file)
     if not api_keys and API_KEY_VARIABLE in os.environ:
         api_keys = (os.environ[API_KEY_VARIABLE],)
+    try:
+        allowed_hosts = parse_allowed_hosts(options.allowed_hosts or ())
+        allowed_origins = parse_allowed_origins(options.allowed_origins or ())
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    if not allowed_hosts and api_keys:
+        # A page of an attacker does not know the key.
+        allowed_hosts = (ANY_NAME,)
     engine = engine_config(options)
     return Settings(
         model=options.model,
@@ -140,6 +165,8 @@ def settings(options: argparse.Namespace) -> "Settings":
         port=options.port,
         model_names=tuple(options.served_model_name) if options.served_model_name else None,
         api_keys=check_keys(api_keys),
+        allowed_hosts=(*allowed_hosts, options.host, socket.gethostname()),
+        allowed_origins=allowed_origins,
         http_workers=options.http_workers or _http_workers(engine.device),
         load_format=options.load_format,
         chat_template=options.chat_template,

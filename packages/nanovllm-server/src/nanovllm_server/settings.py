@@ -27,6 +27,8 @@ class Settings:
     model: checkpoint directory; None for the bundled model.
     model_names: names that requests may use for the model; None for the directory's name.
     api_keys: accepted keys; empty: requests need no key.
+    allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
+    allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
@@ -38,6 +40,8 @@ class Settings:
     port: int
     model_names: tuple[str, ...] | None
     api_keys: tuple[str, ...]
+    allowed_hosts: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
     chat_template: str | None

@@ -34,7 +34,12 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """The dependencies of the routes. running: generations that have not ended."""
+    """The dependencies of the routes.
+
+    allowed_hosts: arguments of `HostCheck`.
+    allowed_origins: arguments of `CrossOriginPolicy`.
+    running: generations that have not ended.
+    """
 
     engine: Engine
     renderer: Renderer
@@ -45,6 +50,8 @@ class Service:
     metrics: Metrics
     logger: Logger
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
     request_timeout_s: float | None = None
     log_prompts: bool = False

@@ -15,8 +15,10 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, Reque
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
+from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
 from nanovllm_server.http.header_checks import check_content_type, check_framing, check_key
+from nanovllm_server.http.host_check import HostCheck
 from nanovllm_server.http.page import read_page
 from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
 from nanovllm_server.protocol.bodies import Health
@@ -40,11 +42,6 @@ def create_app(service: Service) -> Quart:
     app = Quart(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
     created_s = service.clock.now()
-
-    async def check_access() -> None:
-        check_framing(request.scope["raw_path"], request.headers)
-        if request.path.startswith("/v1/"):
-            check_key(service.api_keys, request.headers.get("Authorization"))
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
@@ -90,7 +87,7 @@ def create_app(service: Service) -> Quart:
         response.headers.update(api_error.headers)
         return response
 
-    app.before_request(check_access)
+    _add_access_checks(app, service)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
     app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
     app.add_url_rule("/health", view_func=health, methods=["GET"])
@@ -100,6 +97,28 @@ def create_app(service: Service) -> Quart:
     middleware = HttpExchangeMiddleware(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = middleware  # pyright: ignore[reportAttributeAccessIssue]
     return app
+
+
+def _add_access_checks(app: Quart, service: Service) -> None:
+    """Checks the headers of every request, before its route and its body."""
+    host_check = HostCheck(service.allowed_hosts)
+    origin_policy = CrossOriginPolicy(service.allowed_origins)
+
+    async def check_access() -> Response | None:
+        check_framing(request.scope["raw_path"], request.headers)
+        host_check.check(get_exchange(cast(HTTPScope, request.scope)).host)
+        if (headers := origin_policy.preflight_headers(request.method, request.headers)) is not None:
+            return Response(b"", 204, headers=headers)
+        if request.path.startswith("/v1/"):
+            check_key(service.api_keys, request.headers.get("Authorization"))
+        return None
+
+    async def add_origin_headers(response: Response) -> Response:
+        response.headers.update(origin_policy.response_headers(request.headers))
+        return response
+
+    app.before_request(check_access)
+    app.after_request(add_origin_headers)
 
 
 def _add_static_routes(app: Quart, service: Service) -> None:

@@ -36,6 +36,7 @@ REQUEST_ID_HEADER = b"x-request-id"
 class HttpExchange:
     """One HTTP request and its response.
 
+    host: value of the Host header; None without the header.
     has_generated_id: the client sent no request id.
     is_chunked: the body has no Content-Length. The connection then closes after the response.
     arrival: value of `time.monotonic`.
@@ -45,10 +46,11 @@ class HttpExchange:
     body_received: set when the request is complete, or the client has disconnected.
     """
 
-    def __init__(self, request_id: str | None, path: str, *, is_chunked: bool = False):
+    def __init__(self, request_id: str | None, path: str, *, host: str | None = None, is_chunked: bool = False):
         self.has_generated_id = request_id is None
         self.request_id = request_id or uuid.uuid4().hex
         self.path = path
+        self.host = host
         self.is_chunked = is_chunked
         self.arrival = time.monotonic()
         self.status: int | None = None
@@ -74,10 +76,15 @@ class HttpExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The web framework fails with invalid Host headers. No route needs the header.
+        headers = dict(scope["headers"])
+        exchange = HttpExchange(
+            _client_request_id(scope),
+            scope["path"],
+            host=headers[b"host"].decode("latin-1") if b"host" in headers else None,
+            is_chunked=b"transfer-encoding" in headers,
+        )
+        # The web framework fails with invalid Host headers.
         scope["headers"] = [(name, HOST_HEADER_VALUE if name == b"host" else value) for name, value in scope["headers"]]
-        is_chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
-        exchange = HttpExchange(_client_request_id(scope), scope["path"], is_chunked=is_chunked)
         if not scope["path"].startswith("/"):
             # The web framework also fails with paths that do not begin with a slash.
             scope["path"] = "/"

@@ -116,6 +116,8 @@ async def _start(arguments: WorkerArguments) -> Service:
         metrics=Metrics(names[0], engine.info, lambda: engine.stats, counters),
         logger=get_logger("nanovllm"),
         api_keys=settings.api_keys,
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.allowed_origins,
         max_body_bytes=settings.max_body_bytes,
         request_timeout_s=settings.request_timeout_s,
         log_prompts=settings.log_prompts,

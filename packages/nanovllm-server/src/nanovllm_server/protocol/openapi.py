@@ -89,6 +89,7 @@ EVENT_STREAM_DESCRIPTION = (
 ERROR_DESCRIPTIONS = {
     400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",
+    403: "The Host header has a name that the server does not allow.",
     404: "The model or the path does not exist.",
     405: "The path does not support the method.",
     408: "The body took too long to arrive.",
@@ -197,7 +198,7 @@ def _get_operation(name: str, summary: str, content_type: str, schema: Schema | 
 
 def _error_responses(*statuses: int) -> dict[str, JSON]:
     responses: dict[str, JSON] = {}
-    for status in statuses:
+    for status in sorted({403, *statuses}):
         response = _json_response(ERROR_DESCRIPTIONS[status], "Error")
         if status in (429, 503):
             header: JSON = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
