@@ -67,6 +67,12 @@ def parser() -> argparse.ArgumentParser:
         "--max-body-mib", type=integer_from(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
     )
     http.add_argument(
+        "--body-memory-mib",
+        type=integer_from(1),
+        metavar="MIB",
+        help="memory of all large bodies in each HTTP worker; further ones wait; default: twice --max-body-mib",
+    )
+    http.add_argument(
         "--request-timeout", type=seconds, metavar="SECONDS", help="maximum time; a longer request gets a 504"
     )
     http.add_argument(
@@ -158,6 +164,11 @@ def settings(options: argparse.Namespace) -> "Settings":
     if not allowed_hosts and api_keys:
         # A page of an attacker does not know the key.
         allowed_hosts = (ANY_NAME,)
+    body_memory_mib = options.body_memory_mib or 2 * options.max_body_mib
+    if body_memory_mib < options.max_body_mib:
+        raise SettingsError(
+            f"--body-memory-mib must be at least --max-body-mib, which is {options.max_body_mib}, not {body_memory_mib}"
+        )
     engine = engine_config(options)
     return Settings(
         model=options.model,
@@ -174,6 +185,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         tool_call_parser=None if options.tool_call_parser == "auto" else options.tool_call_parser,
         max_queue=options.max_queue,
         max_body_bytes=options.max_body_mib << 20,
+        body_memory_bytes=body_memory_mib << 20,
         request_timeout_s=options.request_timeout,
         drain_timeout_s=options.drain_timeout,
         log_format=options.log_format,

@@ -32,6 +32,7 @@ class Settings:
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
+    body_memory_bytes: memory of all large bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
     """
 
@@ -49,6 +50,7 @@ class Settings:
     tool_call_parser: str | None
     max_queue: int
     max_body_bytes: int
+    body_memory_bytes: int
     request_timeout_s: float | None
     drain_timeout_s: float
     log_format: LogFormat

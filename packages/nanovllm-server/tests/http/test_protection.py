@@ -199,7 +199,7 @@ async def test_a_stream_outlasts_the_keep_alive(app, engine, serve_at):
 
 
 async def test_unfinished_body_is_a_408(app, service, serve_at, monkeypatch):
-    app.config["BODY_TIMEOUT"] = 0.2
+    monkeypatch.setattr("nanovllm_server.http.app.BODY_TIMEOUT_S", 0.2)
     monkeypatch.setattr("nanovllm_server.observability.http_exchange.LINGER_S", 0.2)
     async with serve_at(app) as url:
         reader, writer = await connect(url)

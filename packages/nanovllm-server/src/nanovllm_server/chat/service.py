@@ -38,6 +38,7 @@ class Service:
 
     allowed_hosts: arguments of `HostCheck`.
     allowed_origins: arguments of `CrossOriginPolicy`.
+    body_memory_bytes: memory of all bodies in this worker that are larger than 64 KiB.
     running: generations that have not ended.
     """
 
@@ -53,6 +54,7 @@ class Service:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
+    body_memory_bytes: int = 32 << 20
     request_timeout_s: float | None = None
     log_prompts: bool = False
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

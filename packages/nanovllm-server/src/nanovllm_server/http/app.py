@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import orjson
@@ -10,11 +11,12 @@ from hypercorn.typing import ASGIFramework, HTTPScope
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
 from structlog.contextvars import bind_contextvars
-from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge, RequestTimeout
 
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
+from nanovllm_server.http.body_memory import BodyMemory, BodyShare
 from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
 from nanovllm_server.http.header_checks import check_content_type, check_framing, check_key
@@ -40,13 +42,20 @@ EVENT_STREAM_HEADERS = {
 def create_app(service: Service) -> Quart:
     """Returns the application with all routes."""
     app = Quart(__name__, static_folder=None)
-    app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
+    app.config.update(RESPONSE_TIMEOUT=None)
     created_s = service.clock.now()
+    body_memory = BodyMemory(service.body_memory_bytes)
+    # The parsed values may take many times the memory of the body.
+    large_body_slot = asyncio.Semaphore()
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
-        chat = await _read_request(service, exchange)
-        generation = await service.start_generation(chat, exchange)
+        check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
+        async with body_memory.hold(_max_body_bytes(service)) as share:
+            chat = await _read_request(service, exchange, share, large_body_slot)
+            generation = await service.start_generation(chat, exchange)
+            # Frees the text of the messages. The answer may take long.
+            chat = replace(chat, messages=())
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
@@ -137,13 +146,29 @@ def _add_static_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-async def _read_request(service: Service, exchange: HttpExchange) -> ChatRequest:
-    check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-    data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+def _max_body_bytes(service: Service) -> int:
+    """Returns the announced size of the body, or the limit. Raises RequestEntityTooLarge."""
+    if request.content_length is None:
+        return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
+    if request.content_length > service.max_body_bytes:
+        raise RequestEntityTooLarge
+    return request.content_length
+
+
+async def _read_request(
+    service: Service, exchange: HttpExchange, share: BodyShare, large_body_slot: asyncio.Semaphore
+) -> ChatRequest:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await exchange.body.read(service.max_body_bytes)
+    except TimeoutError as error:
+        raise RequestTimeout from error
+    share.shrink(len(data))
     if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)
     else:
-        chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
+        async with large_body_slot:
+            chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
     if exchange.has_generated_id and chat.request_id is not None:
         exchange.request_id = chat.request_id
         bind_contextvars(request_id=chat.request_id)

@@ -21,6 +21,8 @@ from nanovllm_server.protocol.error import ApiError
 BACKLOG = 2048
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
+# Event loops read up to 256 KiB from a connection at once, which is much memory for a thousand connections.
+MAX_READ_BYTES = 8 << 10
 # A line feed without a carriage return, or a header that continues on the next line.
 AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
 # Messages for requests that are not valid HTTP, by status.
@@ -66,6 +68,40 @@ class Http1Protocol(H11Protocol):
         ]
         for event in (h11.Response(status_code=status_code, headers=headers), h11.Data(body), h11.EndOfMessage()):
             await self._send_h11_event(event)
+
+
+class SmallReadProtocol(asyncio.BufferedProtocol):
+    """Passes received data to a stream in parts of at most `MAX_READ_BYTES`."""
+
+    # The event loop fills the buffer and then calls `buffer_updated` at once, so all connections can share the buffer.
+    _buffer = memoryview(bytearray(MAX_READ_BYTES))
+
+    def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
+        # The stream pauses the connection beyond twice its limit: here, after each full part.
+        reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
+        self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
+        self.pause_writing = self._stream.pause_writing
+        self.resume_writing = self._stream.resume_writing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._stream.connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        """Called by the event loop."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the event loop."""
+        self._stream.data_received(bytes(self._buffer[:nbytes]))
+
+    def eof_received(self) -> bool | None:
+        """Called by the event loop."""
+        return self._stream.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._stream.connection_lost(exc)
 
 
 class HttpConnection(TCPServer):
@@ -136,7 +172,7 @@ async def serve(
         if not task.cancelled() and (error := task.exception()) is not None and not _is_disconnect(error):
             loop.call_exception_handler({"message": "a connection failed", "exception": error, "task": task})
 
-    server = await asyncio.start_server(on_connect, sock=listener, backlog=BACKLOG)
+    server = await loop.create_server(lambda: SmallReadProtocol(on_connect), sock=listener, backlog=BACKLOG)
     try:
         await wait_for_stop()
     finally:

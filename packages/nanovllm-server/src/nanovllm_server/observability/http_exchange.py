@@ -19,6 +19,7 @@ from hypercorn.typing import (
 from structlog.contextvars import bind_contextvars
 
 from nanovllm_server.observability.logs import Logger
+from nanovllm_server.observability.request_body import RequestBody
 
 # Status in logs and metrics if the client disconnected before the end of the response.
 CLIENT_DISCONNECTED_STATUS = 499
@@ -43,7 +44,6 @@ class HttpExchange:
     status: None before the response starts.
     log_fields: additional fields of the log line.
     on_end_callbacks: called in reverse order when the exchange ends.
-    body_received: set when the request is complete, or the client has disconnected.
     """
 
     def __init__(self, request_id: str | None, path: str, *, host: str | None = None, is_chunked: bool = False):
@@ -57,7 +57,7 @@ class HttpExchange:
         self.log_fields: dict[str, object] = {}
         self.on_end_callbacks: list[Callable[[], None]] = []
         self.is_response_complete = False
-        self.body_received = asyncio.Event()
+        self.body = RequestBody()
 
 
 class HttpExchangeMiddleware:
@@ -93,18 +93,19 @@ class HttpExchangeMiddleware:
         bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_track() -> ASGIReceiveEvent:
+            await exchange.body.wait_until_decided()
             event = await receive()
-            if event["type"] != "http.request" or not event.get("more_body", False):
-                exchange.body_received.set()
-            return event
+            exchange.body.add(event)
+            return {**event, "body": b""} if event["type"] == "http.request" else event
 
         async def send_and_track(event: ASGISendEvent) -> None:
             if event["type"] == "http.response.start":
                 exchange.status = event["status"]
+                exchange.body.discard()
                 event = _with_headers(event, exchange)
             elif event["type"] == "http.response.body" and not event.get("more_body", False):
                 exchange.is_response_complete = True
-                if not exchange.body_received.is_set():
+                if not exchange.body.received.is_set():
                     await _wait_for_body(exchange)
             await send(event)
 
@@ -140,7 +141,7 @@ def get_exchange(scope: HTTPScope) -> HttpExchange:
 async def _wait_for_body(exchange: HttpExchange) -> None:
     # If the server closes a connection while the request still arrives, the client may lose the response.
     try:
-        await asyncio.wait_for(exchange.body_received.wait(), LINGER_S)
+        await asyncio.wait_for(exchange.body.received.wait(), LINGER_S)
     except TimeoutError:
         exchange.log_fields["lingered"] = True
 

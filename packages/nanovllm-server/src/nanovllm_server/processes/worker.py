@@ -119,6 +119,7 @@ async def _start(arguments: WorkerArguments) -> Service:
         allowed_hosts=settings.allowed_hosts,
         allowed_origins=settings.allowed_origins,
         max_body_bytes=settings.max_body_bytes,
+        body_memory_bytes=settings.body_memory_bytes,
         request_timeout_s=settings.request_timeout_s,
         log_prompts=settings.log_prompts,
         defaults=arguments.defaults,
@@ -176,4 +177,6 @@ def hypercorn_config() -> Config:
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.include_server_header = False
+    # Parts of a request's body that wait for the application.
+    config.max_app_queue_size = 1
     return config

@@ -97,7 +97,7 @@ ERROR_DESCRIPTIONS = {
     415: "The Content-Type is not JSON.",
     429: "The queue is full.",
     500: "A bug; the log has details under the id in the message.",
-    503: "The server is draining, or the engine is dead.",
+    503: "The server is draining, the engine is dead, or large bodies fill the server's memory for bodies.",
     504: "The answer took longer than the limit of the request or of the server.",
 }
 
