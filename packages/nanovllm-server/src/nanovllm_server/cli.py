@@ -82,6 +82,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time for running requests to end when the server stops",
     )
+    http.add_argument(
+        "--worker-timeout",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="an HTTP worker that does not respond for this time is replaced",
+    )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
     http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="format of tool calls")
@@ -188,6 +195,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         body_memory_bytes=body_memory_mib << 20,
         request_timeout_s=options.request_timeout,
         drain_timeout_s=options.drain_timeout,
+        worker_timeout_s=options.worker_timeout,
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,

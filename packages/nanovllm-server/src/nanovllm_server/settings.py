@@ -34,6 +34,7 @@ class Settings:
     max_queue: maximum number of waiting sequences, in addition to running sequences.
     body_memory_bytes: memory of all large bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
+    worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
     """
 
     model: Path | None
@@ -53,6 +54,7 @@ class Settings:
     body_memory_bytes: int
     request_timeout_s: float | None
     drain_timeout_s: float
+    worker_timeout_s: float
     log_format: LogFormat
     log_level: str
     log_prompts: bool

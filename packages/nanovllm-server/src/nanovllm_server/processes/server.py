@@ -126,7 +126,8 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
         [
             WorkerArguments(index, settings, model, template, defaults, process.address, listener, counters, rings)
             for index, listener in enumerate(listeners)
-        ]
+        ],
+        settings.worker_timeout_s,
     )
     engine_task = asyncio.create_task(EngineClient.adopt(process))
     workers_task = asyncio.create_task(workers.wait_until_ready())
