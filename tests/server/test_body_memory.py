@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 NUM_CLIENTS = 1000
 MAX_WORKER_BYTES = 300 << 20
 # How long the clients send. The server reads a refused body for up to 10 s.
-SEND_S = 5
+SEND_S = 3
 KEY = "secret"
 # A request for another model is refused once its body has been parsed.
 PREFIX = b'{"model": "other", "messages": [{"role": "user", "content": "'
