@@ -58,10 +58,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """A request whose first output token is in the step. num_cached_tokens: see `RequestOutput`."""
+    """A request whose first output token is in the step. num_cached_tokens, scheduled_time: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
+    scheduled_time: float
 
 
 class RequestFinish(NamedTuple):
@@ -107,6 +108,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: None except on the last output.
     stop_token: id of the token that stopped the request; None if no token stopped the request.
     prompt_logprobs: log-probabilities of all prompt tokens but the first; None if not requested, or on later outputs.
+    scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
     """
 
     id: str
@@ -118,3 +120,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    scheduled_time: float = 0.0
