@@ -124,7 +124,9 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
         [
-            WorkerArguments(index, settings, model, template, defaults, process.address, listener, counters, rings)
+            WorkerArguments(
+                index, settings, model, template, defaults, process.address, process.pid, listener, counters, rings
+            )
             for index, listener in enumerate(listeners)
         ]
     )
