@@ -6,6 +6,7 @@ import triton.language as tl
 from nanovllm_kernels import fp8
 
 MAX_E4M3 = tl.constexpr(fp8.MAX_E4M3)
+INVERSE_MAX_E4M3 = tl.constexpr(1.0 / fp8.MAX_E4M3)
 MIN_GROUP_MAGNITUDE = tl.constexpr(fp8.MIN_GROUP_MAGNITUDE)
 MAX_E4M3_EXPONENT = tl.constexpr(fp8.MAX_E4M3_EXPONENT)
 CARRY_ABOVE_MAX_SIGNIFICAND = tl.constexpr(fp8.CARRY_ABOVE_MAX_SIGNIFICAND)
@@ -15,11 +16,23 @@ MIN_SCALE_EXPONENT = tl.constexpr(fp8.MIN_SCALE_EXPONENT)
 @triton.jit
 def quantize_groups(x, axis: tl.constexpr):
     """Round each group of float32 `x` along `axis` to e4m3. Returns the values and the groups' float32 scales."""
-    # `div_rn` rounds as the reference does. Triton's "/" is less exact on a GPU.
     magnitude = tl.maximum(tl.max(tl.abs(x), axis), MIN_GROUP_MAGNITUDE)
-    factor = tl.div_rn(MAX_E4M3, magnitude)
-    scale = tl.div_rn(magnitude, MAX_E4M3)
-    return (x * tl.expand_dims(factor, axis)).to(tl.float8e4nv), scale
+    factor = divide_max_e4m3(magnitude)
+    return (x * tl.expand_dims(factor, axis)).to(tl.float8e4nv), magnitude * INVERSE_MAX_E4M3
+
+
+@triton.jit
+def divide_max_e4m3(magnitude):
+    """Return 448 / magnitude, rounded like torch, for magnitudes below 2^126.
+
+    `tl.div_rn` rounds equally but branches, which slows experts of one token by 15 %.
+    Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
+    """
+    # Triton's "/" is inexact on a GPU. Each pair of fused operations corrects its result.
+    inverse = 1.0 / magnitude
+    inverse = tl.fma(tl.fma(-inverse, magnitude, 1.0), inverse, inverse)
+    quotient = inverse * MAX_E4M3
+    return tl.fma(tl.fma(-quotient, magnitude, MAX_E4M3), inverse, quotient)
 
 
 @triton.jit

@@ -54,6 +54,20 @@ def interpreter_that_rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def interpreter_with_fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix Triton 3.6's interpreter: it rounds `tl.fma` twice, the instruction once."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    def create_fma(self, x, y, z):
+        product = x.data.astype("float64") * y.data.astype("float64")
+        return interpreter.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+
+
+@pytest.fixture(autouse=True)
 def interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix Triton 3.6's interpreter: numpy 2.4 rejects its conversion of one-element arrays to integers.
 

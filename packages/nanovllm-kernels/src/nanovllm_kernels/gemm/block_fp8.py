@@ -186,7 +186,7 @@ def _multiply_with_library(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weigh
     if num_padding:
         rows = torch.cat((rows.view(torch.uint8), rows[:num_padding].view(torch.uint8))).view(DTYPE)
         x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :num_padding]), 1).t()
-    padded_groups = scales.padded_groups(0)
+    padded_groups = scales.stride(0)
     out = functional.scaled_mm(
         rows,
         weight.data.t(),

@@ -24,11 +24,10 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors 448 / magnitudes, and the scales magnitudes / 448."""
+    """Return the factors 448 / magnitudes, and the scales magnitudes * (1 / 448)."""
     magnitudes = magnitudes.clamp(min=fp8.MIN_GROUP_MAGNITUDE)
-    # Dividing by a tensor rounds once. With a scalar operand torch would round twice.
-    limit = torch.full_like(magnitudes, fp8.MAX_E4M3)
-    return limit / magnitudes, magnitudes / limit
+    # Dividing a tensor rounds once. With a scalar dividend torch would round twice.
+    return torch.full_like(magnitudes, fp8.MAX_E4M3) / magnitudes, magnitudes * (1.0 / fp8.MAX_E4M3)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
