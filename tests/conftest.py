@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def start_server(
-    model: Path | None,
+    model: Path | str | None,
     *flags: str,
     nice: int = 0,
     program: Sequence[str | Path] = (sys.executable, "-m", "nanovllm_server"),
@@ -71,7 +71,7 @@ def start_server(
 ) -> Iterator[ServerProcess]:
     """Runs a server while the context lasts.
 
-    model: its checkpoint; None for the program's default model.
+    model: a checkpoint directory or a name; None for the program's default model.
     program: the command without arguments.
     environment: the variables of its environment; None for those of this process.
     """

@@ -74,8 +74,8 @@ def test_probes_and_the_service_reach_the_server(kubernetes, pod):
     (container,) = pod["containers"]
     (port,) = container["ports"]
     assert port["containerPort"] == parser().get_default("port")
-    probes = [container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-    assert probes == [{"path": "/health", "port": port["name"]}] * 3
+    for name, path in (("startupProbe", "/health"), ("readinessProbe", "/ready"), ("livenessProbe", "/health")):
+        assert container[name]["httpGet"] == {"path": path, "port": port["name"]}
     assert kubernetes["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
     labels = kubernetes["Deployment"]["spec"]["template"]["metadata"]["labels"]
     for kind in ("Service", "PodDisruptionBudget"):

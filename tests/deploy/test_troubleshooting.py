@@ -96,7 +96,7 @@ def test_refused_start_writes_the_message(default_model, tmp_path, message):
             timeout=300,
             check=False,
         )
-    (line,) = process.stderr.splitlines()
+    line = process.stderr.splitlines()[-1]
     assert line.startswith("nanovllm-server: ")
     assert message in line
     assert process.returncode == 2

@@ -25,6 +25,7 @@ from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
+from nanovllm_models.length_bound import find_length_bound
 from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
@@ -67,6 +68,11 @@ class ScriptedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         return np.array(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+
+    def min_num_tokens(self, text: str) -> int:
+        bound = find_length_bound(self.backend)
+        assert bound is not None
+        return bound.min_num_tokens(text)
 
     def render_chat(
         self,

@@ -104,12 +104,17 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Options for building a model. compile: use torch.compile between attention operators; a model may ignore this."""
+    """Options for building a model.
+
+    compile: use torch.compile between attention operators; a model may ignore this.
+    uses_mtp: build the heads for multi-token prediction, if the weights include such heads.
+    """
 
     device: torch.device
     dtype: torch.dtype
     parallel: ParallelContext
     compile: bool = False
+    uses_mtp: bool = False
 
 
 class Vocabulary(NamedTuple):

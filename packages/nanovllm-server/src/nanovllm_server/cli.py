@@ -34,12 +34,22 @@ def parser() -> argparse.ArgumentParser:
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    flags.add_argument("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
+    flags.add_argument(
+        "model",
+        nargs="?",
+        help="directory, or repository of the Hugging Face Hub as organisation/name[@revision]; without MODEL, a small "
+        "bundled model",
+    )
     flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
     http.add_argument("--port", type=integer_from(0, 65535), default=8000, help="port to listen on; 0: any free port")
-    http.add_argument("--served-model-name", nargs="+", help="names that requests may use for the model")
+    http.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name that requests may use for the model; repeat for several names",
+    )
     http.add_argument(
         "--api-key",
         action="append",
@@ -61,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="SECONDS",
         help="time for running requests to end when the server stops",
+    )
+    http.add_argument(
+        "--allow-priority", action="store_true", help="let requests set `priority`; without it they get a 400"
     )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
@@ -160,6 +173,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         log_level=options.log_level,
         log_prompts=options.log_prompts,
         metrics_prefix=options.metrics_prefix,
+        allow_priority=options.allow_priority,
         engine_config=engine,
     )
 

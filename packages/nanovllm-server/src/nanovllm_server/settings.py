@@ -27,8 +27,8 @@ class SettingsError(ValueError):
 class Settings:
     """The settings from the command line and the environment.
 
-    model: checkpoint directory; None for the bundled model.
-    model_names: names that requests may use for the model; None for the directory's name.
+    model: directory or repository of the Hugging Face Hub, see `find_model`; None for the bundled model.
+    model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted keys; empty: requests need no key.
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
@@ -37,7 +37,7 @@ class Settings:
     drain_timeout_s: time for running requests to end when the server stops.
     """
 
-    model: Path | None
+    model: str | None
     host: str
     port: int
     model_names: tuple[str, ...] | None
@@ -55,6 +55,7 @@ class Settings:
     log_level: str
     log_prompts: bool
     metrics_prefix: "MetricsPrefix"
+    allow_priority: bool
     engine_config: EngineConfig
 
 

@@ -80,6 +80,42 @@ async def test_each_api_key_is_accepted(post, service):
         assert (await post(headers={"Authorization": f"Bearer {key}"})).status_code == 401
 
 
+async def test_each_key_has_its_own_cache_salt(post, service, engine):
+    service.api_keys = ("first", "second")
+    for key, salt in (("first", ""), ("first", "a"), ("second", ""), ("first", "")):
+        await post(headers={"Authorization": f"Bearer {key}"}, cache_salt=salt)
+    salts = [request.cache_salt for request in engine.requests]
+    assert len(set(salts[:3])) == 3
+    assert salts[3] == salts[0]
+
+
+@pytest.mark.parametrize("priority", [-1, 1])
+async def test_priority_is_refused_unless_the_operator_allows_it(post, service, engine, priority):
+    error = (await (await post(priority=priority)).get_json())["error"]
+    assert (error["param"], error["code"]) == ("priority", "unsupported_parameter")
+    assert "--allow-priority" in error["message"]
+    service.allow_priority = True
+    for value in (priority, 0, None):
+        assert (await post(priority=value)).status_code == 200
+    assert [request.priority for request in engine.requests] == [priority, 0, 0]
+
+
+async def test_priority_without_effect_is_accepted(post):
+    for priority in (0, None):
+        assert (await post(priority=priority)).status_code == 200
+
+
+async def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(post, tokenizer, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **_: encoded.append(text))
+    response = await post(messages=[{"role": "user", "content": "x" * 100_000}])
+    assert response.status_code == 400
+    error = (await response.get_json())["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "at least" in error["message"]
+    assert encoded == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["request", "server", "both"])
 async def test_timeout_before_the_first_token_is_a_504(post, engine, service, stream, by):

@@ -25,6 +25,8 @@ from nanovllm_kernels.sampling import IN_PROMPT_BIT
 _MAX_POSITION = np.iinfo(np.int32).max  # of any token
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
+# Kernels need a positive top-p.
+_MIN_TOP_P = 1e-6
 
 
 class SamplingOps(IntFlag):
@@ -189,7 +191,7 @@ class RequestTable:
         floats = np.array(
             [
                 [s.temperature if s.temperature >= _MIN_RANDOM_TEMPERATURE else 0.0 for s in samplings],
-                [s.top_p for s in samplings],
+                [max(s.top_p, _MIN_TOP_P) for s in samplings],
                 [s.min_p for s in samplings],
                 [s.presence_penalty for s in samplings],
                 [s.frequency_penalty for s in samplings],

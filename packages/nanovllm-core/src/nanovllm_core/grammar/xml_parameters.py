@@ -1,8 +1,10 @@
 """Replaces the format "xml_parameters" of a structural tag: one XML element per property of an object.
 
-Strings are written as they are, other values as JSON. No value may contain the tag that ends it.
+Strings are written as they are, other values as JSON. No value may contain a tag that begins or ends a value: parsers
+also end a value without an end tag at the next begin tag.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -51,6 +53,11 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     json_schema: Any = None
     place: str | None = None
 
+    @property
+    def tags(self) -> tuple[str, str]:
+        """The tags that no value may contain."""
+        return self.end, self.begin
+
     def element(self, key: TagFormat, value: TagFormat) -> TagFormat:
         """The format of one element."""
         edge = literal("\n" if self.has_line_breaks else "")
@@ -59,7 +66,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
 
 def any_elements(parameters: XmlParameters) -> TagFormat:
     """Elements with any names and any text as values."""
-    return repeated(parameters.element(regex(UNNAMED_KEY), any_text((parameters.end,))), MAX_UNNAMED)
+    return repeated(parameters.element(regex(UNNAMED_KEY), any_text(parameters.tags)), MAX_UNNAMED)
 
 
 def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
@@ -133,54 +140,58 @@ class _ElementBuilder:
             if not texts:
                 raise _unsupported(place)
             return either([*texts, literal("null")] if "null" in types else texts)
-        value = self._without_end(schema, place)
+        value = self._without_tags(schema, place)
         if isinstance(value, dict) and "$defs" in self._root:
-            value = {**value, "$defs": self._without_end(self._root["$defs"], place)}
-        return json_value(value, (self._parameters.end,))
+            value = {**value, "$defs": self._without_tags(self._root["$defs"], place)}
+        return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
         """Formats of the strings that `schema` allows. Leaves out other values: as text they look like strings."""
-        end = self._parameters.end
+        tags = self._parameters.tags
         match resolve_references(schema, self._root):
             case {"anyOf": list(branches)}:
                 return [text for branch in branches for text in self._text_formats(branch, place)]
             case {"enum": list(constants)}:
-                return [literal(text) for text in constants if isinstance(text, str) and end not in text]
+                return [literal(text) for text in constants if isinstance(text, str) and not _contains(text, tags)]
             case {"type": "string", "pattern": str(pattern)}:
                 return [
-                    regex(write_pattern(self._pattern_without_end(pattern, place)).removeprefix("^").removesuffix("$"))
+                    regex(write_pattern(self._pattern_without_tags(pattern, place)).removeprefix("^").removesuffix("$"))
                 ]
             case {"type": "string"}:
-                return [any_text((end,))]
+                return [any_text(tags)]
             case _:
                 return []
 
-    def _without_end(self, schema: JSON, place: str) -> JSON:
-        """A copy of `schema` whose patterns exclude the end tag. xgrammar excludes the tag from other strings."""
+    def _without_tags(self, schema: JSON, place: str) -> JSON:
+        """A copy of `schema` whose patterns exclude the tags. xgrammar excludes the tags from other strings."""
         if isinstance(schema, list):
-            return [self._without_end(item, place) for item in schema]
+            return [self._without_tags(item, place) for item in schema]
         if not isinstance(schema, dict):
             return schema
         match schema:
             case {"type": "string", "pattern": str(pattern)}:
-                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_end(pattern, place))}
+                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_tags(pattern, place))}
             case {"enum": list()}:
                 return schema
             case {"type": "object", "patternProperties": _}:
                 raise _unsupported(f"{place}/patternProperties")
             case _:
-                return {name: self._without_end(value, place) for name, value in schema.items()}
+                return {name: self._without_tags(value, place) for name, value in schema.items()}
 
-    def _pattern_without_end(self, pattern: str, place: str) -> Node:
-        """`pattern`, from a converted schema, without the first character of the tag that ends a value."""
-        first = ord(self._parameters.end[0])
+    def _pattern_without_tags(self, pattern: str, place: str) -> Node:
+        """`pattern`, from a converted schema, without the first characters of the tags."""
+        first_characters = sorted({ord(tag[0]) for tag in self._parameters.tags})
         tree = restrict_alphabet(
             parse(pattern.removeprefix("^").removesuffix("$")),
-            intersect_ranges(UNESCAPED, invert_ranges(((first, first),))),
+            intersect_ranges(UNESCAPED, invert_ranges(tuple((first, first) for first in first_characters))),
         )
         if tree == NO_STRING:
             raise _unsupported(f"{place}/pattern")
         return tree
+
+
+def _contains(text: str, tags: Sequence[str]) -> bool:
+    return any(tag in text for tag in tags)
 
 
 def _unsupported(place: str) -> GrammarError:

@@ -28,7 +28,7 @@ def compile_for_rows(
     rows, and other arguments may hold other tensors, such as another layer's weights. Compilation happens at the first
     call with several rows. If `min_rows` is 1, the first call with one row compiles the function a second time.
     """
-    _set_cache_directory()
+    set_cache_directories()
     # torch.compile caches by code object. A copy gives each model its own cache.
     python_function = cast(FunctionType, function)
     copied_function = FunctionType(python_function.__code__.replace(), python_function.__globals__)
@@ -49,10 +49,12 @@ def compile_for_rows(
     return call_by_num_rows
 
 
-def _set_cache_directory() -> None:
-    directory = make_cache_directory("inductor")
-    if directory is None:
-        return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
+def set_cache_directories() -> None:
+    """Make Triton and torch.compile cache compiled code in the project's cache. Call before the first kernel runs."""
+    # torch.compile would set Triton's directory during the start: later starts would not find the kernels before.
+    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        directory = make_cache_directory(name)
+        if directory is not None:
+            os.environ.setdefault(variable, str(directory))
     # A pool of compile processes would cost more than it saves for a few kernels: each process imports torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot
 from nanovllm_core.model import BuildContext
-from nanovllm_kernels.elementwise import pack_norm, rms_norm
+from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm
 
 
 class RMSNorm(WeightedModule):
@@ -43,4 +43,4 @@ class RMSNorm(WeightedModule):
 
     def finish_loading(self) -> None:
         """Pack the weight for the kernels."""
-        self.packed_weight = pack_norm(self.weight)
+        self.packed_weight = prepare_norm_weight(self.weight)

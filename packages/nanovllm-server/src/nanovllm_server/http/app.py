@@ -1,13 +1,11 @@
 """The routes of the server. Every exception becomes an error response."""
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import aclosing
 from typing import cast
 
 import orjson
 from hypercorn.typing import ASGIFramework, HTTPScope
-from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
 from structlog.contextvars import bind_contextvars
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
@@ -18,12 +16,12 @@ from nanovllm_server.chat.service import Service
 from nanovllm_server.http.event_stream import ChatStream
 from nanovllm_server.http.header_checks import check_content_type, check_key
 from nanovllm_server.http.page import read_page
+from nanovllm_server.http.status_routes import add_status_routes, json_response
 from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
-from nanovllm_server.protocol.bodies import Health
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
-from nanovllm_server.protocol.response import Delta, Envelope, models_body
+from nanovllm_server.protocol.response import Delta, Envelope
 
 BODY_TIMEOUT_S = 60
 # A thread parses larger bodies. On the event loop, parsing would block other requests for milliseconds.
@@ -39,11 +37,11 @@ def create_app(service: Service) -> Quart:
     """Returns the application with all routes."""
     app = Quart(__name__, static_folder=None)
     app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
-    created_s = service.clock.now()
 
     async def check_access() -> None:
         if request.path.startswith("/v1/"):
-            check_key(service.api_keys, request.headers.get("Authorization"))
+            exchange = get_exchange(cast(HTTPScope, request.scope))
+            exchange.key_digest = check_key(service.api_keys, request.headers.get("Authorization"))
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
@@ -52,11 +50,16 @@ def create_app(service: Service) -> Quart:
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
-            chat.model,
+            chat.model or service.model_names[0],
             generation.prompt_token_ids.tolist() if chat.return_token_ids else None,
         )
         if chat.stream:
-            stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
+            stream = ChatStream(
+                envelope,
+                generation,
+                include_usage=chat.include_usage,
+                has_continuous_usage=chat.has_continuous_usage,
+            )
             await stream.wait_for_first_deltas()
             return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM_HEADERS)
         deltas_by_choice: list[list[Delta]] = [[] for _ in range(chat.n)]
@@ -70,31 +73,18 @@ def create_app(service: Service) -> Quart:
             body["prompt_logprobs"] = await asyncio.to_thread(
                 serialize_prompt_logprobs, service.vocabulary, token_ids, prompt_logprobs
             )
-        return _json_response(body)
-
-    async def models() -> Response:
-        return _json_response(models_body(service.model_names, created_s, service.engine.info.max_model_len))
-
-    async def health() -> Response:
-        reason = service.unavailable_reason()
-        body: Health = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
-        return _json_response(body, 200 if reason is None else 503)
-
-    async def metrics() -> Response:
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return json_response(body)
 
     async def handle_error(error: Exception) -> Response:
         api_error = _to_api_error(error, service)
-        response = _json_response(api_error.body(), api_error.status)
+        response = json_response(api_error.body(), api_error.status)
         response.headers.update(api_error.headers)
         return response
 
     app.before_request(check_access)
     _close_connections_while_draining(app, service)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
-    app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
-    app.add_url_rule("/health", view_func=health, methods=["GET"])
-    app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
+    add_status_routes(app, service)
     _add_static_routes(app, service)
     app.register_error_handler(Exception, handle_error)
     middleware = HttpExchangeMiddleware(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
@@ -141,10 +131,6 @@ async def _read_request(service: Service, exchange: HttpExchange) -> ChatRequest
         exchange.request_id = chat.request_id
         bind_contextvars(request_id=chat.request_id)
     return chat
-
-
-def _json_response(body: Mapping[str, object], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, content_type="application/json")
 
 
 def _to_api_error(error: Exception, service: Service) -> ApiError:

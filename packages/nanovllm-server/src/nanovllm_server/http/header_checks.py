@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from nanovllm_server.protocol.error import ApiError
 
 
-def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
-    """Checks the Authorization header, unless `api_keys` is empty. Raises ApiError (401)."""
+def check_key(api_keys: Sequence[str], authorization: str | None) -> str:
+    """Checks the Authorization header. Raises ApiError (401). Returns the key's digest; "" if `api_keys` is empty."""
     if not api_keys:
-        return
+        return ""
     scheme, _, key = (authorization or "").partition(" ")
     # Comparing the digests of all keys takes constant time, and therefore reveals nothing about the keys.
     digest = _digest(key.strip())
@@ -24,6 +24,7 @@ def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return digest.hex()
 
 
 def _digest(key: str) -> bytes:

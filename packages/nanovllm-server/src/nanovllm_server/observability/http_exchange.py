@@ -23,7 +23,7 @@ from nanovllm_server.observability.logs import Logger
 # Status in logs and metrics if the client disconnected before the end of the response.
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
-QUIET_PATHS = ("/health", "/metrics")
+QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
 # Maximum time by which the last part of a response is delayed until the whole request has arrived.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200
@@ -37,6 +37,7 @@ class HttpExchange:
     """One HTTP request and its response.
 
     has_generated_id: the client sent no request id.
+    key_digest: digest of the API key; "" if the server needs no key.
     arrival: value of `time.monotonic`.
     status: None before the response starts.
     log_fields: additional fields of the log line.
@@ -48,6 +49,7 @@ class HttpExchange:
         self.has_generated_id = request_id is None
         self.request_id = request_id or uuid.uuid4().hex
         self.path = path
+        self.key_digest = ""
         self.arrival = time.monotonic()
         self.status: int | None = None
         self.log_fields: dict[str, object] = {}

@@ -31,7 +31,10 @@ TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 CHOICE_COUNT_BOUNDS = (1, 2, 5, 10, 20)
 
 # Paths with counters of their own. All other paths count as OTHER_PATH.
-COUNTED_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
+COUNTED_PATHS = (
+    *("/", "/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json"),
+    *("/v1/models", "/v1/chat/completions"),
+)
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 

@@ -6,7 +6,7 @@ from ctypes import Array, c_double
 from typing import Generic, TypeVar
 
 # Maximum number of counters per worker.
-MAX_COUNTERS = 16384
+MAX_COUNTERS = 1 << 14
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -127,6 +127,7 @@ async def _start(arguments: WorkerArguments) -> Service:
         max_body_bytes=settings.max_body_bytes,
         request_timeout_s=settings.request_timeout_s,
         log_prompts=settings.log_prompts,
+        allow_priority=settings.allow_priority,
         defaults=arguments.defaults,
     )
 
