@@ -12,11 +12,11 @@ import pytest
 from messages import BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL
 from proxies import DEPLOY, chat, post_chat, stream_chat
 
+import nanovllm_models
 from nanovllm_core import ConfigError
 from nanovllm_core.engine.build import build_loop
 from nanovllm_server.cli import parser
 from nanovllm_server.engine_flags import engine_config
-from nanovllm_server.processes.engine_recipe import EngineRecipe
 
 PAGE = (DEPLOY / "troubleshooting.md").read_text()
 # Flags that make the start fail, by a part of the message. PORT is in use, and EMPTY is a directory without files.
@@ -105,6 +105,6 @@ def test_refused_start_writes_the_message(default_model, tmp_path, message):
 @pytest.mark.parametrize("message", REFUSED_ENGINES)
 async def test_engine_that_cannot_start_gives_the_message(default_model, monkeypatch, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    recipe = EngineRecipe(default_model, "auto", engine_config(parser().parse_args(REFUSED_ENGINES[message])))
+    config = engine_config(parser().parse_args(REFUSED_ENGINES[message]))
     with pytest.raises(ConfigError, match=message):
-        await build_loop(*recipe())
+        await build_loop(nanovllm_models.load(default_model), config)
