@@ -169,6 +169,28 @@ async def test_a_dead_worker_is_replaced(pair):
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
 
 
+async def test_a_worker_that_does_not_respond_is_replaced(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--worker-timeout", "2", "--log-format", "json") as server:
+        pids = set(server.worker_pids())
+        # The parent misses answers while it is stopped itself.
+        server.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        server.process.send_signal(signal.SIGCONT)
+        assert metric_value(server, "http_event_loop_lag_seconds_count") > 0
+        victim = min(pids)
+        os.kill(victim, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            # A killed worker's successor serves once it has loaded the tokenizer.
+            while victim in (found := set(server.worker_pids())) or len(found) < 2:
+                await asyncio.sleep(0.05)
+        assert pids - found == {victim}
+        for _ in range(8):
+            assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
+        lines = [json.loads(line) for line in server.errors if line.startswith("{")]
+        events = [line["event"] for line in lines if line["level"] == "error"]
+        assert events == ["HTTP worker does not respond", "HTTP worker died"]
+
+
 async def test_workers_that_share_encodings_give_the_same_answer(pair):
     assert all(has_rings(pid) for pid in pair.worker_pids())
     assert not has_rings(pair.engine_pid())

@@ -21,9 +21,9 @@ _MIN_POSITIVE = 1e-6
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True):
-    """A limit on the reasoning with which an output begins.
+    """A limit on the reasoning at the start of an output.
 
-    num_tokens: number of output tokens after which the engine forces `end`, unless the output contains `end` already.
+    num_tokens: number of output tokens after which the engine forces `end`, unless the output already contains `end`.
         If the output ends with the first tokens of `end`, the engine forces only the missing tokens.
     end: token ids that close the reasoning.
     """
@@ -36,27 +36,28 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
 class SamplingParams:
     """Options for sampling the tokens of one request.
 
-    max_tokens: maximum number of output tokens; None for as many as the context holds.
+    max_tokens: maximum number of output tokens; None for no limit but the maximum context length.
     temperature: 0 for greedy sampling.
     top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
     top_p: 1 for off; 0 keeps only the likeliest tokens (Holtzman et al. 2020).
     min_p: minimum probability relative to the likeliest token; 0 for off (Nguyen et al. 2024).
     seed: seed of the random numbers; None for a seed that the engine draws.
-    presence_penalty, frequency_penalty: penalties on output tokens, as OpenAI defines them; 0 for off.
+    presence_penalty: OpenAI's penalty on tokens that the output contains; 0 for off.
+    frequency_penalty: OpenAI's penalty on each occurrence of a token in the output; 0 for off.
     repetition_penalty: penalty on prompt and output tokens; 1 for off (Keskar et al. 2019).
-    logit_bias: number to add to a token's logit, by token id.
+    logit_bias: numbers to add to logits, by token id.
     min_tokens: the first `min_tokens` output tokens can't be end-of-sequence or stop tokens.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
-    stop_token_ids: further token ids that stop the request. The output includes the stop token.
+    stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
     allowed_token_ids: the only token ids that the output may contain, besides the end of `grammar`; empty for all. If
         the grammar allows none of them, the request fails. Overrides all other options but `grammar`.
-    logprobs: number of likeliest tokens to report per output token (0..20); None for no log-probabilities. Penalties
-        and temperature do not change log-probabilities.
+    logprobs: number of likeliest tokens to report per output token; None for no log-probabilities. Penalties and
+        temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no
-        log-probabilities. The engine then computes the whole prompt, even if the prefix is cached.
+        log-probabilities. With this option, the engine computes the whole prompt even if its prefix is cached.
     grammar: grammar that the output must match; overrides all other options. The end of the grammar ends the request,
-        even with ignore_eos. A token of stop_token_ids stops the request only where the grammar allows the token.
+        even with ignore_eos. Tokens of stop_token_ids stop the request only where the grammar allows them.
     reasoning_budget: limit on the reasoning; ignored if `grammar` or `allowed_token_ids` forbids the tokens that close
         the reasoning.
     """

@@ -30,11 +30,15 @@ class Settings:
     model: directory or repository of the Hugging Face Hub, see `find_model`; None for the bundled model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted keys; empty: requests need no key.
+    allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
+    allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
     metrics_prefix: prefix of metrics' names.
+    body_memory_bytes: memory of all large bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
+    worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
     """
 
     model: str | None
@@ -42,6 +46,8 @@ class Settings:
     port: int
     model_names: tuple[str, ...] | None
     api_keys: tuple[str, ...]
+    allowed_hosts: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
     chat_template: str | None
@@ -49,8 +55,10 @@ class Settings:
     tool_call_parser: str | None
     max_queue: int
     max_body_bytes: int
+    body_memory_bytes: int
     request_timeout_s: float | None
     drain_timeout_s: float
+    worker_timeout_s: float
     log_format: LogFormat
     log_level: str
     log_prompts: bool

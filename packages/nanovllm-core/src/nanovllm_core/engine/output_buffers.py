@@ -13,7 +13,7 @@ ValueT = TypeVar("ValueT")
 
 
 class OutputListener(Protocol):
-    """Is notified of the outputs of one request on the event loop's thread. The methods must not raise."""
+    """Receives notifications about one request, on the event loop's thread. The methods must not raise."""
 
     def wake(self) -> None:
         """Called when the request has new output."""
@@ -101,7 +101,7 @@ class OutputBuffers:
         self._buffer_by_key: dict[int, OutputBuffer] = {}
 
     def open(self, key: int, buffer: OutputBuffer) -> None:
-        """Add the outputs of a new request to `buffer` from now on."""
+        """Add all further outputs of a new request to `buffer`."""
         self._buffer_by_key[key] = buffer
 
     def close(self, key: int) -> bool:

@@ -20,8 +20,8 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# Time limit for matching one request: a constant plus a time per output token. All requests wait for each matcher.
-# JSON takes 10 us per token. Only very ambiguous grammars reach the limit.
+# Time limit for matching one request: a constant plus a time per output token. All requests wait for a slow matcher.
+# JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
 # After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
@@ -34,12 +34,12 @@ _NUM_SEPARATE_STEPS = 16
 class Constraint:
     """The grammar, the reasoning budget and the allowed token ids of one row.
 
-    matcher: None without a grammar, and after the output has completed the grammar.
-    budget: None without a budget, after the reasoning was closed, and if a mask forbids closing the reasoning.
+    matcher: None without a grammar, or after the output has completed the grammar.
+    budget: None without a budget, after the end of the reasoning, or if a mask forbids this end.
     allowed_mask: int32 [words], mask of the allowed token ids and of the grammar's end; None if all are allowed.
     num_launched_outputs: number of output tokens for which steps were launched.
     match_s: seconds spent in calls for this row alone.
-    failure: why the row cannot sample a token; None if the row can.
+    failure: why the row cannot sample a token; None if it can.
     """
 
     row: int
@@ -54,7 +54,7 @@ class Constraint:
 
     @classmethod
     def from_row(cls, new: NewRow, num_mask_words: int) -> "Constraint | None":
-        """The constraint of a new row, advanced by existing output tokens; None for an unconstrained row."""
+        """The constraint of a new row after its existing output tokens; None for an unconstrained row."""
         grammar, budget = new.compiled_grammar, new.sampling.reasoning_budget
         allowed_ids = new.sampling.allowed_token_ids
         if grammar is None and budget is None and not allowed_ids:
@@ -118,7 +118,7 @@ class Constraint:
                 self.advance_matcher(token)
 
     def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write the tokens that the grammar allows to masks[index]."""
+        """Set the bits of the tokens that the grammar allows in masks[index]."""
         if (matcher := self.matcher) is not None:
             with self._limit_time():
                 matcher.fill(masks, index)
@@ -286,7 +286,7 @@ class Constraints:
             try:
                 results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
-                # One matcher failed. The other matchers may have advanced or not.
+                # One matcher failed. Each other matcher may have advanced or not.
                 for constraint, _ in new_tokens:
                     constraint.restart_matcher()
                 return

@@ -34,7 +34,7 @@ COMPILED_ROWS = 1024
 class Runner:
     """The model, the caches and the request table of one rank. All calls come from one thread.
 
-    `start_runner` shows the order of calls before the first step. After a later `allocate`, call `capture` again.
+    Call the first methods in the order of `start_runner`. After each later `allocate`, call `capture` again.
     """
 
     def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):

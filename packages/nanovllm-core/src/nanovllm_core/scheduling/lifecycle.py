@@ -40,8 +40,7 @@ class SchedulerCounters:
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    num_preempted_unreleased, num_finished_unreleased: number of preempted and of finished requests that still hold
-        blocks, because a step in flight refers to their row.
+    A preempted or finished request is unreleased while it holds its row and blocks, because a step in flight uses them.
     """
 
     def __init__(self, cache: CacheManager, rows: RowTable):

@@ -34,7 +34,13 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """The dependencies of the routes. running: generations that have not ended."""
+    """The dependencies of the routes.
+
+    allowed_hosts: arguments of `HostCheck`.
+    allowed_origins: arguments of `CrossOriginPolicy`.
+    body_memory_bytes: memory of all bodies in this worker that are larger than 64 KiB.
+    running: generations that have not ended.
+    """
 
     engine: Engine
     renderer: Renderer
@@ -45,7 +51,10 @@ class Service:
     metrics: Metrics
     logger: Logger
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
+    body_memory_bytes: int = 32 << 20
     request_timeout_s: float | None = None
     log_prompts: bool = False
     allow_priority: bool = False

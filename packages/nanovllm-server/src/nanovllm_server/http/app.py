@@ -2,19 +2,23 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import orjson
 from hypercorn.typing import ASGIFramework, HTTPScope
 from quart import Quart, Response, request
 from structlog.contextvars import bind_contextvars
-from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge, RequestTimeout
 
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
+from nanovllm_server.http.body_memory import BodyMemory, BodyShare
+from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
-from nanovllm_server.http.header_checks import check_content_type, check_key
+from nanovllm_server.http.header_checks import check_content_type, check_framing, check_key
+from nanovllm_server.http.host_check import HostCheck
 from nanovllm_server.http.page import read_page
 from nanovllm_server.http.status_routes import add_status_routes, json_response
 from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
@@ -36,17 +40,19 @@ EVENT_STREAM_HEADERS = {
 def create_app(service: Service) -> Quart:
     """Returns the application with all routes."""
     app = Quart(__name__, static_folder=None)
-    app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
-
-    async def check_access() -> None:
-        if request.path.startswith("/v1/"):
-            exchange = get_exchange(cast(HTTPScope, request.scope))
-            exchange.key_digest = check_key(service.api_keys, request.headers.get("Authorization"))
+    app.config.update(RESPONSE_TIMEOUT=None)
+    body_memory = BodyMemory(service.body_memory_bytes)
+    # The parsed values may take many times the memory of the body.
+    large_body_slot = asyncio.Semaphore()
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
-        chat = await _read_request(service, exchange)
-        generation = await service.start_generation(chat, exchange)
+        check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
+        async with body_memory.hold(_max_body_bytes(service)) as share:
+            chat = await _read_request(service, exchange, share, large_body_slot)
+            generation = await service.start_generation(chat, exchange)
+            # Frees the text of the messages. The answer may take long.
+            chat = replace(chat, messages=())
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
@@ -81,7 +87,7 @@ def create_app(service: Service) -> Quart:
         response.headers.update(api_error.headers)
         return response
 
-    app.before_request(check_access)
+    _add_access_checks(app, service)
     _close_connections_while_draining(app, service)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
     add_status_routes(app, service)
@@ -104,6 +110,29 @@ def _close_connections_while_draining(app: Quart, service: Service) -> None:
     app.after_request(close_connection)
 
 
+def _add_access_checks(app: Quart, service: Service) -> None:
+    """Checks the headers of every request, before its route and its body."""
+    host_check = HostCheck(service.allowed_hosts)
+    origin_policy = CrossOriginPolicy(service.allowed_origins)
+
+    async def check_access() -> Response | None:
+        exchange = get_exchange(cast(HTTPScope, request.scope))
+        check_framing(request.scope["raw_path"], request.headers)
+        host_check.check(exchange.host)
+        if (headers := origin_policy.preflight_headers(request.method, request.headers)) is not None:
+            return Response(b"", 204, headers=headers)
+        if request.path.startswith("/v1/"):
+            exchange.key_digest = check_key(service.api_keys, request.headers.get("Authorization"))
+        return None
+
+    async def add_origin_headers(response: Response) -> Response:
+        response.headers.update(origin_policy.response_headers(request.headers))
+        return response
+
+    app.before_request(check_access)
+    app.after_request(add_origin_headers)
+
+
 def _add_static_routes(app: Quart, service: Service) -> None:
     """Adds the routes whose contents never change: `/openapi.json` and the chat page."""
     document = openapi_document(service.model_names, service.limits, service.defaults, needs_key=bool(service.api_keys))
@@ -120,13 +149,29 @@ def _add_static_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-async def _read_request(service: Service, exchange: HttpExchange) -> ChatRequest:
-    check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-    data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+def _max_body_bytes(service: Service) -> int:
+    """Returns the announced size of the body, or the limit. Raises RequestEntityTooLarge."""
+    if request.content_length is None:
+        return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
+    if request.content_length > service.max_body_bytes:
+        raise RequestEntityTooLarge
+    return request.content_length
+
+
+async def _read_request(
+    service: Service, exchange: HttpExchange, share: BodyShare, large_body_slot: asyncio.Semaphore
+) -> ChatRequest:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await exchange.body.read(service.max_body_bytes)
+    except TimeoutError as error:
+        raise RequestTimeout from error
+    share.shrink(len(data))
     if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)
     else:
-        chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
+        async with large_body_slot:
+            chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
     if exchange.has_generated_id and chat.request_id is not None:
         exchange.request_id = chat.request_id
         bind_contextvars(request_id=chat.request_id)

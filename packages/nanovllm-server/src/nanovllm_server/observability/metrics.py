@@ -27,6 +27,7 @@ TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5,
 ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
 E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
 PHASE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 CHOICE_COUNT_BOUNDS = (1, 2, 5, 10, 20)
 
@@ -98,6 +99,11 @@ class Metrics(Collector):
         )
         self.num_choices = histogram("request_params_n", "Values of n.", CHOICE_COUNT_BOUNDS)
         self.max_tokens = histogram("request_params_max_tokens", "Values of max_tokens.", TOKEN_COUNT_BOUNDS)
+        self.event_loop_lag = histogram(
+            "http_event_loop_lag_seconds",
+            "Delay of the event loops of HTTP workers, four samples a second.",
+            LAG_BOUNDS_S,
+        )
         self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
         self.prompt_tokens_total = counters.claim(1)
         self.finish_reasons: KeyedCounters[str] = KeyedCounters(counters, ("stop", "length", "tool_calls", "abort"))

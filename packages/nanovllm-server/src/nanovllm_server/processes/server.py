@@ -144,7 +144,8 @@ async def _start_processes(
                 index, settings, model.path, template, defaults, process.address, process.pid, listener, counters, rings
             )
             for index, listener in enumerate(listeners)
-        ]
+        ],
+        settings.worker_timeout_s,
     )
     engine_task = asyncio.create_task(EngineClient.adopt(process))
     workers_task = asyncio.create_task(workers.wait_until_ready())

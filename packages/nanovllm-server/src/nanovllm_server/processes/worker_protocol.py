@@ -12,8 +12,9 @@ from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings
 
 # open: serve. drain: refuse new requests, and report the end of the last running request. close: exit.
-WorkerOrder = Literal["open", "drain", "close"]
-WorkerReport = Literal["ready", "drained"]
+# answer: report "alive" from the event loop.
+WorkerOrder = Literal["open", "drain", "close", "answer"]
+WorkerReport = Literal["ready", "drained", "alive"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ LIVENESS_SUMMARY = "Whether the server lives; a draining server still does"
 ERROR_DESCRIPTIONS = {
     400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",
+    403: "The Host header has a name that the server does not allow.",
     404: "The model or the path does not exist.",
     405: "The path does not support the method.",
     408: "The body took too long to arrive.",
@@ -126,7 +127,7 @@ ERROR_DESCRIPTIONS = {
     415: "The Content-Type is not JSON.",
     429: "The queue is full.",
     500: "A bug; the log has details under the id in the message.",
-    503: "The server is draining, or the engine is dead.",
+    503: "The server is draining, the engine is dead, or large bodies fill the server's memory for bodies.",
     504: "The answer took longer than the limit of the request or of the server.",
 }
 
@@ -249,7 +250,7 @@ def _get_operation(name: str, summary: str, content_type: str, schema: Schema | 
 
 def _error_responses(*statuses: int) -> dict[str, JSON]:
     responses: dict[str, JSON] = {}
-    for status in statuses:
+    for status in sorted({403, *statuses}):
         response = _json_response(ERROR_DESCRIPTIONS[status], "Error")
         if status in (429, 503):
             header: JSON = {"description": "Seconds to wait.", "schema": {"type": "integer"}}

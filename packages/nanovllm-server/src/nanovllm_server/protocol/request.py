@@ -99,7 +99,7 @@ class ChatRequest:
     unknown_fields: tuple[str, ...]
 
 
-def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
+def parse_chat_request(data: bytes | bytearray, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Parses and validates the body of a request. Raises ApiError (400)."""
     try:
         body = cast(JSON, orjson.loads(data))
