@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. Other servers' dashboards need only this prefix."""
+"""Prometheus metrics of the engine and of all workers. Most names are vLLM's, with another prefix."""
 
 import time
 from bisect import bisect_left
@@ -23,7 +23,7 @@ QUEUE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# Paths with counters of their own. All other paths count as OTHER_PATH.
+# Each of these paths has its own counters. All other paths share the counters of OTHER_PATH.
 COUNTED_PATHS = (
     *("/", "/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json"),
     *("/v1/models", "/v1/chat/completions"),
@@ -33,7 +33,7 @@ STATUSES = range(100, 600)
 
 
 class Histogram:
-    """Counts observations by upper bound. Fast enough for one observation per token. For one thread only."""
+    """Counts observations in buckets. Fast enough for one observation per token. Not thread-safe."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
@@ -52,19 +52,21 @@ class Histogram:
         """Records the seconds since `start`, a time of `time.monotonic`."""
         self.observe(time.monotonic() - start)
 
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns (buckets: upper bounds with cumulative counts, value_sum: sum of all values) over all workers."""
+    def buckets_and_sum(self) -> tuple[list[tuple[str, float]], float]:
+        """Returns upper bounds with cumulative counts, and the sum of all values. Both include all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
         return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)
 
 
 class Metrics(Collector):
-    """All metrics of one server. model: value of the label `model_name`."""
+    """All metrics of one server, which every worker can report."""
 
-    def __init__(self, model: str, info: EngineInfo, read_stats: Callable[[], EngineStats], counters: SharedCounters):
+    def __init__(
+        self, model_name: str, info: EngineInfo, read_stats: Callable[[], EngineStats], counters: SharedCounters
+    ):
         histogram = partial(Histogram, counters=counters)
-        self._model = model
+        self._model_name = model_name
         self._info = info
         self._read_stats = read_stats
         self.time_to_first_token = histogram(
@@ -111,14 +113,14 @@ class Metrics(Collector):
             self.event_loop_lag,
         ):
             family = HistogramMetricFamily(PREFIX + histogram.name, histogram.help_text, labels=["model_name"])
-            buckets, value_sum = histogram.buckets()
-            family.add_metric([self._model], buckets, value_sum)
+            buckets, value_sum = histogram.buckets_and_sum()
+            family.add_metric([self._model_name], buckets, value_sum)
             yield family
         sequences = CounterMetricFamily(
             PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
         )
         for reason, count in self.finish_reasons.items():
-            sequences.add_metric([self._model, reason], count)
+            sequences.add_metric([self._model_name, reason], count)
         yield sequences
         exchanges = CounterMetricFamily(
             PREFIX + "http_requests", "HTTP exchanges; status 499: the client disconnected.", labels=["path", "status"]
@@ -131,7 +133,7 @@ class Metrics(Collector):
     def _cache_config(self) -> Metric:
         info = self._info
         labels = {
-            "model_name": self._model,
+            "model_name": self._model_name,
             "cache_dtype": info.kv_cache_dtype,
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -152,7 +154,7 @@ class Metrics(Collector):
             ("step_time_error_ratio", "Mean relative error of predicted step times.", stats.step_time_error),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
+            gauge.add_metric([self._model_name], value)
             yield gauge
         step_times = GaugeMetricFamily(
             PREFIX + "step_time_coefficient_seconds",
@@ -161,7 +163,7 @@ class Metrics(Collector):
             labels=["model_name", "term"],
         )
         for term, seconds in stats.step_time_coefficients:
-            step_times.add_metric([self._model, term], seconds)
+            step_times.add_metric([self._model_name, term], seconds)
         yield step_times
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
@@ -173,7 +175,7 @@ class Metrics(Collector):
             ("engine_steps", "Steps of the engine.", stats.num_steps),
         ):
             counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            counter.add_metric([self._model], value)
+            counter.add_metric([self._model_name], value)
             yield counter
         steps = CounterMetricFamily(
             PREFIX + "graph_mode",
@@ -181,5 +183,5 @@ class Metrics(Collector):
             labels=["model_name", "mode", "batch"],
         )
         for mode, batch, count in stats.graph_steps:
-            steps.add_metric([self._model, mode, batch], count)
+            steps.add_metric([self._model_name, mode, batch], count)
         yield steps
