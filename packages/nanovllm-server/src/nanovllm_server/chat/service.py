@@ -136,7 +136,6 @@ class Service:
         )
         self.running.add(generation)
         exchange.on_end_callbacks.append(lambda: self._finish(generation, exchange))
-        self.metrics.queue_time.observe_since(exchange.arrival)
         exchange.log_fields["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
         return generation
 

@@ -32,6 +32,7 @@ class WorkerArguments:
     index: selects the worker's row in `counters` and the worker's ring in `rings`.
     model: directory of the tokenizer.
     template: chat template; None for the model's template.
+    engine_pid: process id of the engine.
     counters: shared memory with one row of counters per worker.
     rings: shared memory through which workers share encoded text; None for a single worker.
     """
@@ -42,6 +43,7 @@ class WorkerArguments:
     template: str | None
     defaults: SamplingDefaults
     engine: EngineAddress
+    engine_pid: int | None
     listener: socket.socket
     counters: "Array[c_double]"
     rings: RingMemory | None
