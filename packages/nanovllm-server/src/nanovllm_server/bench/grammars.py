@@ -29,11 +29,7 @@ _STRING_SCHEMA: JSON = {"type": "string"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarsOptions:
-    """Options of a run.
-
-    model: None for the first model that the server lists.
-    num_streams: simultaneous streams in each mix.
-    """
+    """Options of a run. model: None for the first model that the server lists."""
 
     endpoint: Endpoint
     model: str | None

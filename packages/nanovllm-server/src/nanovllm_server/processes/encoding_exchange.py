@@ -11,7 +11,6 @@ from nanovllm_server.processes.rings import RingMemory, RingReader
 
 # Size of one worker's ring, which holds about half a million tokens with their text.
 RING_BYTES = 4 << 20
-# Bytes that msgpack adds.
 _MAX_SEGMENT_OVERHEAD_BYTES = 10
 _MAX_MESSAGE_OVERHEAD_BYTES = 5
 
