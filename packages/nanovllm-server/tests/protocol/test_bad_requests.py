@@ -5,6 +5,8 @@ import json
 import pytest
 from contract import check_refusal
 
+from nanovllm_server.protocol.body import MAX_VALUES, parse_body
+
 USER = {"role": "user", "content": "hi"}
 
 
@@ -32,6 +34,26 @@ async def test_body_that_is_not_a_json_object_is_a_400(client, post, body):
     error = await check_refusal(response, 400)
     assert "JSON" in error["message"]
     assert (await post()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" + "[]," * MAX_VALUES + "[]]", "{" + ",".join(f'"{i}":1' for i in range(MAX_VALUES + 2)) + "}"],
+    ids=["lists", "keys"],
+)
+async def test_body_with_too_many_values_is_refused_before_it_is_decoded(client, monkeypatch, value):
+    monkeypatch.setattr("orjson.loads", None)
+    headers = {"Content-Type": "application/json"}
+    response = await client.post("/v1/chat/completions", data=f'{{"x": {value}}}', headers=headers)
+    error = await check_refusal(response, 400)
+    assert error["code"] == "too_many_values"
+    assert "more than 250000 JSON values" in error["message"]
+
+
+@pytest.mark.parametrize("text", [",", "[", '",', '\\",', "\\"], ids=repr)
+def test_marks_inside_strings_are_not_counted_as_values(text):
+    body = {"x": text * (MAX_VALUES + 1), "y": [1, "a"]}
+    assert parse_body(json.dumps(body).encode()) == body
 
 
 @pytest.mark.parametrize(

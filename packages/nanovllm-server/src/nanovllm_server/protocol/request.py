@@ -1,9 +1,6 @@
 """Validates the body of a chat completion request."""
 
 from dataclasses import dataclass
-from typing import cast
-
-import orjson
 
 from nanovllm_core.sampling_params import (
     MAX_ALLOWED_TOKENS,
@@ -13,6 +10,7 @@ from nanovllm_core.sampling_params import (
     SamplingParams,
 )
 from nanovllm_server.protocol.answer import AnswerRule, parse_answer_rule
+from nanovllm_server.protocol.body import parse_body
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, as_integer, is_number
 from nanovllm_server.protocol.json import JSON
@@ -100,13 +98,7 @@ class ChatRequest:
 
 def parse_chat_request(data: bytes | bytearray, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Parses and validates the body of a request. Raises ApiError (400)."""
-    try:
-        body = cast(JSON, orjson.loads(data))
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return read_chat_request(FieldReader(body), limits, defaults)
+    return read_chat_request(FieldReader(parse_body(data)), limits, defaults)
 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:

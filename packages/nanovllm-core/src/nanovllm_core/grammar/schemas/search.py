@@ -1,21 +1,29 @@
 """Searches strings for a regex tree, and bounds the lengths of its matches."""
 
+from collections.abc import Callable
+
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
 
+# Counts steps of the conversion, and raises SchemaError after too many.
+CountSteps = Callable[[int], None]
+# Number of positions in a string that one step of a search examines.
+POSITIONS_PER_STEP = 16
 
-def is_found(tree: regex.Node, text: str) -> bool:
-    """Whether a part of `text` matches `tree`. The time is linear in the sizes and in the repetition counts."""
-    return bool(_match_ends(tree, text, frozenset(range(len(text) + 1))))
+
+def is_found(tree: regex.Node, text: str, count_steps: CountSteps) -> bool:
+    """Whether a part of `text` matches `tree`."""
+    return bool(_match_ends(tree, text, frozenset(range(len(text) + 1)), count_steps))
 
 
-def matches_whole(tree: regex.Node, text: str) -> bool:
+def matches_whole(tree: regex.Node, text: str, count_steps: CountSteps) -> bool:
     """Whether all of `text` matches `tree`."""
-    return len(text) in _match_ends(tree, text, frozenset({0}))
+    return len(text) in _match_ends(tree, text, frozenset({0}), count_steps)
 
 
-def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozenset[int]:
+def _match_ends(node: regex.Node, text: str, starts: frozenset[int], count_steps: CountSteps) -> frozenset[int]:
     """The possible end positions of matches that begin at one of `starts`."""
+    count_steps(1 + len(starts) // POSITIONS_PER_STEP)
     match node:
         case regex.CharacterSet(ranges):
             return frozenset(
@@ -23,24 +31,25 @@ def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozense
             )
         case regex.Concatenation(parts):
             for part in parts:
-                starts = _match_ends(part, text, starts)
+                starts = _match_ends(part, text, starts, count_steps)
             return starts
         case regex.Alternation(options):
-            return frozenset[int]().union(*(_match_ends(option, text, starts) for option in options))
+            return frozenset[int]().union(*(_match_ends(option, text, starts, count_steps) for option in options))
         case regex.Anchor(is_start):
             return starts & {0 if is_start else len(text)}
         case regex.Lookahead(part, is_negative):
             return frozenset(
                 position
                 for position in starts
-                if bool(_match_ends(part, text, frozenset({position}))) is not is_negative
+                if bool(_match_ends(part, text, frozenset({position}), count_steps)) is not is_negative
             )
         case regex.Repeat(part, low, high):
             ends = starts if low == 0 else frozenset[int]()
             count = 0
             while starts and (high is None or count < high):
                 previous_starts = starts
-                starts = _match_ends(part, text, starts)
+                starts = _match_ends(part, text, starts, count_steps)
+                count_steps(len(ends) // POSITIONS_PER_STEP)
                 count += 1
                 if count >= low:
                     if starts <= ends:

@@ -24,13 +24,13 @@ def format_pattern(name: str) -> str | None:
     return write_pattern(regex.restrict_alphabet(regex.match_whole(regex.parse(FORMATS[name]))))
 
 
-def string_pattern(shape: Text, place: str) -> str | None:
+def string_pattern(shape: Text, place: str, count_steps: search.CountSteps) -> str | None:
     """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError."""
-    tree = string_tree(shape, place)
+    tree = string_tree(shape, place, count_steps)
     return None if tree == regex.NO_STRING else write_json_string_pattern(tree)
 
 
-def string_tree(shape: Text, place: str) -> regex.Node:
+def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> regex.Node:
     """The regex tree of a shape's strings, restricted to characters that JSON does not escape. Raises SchemaError."""
     keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
     error_place = keyword_place(shape, keyword) or place
@@ -53,7 +53,7 @@ def string_tree(shape: Text, place: str) -> regex.Node:
     if shape.excluded:
         if tree == regex.restrict_alphabet(regex.ANY_STRING):
             return exclude_strings(shape.excluded)
-        if any(search.matches_whole(tree, text) for text in shape.excluded):
+        if any(search.matches_whole(tree, text, count_steps) for text in shape.excluded):
             problem = "of single strings can't be enforced together with a pattern or length"
             raise SchemaError(error_place, "not", problem)
     return tree

@@ -18,7 +18,7 @@ def plan_undeclared_properties(
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
-        return [], _plan_pattern_properties(shape, declared, place)
+        return [], _plan_pattern_properties(resolver, shape, declared, place)
     if rest == FALSE_SCHEMA:
         return [], []
     if not shape.name_schemas:
@@ -32,7 +32,7 @@ def plan_undeclared_properties(
             case Constant(value=str() as name) if name not in declared:
                 named.append((name, rest, False))
             case Text():
-                tree = _name_tree(name_shape, declared, shape, place)
+                tree = _name_tree(resolver, name_shape, declared, shape, place)
                 if tree != regex.NO_STRING:
                     patterns.append((write_pattern(tree), rest))
             case _:
@@ -40,10 +40,10 @@ def plan_undeclared_properties(
     return named, patterns
 
 
-def _name_tree(name_shape: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
+def _name_tree(resolver: ShapeResolver, name_shape: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
     error_place = keyword_place(shape, "propertyNames") or place
-    tree = string_tree(name_shape, error_place)
-    matching = [name for name in declared if search.matches_whole(tree, name)]
+    tree = string_tree(name_shape, error_place, resolver.count_steps)
+    matching = [name for name in declared if search.matches_whole(tree, name, resolver.count_steps)]
     if not matching:
         return tree
     if tree == regex.restrict_alphabet(regex.ANY_STRING):
@@ -51,7 +51,9 @@ def _name_tree(name_shape: Text, declared: list[str], shape: Object, place: str)
     raise SchemaError(error_place, "propertyNames", f"matches the name of a declared property: {matching[0]!r}")
 
 
-def _plan_pattern_properties(shape: Object, declared: list[str], place: str) -> list[tuple[str | None, Conjunction]]:
+def _plan_pattern_properties(
+    resolver: ShapeResolver, shape: Object, declared: list[str], place: str
+) -> list[tuple[str | None, Conjunction]]:
     error_place = keyword_place(shape, "patternProperties") or place
     allowed = [(pattern, conjunction) for pattern, conjunction in shape.patterns if conjunction != FALSE_SCHEMA]
     if len({conjunction for _, conjunction in shape.patterns}) > 1:
@@ -60,9 +62,9 @@ def _plan_pattern_properties(shape: Object, declared: list[str], place: str) -> 
         raise SchemaError(error_place, "patternProperties", "can't be enforced beside propertyNames")
     planned: list[tuple[str | None, Conjunction]] = []
     for pattern, conjunction in allowed:
-        tree = string_tree(Text(patterns=frozenset({pattern})), error_place)
+        tree = string_tree(Text(patterns=frozenset({pattern})), error_place, resolver.count_steps)
         for name in declared:
-            if search.is_found(regex.parse(pattern, any_engine=True), name):
+            if search.is_found(regex.parse(pattern, any_engine=True), name, resolver.count_steps):
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"
                 raise SchemaError(error_place, "patternProperties", problem)
         if tree != regex.NO_STRING:

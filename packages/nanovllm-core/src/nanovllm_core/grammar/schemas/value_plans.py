@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
+from nanovllm_core.grammar.schemas.search import CountSteps
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -112,7 +113,7 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
             case Number():
                 planned.extend(_plan_numbers(shape, place))
             case Text():
-                planned.extend(_plan_strings(shape, place))
+                planned.extend(_plan_strings(shape, place, resolver.count_steps))
             case Array():
                 planned.extend(_plan_arrays(resolver, shape, place))
             case Object():
@@ -266,11 +267,11 @@ def _ends_with_zeros(step: int) -> bool:
 # Strings.
 
 
-def _plan_strings(shape: Text, place: str) -> list[Plan]:
+def _plan_strings(shape: Text, place: str, count_steps: CountSteps) -> list[Plan]:
     if not (shape.low or shape.high is not None or shape.patterns or shape.absent_patterns or shape.excluded):
         pattern = None if shape.format is None else format_pattern(shape.format)
         return [Texts(pattern)]
-    pattern = string_pattern(shape, place)
+    pattern = string_pattern(shape, place, count_steps)
     return [] if pattern is None else [Texts(pattern)]
 
 
