@@ -17,7 +17,7 @@ E4M3_EXPONENT_BIAS = 7
 MAX_E4M3 = 448.0
 MAX_E4M3_EXPONENT = 8
 CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
-# The smallest scale is 2^-40 instead of 0, so that kernels can divide by any scale.
+# Kernels divide by scales. The smallest scale is therefore 2^-40 instead of 0.
 MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
 # Block FP8 computes a group's scale from at least this magnitude, so that no scale is 0.
 MIN_GROUP_MAGNITUDE = 1e-10

@@ -1,7 +1,7 @@
 """Support for Numba kernels on a CPU: memory by address, bf16, and the threads of torch's OpenMP runtime.
 
-Kernels take addresses as integers: a call then costs 1 us. Callers keep the tensors alive and check dtypes and strides.
-Numba caches a compiled kernel until the kernel's own file changes: after a change here, touch the kernels' files.
+Kernels take addresses as integers, which makes a call cheap. Callers keep the tensors alive, and check dtypes and
+strides. Numba recompiles a kernel only if the kernel's own file changes: after a change here, touch the kernels' files.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ VECTOR_INSTRUCTIONS = next(
 # Number of float32 values per vector.
 LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 
-# Fast-math flags that let the compiler reorder sums, as vectorised sums require. NaN and infinities stay valid.
+# Fast-math flags that let the compiler reorder sums, as vectorised sums require. They support NaN and infinities.
 _FAST_MATH = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 # `exp` clamps its input to this range.
@@ -40,15 +40,15 @@ _MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
-# Addresses of OpenMP functions. Kernels get the table's address as an argument, because Numba caches kernels on disk.
-_OPENMP = np.array(
+# Addresses of OpenMP functions. Kernels take the array's address as an argument, because Numba caches kernels on disk.
+_OPENMP_FUNCTIONS = np.array(
     [
         ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
         for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     ],
     np.int64,
 )
-OPENMP: int = _OPENMP.ctypes.data
+OPENMP_TABLE_PTR: int = _OPENMP_FUNCTIONS.ctypes.data
 
 
 def _can_cache() -> bool:
@@ -64,19 +64,19 @@ _CAN_CACHE = _can_cache()
 
 
 def kernel(function: Function) -> Function:
-    """Compile `function` to run without the interpreter lock. Kernels may call one another."""
+    """Compile `function` to run without the interpreter lock. Another kernel may call the result."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_FAST_MATH)(function)
 
 
-def ordered_kernel(function: Function) -> Function:
-    """Compile `function` like `kernel`, but keep the order of its sums: results do not depend on vectorisation."""
+def ordered_sum_kernel(function: Function) -> Function:
+    """Compile `function` like `kernel`, but keep the order of sums. Results do not depend on vectorisation."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath={"contract"})(function)
 
 
 def compile_region(function: Callable[[int], None]) -> int:
-    """Compile `function` as a region, which `run_region` runs on several threads, and return its address.
+    """Compile `function` for `run_region`. Returns the address of the compiled function.
 
-    function: takes the address of an int64 array, whose first element is OPENMP.
+    function: takes the address of an int64 array. The first element of the array must be OPENMP_TABLE_PTR.
     """
     address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_FAST_MATH)(function).address
     return address
@@ -108,7 +108,7 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 @intrinsic
 def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
-    """Run a region from `compile_region` on `num_threads` threads. args: the argument of the region's function."""
+    """Run a function from `compile_region` on `num_threads` threads. args: the argument of the function."""
     if (region_address, args, num_threads) != (types.int64,) * 3:
         return None
 
@@ -126,17 +126,17 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
 
 @intrinsic
 def thread_index(_typing: Any, args: Any) -> Any:
-    """Return the index of the calling thread. args: the argument of the region's function."""
-    return _call_openmp(args, 1)
+    """Return the index of the calling thread. args: the argument of `run_region`."""
+    return _emit_openmp_call(args, 1)
 
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
-    """Return the number of threads, possibly fewer than requested. args: the argument of the region's function."""
-    return _call_openmp(args, 2)
+    """Return the number of threads, which may be fewer than requested. args: the argument of `run_region`."""
+    return _emit_openmp_call(args, 2)
 
 
-def _call_openmp(args: Any, table_index: int) -> Any:
+def _emit_openmp_call(args: Any, table_index: int) -> Any:
     if args != types.int64:
         return None
 
@@ -150,7 +150,7 @@ def _call_openmp(args: Any, table_index: int) -> Any:
 
 
 def _openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
-    """Emit code that loads a function pointer from the table OPENMP. args: address of the table's address."""
+    """Emit code that loads a function pointer from the table. args: the argument of `run_region`."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
     address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))
@@ -159,7 +159,7 @@ def _openmp_function(builder: Any, args: Any, table_index: int, function_type: i
 
 @kernel
 def keep_alive(array):
-    """Keep `array` alive until this call. Numba does not see uses of an array's address, and would free the array."""
+    """Keep `array` alive until this call. Numba does not track uses of an address, and would free the array."""
     return array.size
 
 
@@ -200,11 +200,11 @@ def to_bf16(number):
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def exp(x):
     """Return exp of a float32 with an error of at most 2 ulp, by the method of Cephes' expf.
 
-    The compiler vectorises this function, but not the C library's exp.
+    Unlike the C library's exp, the compiler can vectorise this function.
     """
     x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
     n = np.floor(x * LOG2_E + _HALF)

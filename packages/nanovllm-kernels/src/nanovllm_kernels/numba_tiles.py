@@ -1,4 +1,4 @@
-"""Numba intrinsics for float32 products on a CPU: a few rows times a panel (PANEL columns of a weight [N, K]).
+"""Numba intrinsics that multiply rows by a weight on a CPU, in float32. A panel is PANEL_WIDTH columns of the weight.
 
 Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
@@ -12,18 +12,17 @@ from numba.extending import intrinsic
 
 from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
 
-# Columns of a panel. A panel's bf16 values for one k fill a cache line.
-PANEL = 32
-# Bytes of a cache line.
-LINE = 64
-# Columns of a group: the lanes of two vectors. In a bf16 panel, column i + LANES follows column i.
-GROUP = 2 * LANES
-NUM_GROUPS = PANEL // GROUP
-# Maximum rows of a tile: the sums fill 12 of AVX2's 16 registers.
+# Number of columns in a panel. A row of a bf16 panel fills a cache line.
+PANEL_WIDTH = 32
+LINE_BYTES = 64
+# Number of columns in a group. Each vector has half of them. In a bf16 panel, column i + LANES follows column i.
+GROUP_WIDTH = 2 * LANES
+NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH
+# Maximum number of rows in a tile. The sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
-# Values of k per pass of the unrolled inner loop.
+# Number of k per iteration of the unrolled inner loop.
 UNROLL = 4
-# Rows and columns that `transpose_keys` transposes at once.
+# Number of rows, and of columns, that `transpose_keys` transposes.
 TRANSPOSED_SIZE = 8
 
 _INT64 = ir.IntType(64)
@@ -31,25 +30,26 @@ _FLOAT_VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _INT_VECTOR = ir.VectorType(ir.IntType(32), LANES)
 
 
-def make_tile(
+def make_multiplier(
     num_rows: int,
     *,
     num_groups: int = 1,
     has_bf16_panel: bool = False,
     num_prefetches: int = 0,
     row_stride: int | None = None,
-    sums_stride: int = PANEL,
+    sums_stride: int = PANEL_WIDTH,
 ) -> Any:
-    """Make an intrinsic that multiplies `num_rows` rows by the first `num_groups` groups of a panel's columns.
+    """Return an intrinsic that multiplies `num_rows` rows by the first `num_groups` groups of a panel's columns.
 
-    The parameters of the intrinsic are:
+    The intrinsic has these parameters:
 
     rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
-    panel_ptr: bf16 [depth, PANEL] if `has_bf16_panel`, else float32 [depth, GROUP]. depth: a multiple of UNROLL.
+    panel_ptr: bf16 [depth, PANEL_WIDTH] if `has_bf16_panel`, else float32 [depth, GROUP_WIDTH].
+    depth: a multiple of UNROLL.
     sums_ptr: float32 [num_rows, sums_stride].
     continues_sums: 0 to overwrite the sums, else products are added to the sums.
-    prefetch_ptr: first address to prefetch. Each pass over UNROLL values of k prefetches `num_prefetches` cache lines.
-    prefetch_step: number of bytes by which the address grows per pass.
+    prefetch_ptr: first address to prefetch. Each iteration prefetches `num_prefetches` cache lines.
+    step_bytes: number of bytes by which the address grows per iteration.
     """
 
     @intrinsic
@@ -61,14 +61,16 @@ def make_tile(
         sums_ptr: Any,
         continues_sums: Any,
         prefetch_ptr: Any,
-        prefetch_step: Any,
+        step_bytes: Any,
     ) -> Any:
         def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             strides = (1, row_stride) if row_stride else (num_rows, 1)
-            _emit_tile(builder, values, num_rows, num_groups, has_bf16_panel, num_prefetches, strides, sums_stride)
+            _emit_multiplier(
+                builder, values, num_rows, num_groups, has_bf16_panel, num_prefetches, strides, sums_stride
+            )
             return context.get_dummy_value()
 
-        return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step), lower
+        return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes), lower
 
     return tile
 
@@ -77,14 +79,14 @@ def _typed_pointer(builder: Any, address: Any, element_type: Any, offset: int = 
     return builder.inttoptr(builder.add(address, _INT64(offset)), element_type.as_pointer())
 
 
-def _split_words(builder: Any, words: Any) -> list[Any]:
-    """Emit code that splits int32 `words` into float32 vectors: the low bf16 halves, and the high bf16 halves."""
+def _convert_pairs(builder: Any, words: Any) -> list[Any]:
+    """Emit code that converts pairs of bf16 to float32. Returns the numbers in the low halves, then the high halves."""
     low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
     high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]
 
 
-def _emit_tile(
+def _emit_multiplier(
     builder: Any,
     values: Any,
     num_rows: int,
@@ -94,10 +96,10 @@ def _emit_tile(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_tile`. strides: distances in elements between a row's values, and between rows."""
-    rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step = values
+    """Emit the code of `make_multiplier`. strides: (elements between a row's values, elements between rows)."""
+    rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes = values
     num_vectors = 2 * num_groups
-    k_bytes = 2 * PANEL if has_bf16_panel else 4 * GROUP
+    k_bytes = 2 * PANEL_WIDTH if has_bf16_panel else 4 * GROUP_WIDTH
     zero = ir.Constant(_FLOAT_VECTOR, [0.0] * LANES)
     sum_ptrs = [
         _typed_pointer(builder, sums_ptr, _FLOAT_VECTOR, 4 * (row * sums_stride + vector * LANES))
@@ -113,15 +115,17 @@ def _emit_tile(
     with cgutils.for_range(builder, builder.udiv(depth, _INT64(UNROLL))) as loop:
         rows_address = builder.add(rows_ptr, builder.mul(loop.index, _INT64(4 * UNROLL * strides[0])))
         panel_address = builder.add(panel_ptr, builder.mul(loop.index, _INT64(UNROLL * k_bytes)))
-        prefetch_address = builder.add(prefetch_ptr, builder.mul(loop.index, prefetch_step))
+        prefetch_address = builder.add(prefetch_ptr, builder.mul(loop.index, step_bytes))
         for line in range(num_prefetches):
-            prefetch_line(builder, builder.add(prefetch_address, _INT64(line * LINE)))
+            prefetch_line(builder, builder.add(prefetch_address, _INT64(line * LINE_BYTES)))
         for k in range(UNROLL):
             columns: list[Any] = []
             if has_bf16_panel:
                 for group in range(num_groups):
-                    element_ptr = _typed_pointer(builder, panel_address, _INT_VECTOR, k * k_bytes + group * 2 * GROUP)
-                    columns += _split_words(builder, builder.load(element_ptr, align=4))
+                    element_ptr = _typed_pointer(
+                        builder, panel_address, _INT_VECTOR, k * k_bytes + group * 2 * GROUP_WIDTH
+                    )
+                    columns += _convert_pairs(builder, builder.load(element_ptr, align=4))
             else:
                 for vector in range(num_vectors):
                     element_ptr = _typed_pointer(
@@ -141,31 +145,31 @@ def _emit_tile(
 
 
 @intrinsic
-def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> Any:
-    """Convert a bf16 panel [depth, PANEL] to float32 [NUM_GROUPS, depth, GROUP]."""
+def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, out_ptr: Any) -> Any:
+    """Convert a bf16 panel [depth, PANEL_WIDTH] to float32 [NUM_GROUPS, depth, GROUP_WIDTH]."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        panel, depth, copy = values
-        for group in range(PANEL // GROUP):
-            target = builder.add(copy, builder.mul(depth, _INT64(4 * GROUP * group)))
+        panel, depth, out = values
+        for group in range(PANEL_WIDTH // GROUP_WIDTH):
+            target = builder.add(out, builder.mul(depth, _INT64(4 * GROUP_WIDTH * group)))
             with cgutils.for_range(builder, depth) as loop:
-                line = builder.add(panel, builder.mul(loop.index, _INT64(2 * PANEL)))
-                words = builder.load(_typed_pointer(builder, line, _INT_VECTOR, 2 * GROUP * group), align=4)
-                target_address = builder.add(target, builder.mul(loop.index, _INT64(4 * GROUP)))
-                for half, half_values in enumerate(_split_words(builder, words)):
+                line = builder.add(panel, builder.mul(loop.index, _INT64(2 * PANEL_WIDTH)))
+                words = builder.load(_typed_pointer(builder, line, _INT_VECTOR, 2 * GROUP_WIDTH * group), align=4)
+                target_address = builder.add(target, builder.mul(loop.index, _INT64(4 * GROUP_WIDTH)))
+                for half, half_values in enumerate(_convert_pairs(builder, words)):
                     builder.store(
                         half_values, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
                     )
         return context.get_dummy_value()
 
-    return types.void(panel_ptr, depth, copy_ptr), lower
+    return types.void(panel_ptr, depth, out_ptr), lower
 
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: Any) -> Any:
-    """Transpose TRANSPOSED_SIZE x TRANSPOSED_SIZE bf16 values of keys, and convert the values to float32.
+    """Transpose TRANSPOSED_SIZE elements of TRANSPOSED_SIZE bf16 keys, and convert them to float32.
 
-    key_stride_bytes: distance between two keys. Rows of the output are 4 * GROUP bytes apart.
+    out_ptr: address of the result. Its rows are 4 * GROUP_WIDTH bytes apart.
     """
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -181,7 +185,7 @@ def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: 
             rows.append(
                 builder.bitcast(builder.shl(bits, ir.Constant(int_vector, [16] * TRANSPOSED_SIZE)), float_vector)
             )
-        # Each round swaps elements of rows i and i + distance.
+        # Each iteration swaps elements of rows i and i + distance.
         distance = 1
         while distance < TRANSPOSED_SIZE:
             first_mask = [i if i & distance == 0 else TRANSPOSED_SIZE + i - distance for i in range(TRANSPOSED_SIZE)]
@@ -195,15 +199,15 @@ def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: 
             rows = swapped
             distance *= 2
         for i, row in enumerate(rows):
-            builder.store(row, _typed_pointer(builder, out, float_vector, 4 * GROUP * i), align=4)
+            builder.store(row, _typed_pointer(builder, out, float_vector, 4 * GROUP_WIDTH * i), align=4)
         return context.get_dummy_value()
 
     return types.void(keys_ptr, key_stride_bytes, out_ptr), lower
 
 
 @intrinsic
-def widen_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
-    """Convert GROUP bf16 values to float32."""
+def convert_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
+    """Convert GROUP_WIDTH bf16 values to float32."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         half_vector = ir.VectorType(ir.IntType(16), LANES)
@@ -240,7 +244,7 @@ def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
 
 @intrinsic
 def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> Any:
-    """Replace `count` float32 values by exp(value - max_value), and return their sum. count: a multiple of LANES."""
+    """Replace `count` float32 values by exp(value - max_value), and return the sum. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         values_ptr, size, max_number = values
@@ -259,7 +263,7 @@ def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> An
 
 @intrinsic
 def gate_values(_typing: Any, gates_ptr: Any, up_ptr: Any, out_ptr: Any, count: Any) -> Any:
-    """Write silu(gate) * up for `count` float32 gates and ups. count: a multiple of LANES."""
+    """Write silu(gate) * up for `count` pairs of float32 values. count: a multiple of LANES."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         gates, ups, out, size = values

@@ -1,6 +1,6 @@
 """Elementwise operators in plain torch: the reference for the kernels' tests, and the CPU path.
 
-For one token, a call of a torch function takes longer than the arithmetic. Each operator therefore makes few calls.
+Each operator makes few torch calls. For one token, a call takes longer than the arithmetic.
 """
 
 import torch
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationFactors:
-    """Return the cosines and signed sines of the tokens' positions."""
+    """Look up the cosines and sines of `positions`. Sines for the first half of the dimensions are negated."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     return RotationFactors(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 

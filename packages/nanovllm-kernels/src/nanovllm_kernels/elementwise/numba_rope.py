@@ -7,12 +7,12 @@ from torch import Tensor
 
 from nanovllm_kernels.elementwise.rotation import QKNorm, RotationFactors
 from nanovllm_kernels.numba_jit import (
-    OPENMP,
+    OPENMP_TABLE_PTR,
     compile_region,
     inverse_rms,
     keep_alive,
     kernel,
-    ordered_kernel,
+    ordered_sum_kernel,
     pointer,
     run_region,
     thread_count,
@@ -49,7 +49,7 @@ def rope_and_cache(
     """See the package's `rope_and_cache`. `qkv` and the weights of `qk_norm` are float32, and the cache is bf16."""
     num_tokens, num_heads, head_dim = qkv.shape
     _rotate_on_threads(
-        OPENMP,
+        OPENMP_TABLE_PTR,
         _ROTATE_REGION,
         qkv.data_ptr(),
         qkv.stride(0),
@@ -71,7 +71,7 @@ def rope_and_cache(
 
 @kernel
 def _rotate_on_threads(
-    openmp,
+    openmp_ptr,
     region_address,
     qkv_ptr,
     token_stride,
@@ -90,7 +90,7 @@ def _rotate_on_threads(
     num_threads,
 ):
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_QKV_PTR], args[_TOKEN_STRIDE], args[_COS_PTR] = openmp, qkv_ptr, token_stride, cos_ptr
+    args[_OPENMP], args[_QKV_PTR], args[_TOKEN_STRIDE], args[_COS_PTR] = openmp_ptr, qkv_ptr, token_stride, cos_ptr
     args[_SIN_PTR], args[_SLOTS_PTR], args[_CACHE_PTR] = sin_ptr, slots_ptr, cache_ptr
     args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR] = q_weight_ptr, k_weight_ptr
     args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED_HEADS] = num_tokens, num_heads, num_cached_heads
@@ -109,7 +109,7 @@ def _rotate_on_thread(args_ptr):
     _rotate_tokens(args, index * num_tokens // count, (index + 1) * num_tokens // count)
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _rotate_tokens(args, first_token, end_token):
     num_tokens, num_heads, num_cached_heads = args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED_HEADS]
     head_dim, rope_dim, eps = args[_HEAD_DIM], args[_ROPE_DIM], np.float32(args.view(np.float64)[_EPS])
@@ -132,7 +132,7 @@ def _rotate_tokens(args, first_token, end_token):
                 cached[head, dim] = to_bf16(heads[num_q_heads + head, dim])
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _norm(heads, head, weight_ptr, eps):
     head_dim = heads.shape[1]
     weight = numba.carray(pointer(weight_ptr), (head_dim,), np.float32)
@@ -141,7 +141,7 @@ def _norm(heads, head, weight_ptr, eps):
         heads[head, dim] *= scale * weight[dim]
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _rotate_head(head, cos, sin):
     half = cos.shape[0] // 2
     for dim in range(half):

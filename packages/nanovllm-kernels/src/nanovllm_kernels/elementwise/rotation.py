@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class RotationFactors(NamedTuple):
-    """Float32 factors [T, 1, rot]. The rotated dimensions are x * cos + concat(second_half(x), first_half(x)) * sin."""
+    """Float32 factors [T, 1, rot]. The rotation of x is x * cos + concat(second_half(x), first_half(x)) * sin."""
 
     cos: Tensor
     sin: Tensor

@@ -1,4 +1,4 @@
-"""Computes linear layers, optionally with a norm before the product and a gate or residual after the product.
+"""Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
 On CUDA one Triton kernel computes a layer with few rows. torch.compile cannot use this kernel: compile a model only for
 more than MAX_OWN_ROWS rows. On a CPU `numba_panels` computes few rows in float32, and oneDNN more rows in bf16.
@@ -24,7 +24,7 @@ ONEDNN_PLANNED_ROWS = 8
 MAX_PANEL_SIZE = 2048
 # Number of the largest logits of each row that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
-# Number of neighbouring logits in a run. The search for the largest logits starts from the maximum of each run.
+# Number of neighbouring logits in a run. The search for the largest logits compares the maxima of runs first.
 LOGITS_PER_RUN = 64
 
 
@@ -39,7 +39,7 @@ class PackedWeight(NamedTuple):
     """A linear layer's weight, prepared for `linear`.
 
     data: the weight [N, K], or `panels.data` if the panels are the only copy.
-    in_onednn_layout: whether `data` is in oneDNN's layout. In this case panels are used for few rows only.
+    in_onednn_layout: whether `data` is in oneDNN's layout. If True, panels are used for few rows only.
     panels: the weight for products in float32. None: float32 is not used.
     counters: int32 per tile of a launch that splits K, 0 between launches. Concurrent launches must not share counters.
         None: launches do not split K.
@@ -73,7 +73,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 @functools.cache
 def _onednn_linear() -> torch._ops.OpOverload:
-    """Return oneDNN's operator, cached: the lookup by name takes longer than a small product."""
+    """Return oneDNN's operator. The lookup by name takes longer than a small product, so it is cached."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 

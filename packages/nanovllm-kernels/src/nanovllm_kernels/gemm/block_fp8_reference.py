@@ -26,7 +26,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors 448 / magnitudes, and the scales magnitudes * (1 / 448)."""
     magnitudes = magnitudes.clamp(min=fp8.MIN_GROUP_MAGNITUDE)
-    # Dividing a tensor rounds once. With a scalar dividend torch would round twice.
+    # A tensor as dividend makes torch round once. With a scalar, torch would round twice.
     return torch.full_like(magnitudes, fp8.MAX_E4M3) / magnitudes, magnitudes * (1.0 / fp8.MAX_E4M3)
 
 

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Elements of a row that share a scale. In a weight, blocks of GROUP x GROUP elements share a scale.
+# Number of a row's neighbouring elements that share a scale. In a weight, GROUP x GROUP elements share a scale.
 GROUP = 128
 
 
 class BlockFP8Weight(NamedTuple):
-    """A quantised weight [N, K]: e4m3 values times scales.
+    """Holds a quantised weight [N, K]. An element is its e4m3 value times its block's scale.
 
     data: float8_e4m3fn [N, K], contiguous.
     scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.

@@ -10,28 +10,28 @@ from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
     LANES,
-    OPENMP,
+    OPENMP_TABLE_PTR,
     compile_region,
     from_bf16,
     inverse_rms,
     keep_alive,
     kernel,
-    ordered_kernel,
+    ordered_sum_kernel,
     pointer,
     run_region,
     thread_count,
     thread_index,
 )
 from nanovllm_kernels.numba_tiles import (
-    GROUP,
-    LINE,
+    GROUP_WIDTH,
+    LINE_BYTES,
     NUM_GROUPS,
-    PANEL,
+    PANEL_WIDTH,
     TILE_ROWS,
     UNROLL,
     convert_panel,
     gate_values,
-    make_tile,
+    make_multiplier,
 )
 
 # Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds a float64's bits.
@@ -47,36 +47,36 @@ from nanovllm_kernels.numba_tiles import (
     _NUM_ROWS,
     _DEPTH,
     _PADDED_DEPTH,
-    _NUM_COLUMNS,
+    _NUM_OUTPUTS,
     _IS_GATED,
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum number of k in a block, a part of K. A block of a float32 panel fits the first-level cache.
-BLOCK_DEPTH = 320
-# Maximum number of rows that are packed at once.
-BLOCK_ROWS = 252
+# Maximum depth of a block. The sums over K are computed block by block: a float32 block fits the first-level cache.
+MAX_BLOCK_DEPTH = 320
+# Maximum number of rows whose copies are in memory at once.
+MAX_BLOCK_ROWS = 252
 # Minimum number of rows for which bf16 panels are first converted to float32.
 MIN_CONVERTED_ROWS = 43
-# Tiles of up to this number of rows process a whole panel at once. Larger tiles process one group of columns at once.
+# Tiles with more rows multiply one group of columns at once, instead of a whole panel.
 MAX_WHOLE_PANEL_ROWS = 3
 
 _ZERO = np.float32(0.0)
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """Copy bf16 `weight` [N, K] into bf16 panels [panels, K rounded up to UNROLL, PANEL], padded with zeros."""
-    num_columns, depth = weight.shape
-    num_panels, padded_depth = -(-num_columns // PANEL), -(-depth // UNROLL) * UNROLL
-    padded_weight = weight.new_zeros((num_panels * PANEL, padded_depth))
-    padded_weight[:num_columns, :depth] = weight
-    pairs = padded_weight.view(num_panels, PANEL // GROUP, 2, LANES, padded_depth)
-    return pairs.permute(0, 4, 1, 3, 2).reshape(num_panels, padded_depth, PANEL).contiguous()
+    """Copy bf16 `weight` [N, K] into bf16 panels [panels, K rounded up to UNROLL, PANEL_WIDTH], padded with zeros."""
+    num_outputs, depth = weight.shape
+    num_panels, padded_depth = -(-num_outputs // PANEL_WIDTH), -(-depth // UNROLL) * UNROLL
+    padded_weight = weight.new_zeros((num_panels * PANEL_WIDTH, padded_depth))
+    padded_weight[:num_outputs, :depth] = weight
+    lane_pairs = padded_weight.view(num_panels, PANEL_WIDTH // GROUP_WIDTH, 2, LANES, padded_depth)
+    return lane_pairs.permute(0, 4, 1, 3, 2).reshape(num_panels, padded_depth, PANEL_WIDTH).contiguous()
 
 
-def can_gate(num_columns: int) -> bool:
-    """Whether `project_rows` supports `gated` for a weight with `num_columns` columns."""
-    return num_columns % (2 * PANEL) == 0
+def can_gate(num_outputs: int) -> bool:
+    """Whether `project_rows` supports `gated` for a weight [num_outputs, K]."""
+    return num_outputs % (2 * PANEL_WIDTH) == 0
 
 
 def project_rows(
@@ -90,18 +90,18 @@ def project_rows(
     gated: bool,
     adds_to_out: bool,
 ) -> None:
-    """Norm `x`, multiply by a weight, add a bias, gate, and write the results into `out`.
+    """Norm the rows of `x`, multiply by a weight, add a bias, apply a gate, and write the results into `out`.
 
     x: float32 [M, K], contiguous, M >= 1.
-    norm_weight: float32. The first K elements are used. None: no norm.
+    norm_weight: float32, at least K elements. Further elements are ignored. None: no norm.
     panels: the weight [N, K], from `pack_panels`. bias: bf16 [N], contiguous.
     out: float32 [M, N], or [M, N / 2] if gated, contiguous.
     gated: multiply silu of the first half of the columns by the second half.
-    adds_to_out: add the results to `out`, instead of overwriting `out`. Not with `gated`.
+    adds_to_out: add the results to `out`, instead of overwriting `out`. Must be False if gated.
     """
     num_rows, depth = x.shape
     _project(
-        OPENMP,
+        OPENMP_TABLE_PTR,
         _PACK_REGION,
         _MULTIPLY_REGION,
         x.data_ptr(),
@@ -122,7 +122,7 @@ def project_rows(
 
 @kernel
 def _project(
-    openmp_table,
+    openmp_ptr,
     pack_region,
     multiply_region,
     x_ptr,
@@ -134,23 +134,23 @@ def _project(
     num_rows,
     depth,
     padded_depth,
-    num_columns,
+    num_outputs,
     gated,
     adds_to_out,
     num_threads,
 ):
-    block_rows = min(num_rows, BLOCK_ROWS)
-    scratch = np.empty(block_rows * padded_depth + LINE // 4, np.float32)
-    packed_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
+    block_rows = min(num_rows, MAX_BLOCK_ROWS)
+    scratch = np.empty(block_rows * padded_depth + LINE_BYTES // 4, np.float32)
+    packed_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp_table, norm_ptr, panels_ptr, bias_ptr
+    args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp_ptr, norm_ptr, panels_ptr, bias_ptr
     args[_PACKED_PTR], args[_DEPTH], args[_PADDED_DEPTH] = packed_ptr, depth, padded_depth
-    args[_NUM_COLUMNS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_columns, gated, adds_to_out
+    args[_NUM_OUTPUTS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_outputs, gated, adds_to_out
     args_ptr = np.int64(args.ctypes.data)
     args.view(np.float64)[_EPS] = eps
     for first_row in range(0, num_rows, block_rows):
         args[_X_PTR] = x_ptr + 4 * first_row * depth
-        args[_OUT_PTR] = out_ptr + 4 * first_row * num_columns
+        args[_OUT_PTR] = out_ptr + 4 * first_row * num_outputs
         args[_NUM_ROWS] = min(block_rows, num_rows - first_row)
         if num_rows > 2 * TILE_ROWS:
             run_region(pack_region, args_ptr, num_threads)
@@ -168,17 +168,17 @@ def _pack_on_thread(args_ptr):
 
 
 @kernel
-def _compute_block_depth(padded_depth):
-    """Return the depth of all blocks except the last block."""
-    num_blocks = -(-padded_depth // BLOCK_DEPTH)
+def _choose_block_depth(padded_depth):
+    """Return the depth of a block. The last block may have a smaller depth."""
+    num_blocks = -(-padded_depth // MAX_BLOCK_DEPTH)
     return -(-padded_depth // (num_blocks * UNROLL)) * UNROLL
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _pack_tiles(args, first_tile, end_tile):
-    """Norm the rows of some tiles, and write them to the packed buffer in the order [block of K, tile, k, row]."""
+    """Norm the rows of tiles, and write the results in the order [block, tile, k, row]."""
     num_rows, depth, padded_depth = args[_NUM_ROWS], args[_DEPTH], args[_PADDED_DEPTH]
-    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(padded_depth)
+    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     eps = np.float32(args.view(np.float64)[_EPS])
     x = numba.carray(pointer(args[_X_PTR]), (num_rows, depth), np.float32)
     norm_weight = numba.carray(pointer(args[_NORM_PTR]), (depth,), np.float32)
@@ -208,7 +208,7 @@ def _pack_tiles(args, first_tile, end_tile):
                         packed[k, row] = packed[k, row] * row_factors[row] * factor
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _pack_whole_tile(rows, packed):
     for k in range(rows.shape[1]):
         packed[k, 0] = rows[0, k]
@@ -221,45 +221,51 @@ def _pack_whole_tile(rows, packed):
 
 def _multiply_on_thread(args_ptr):
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
-    num_rows, num_columns, gated = args[_NUM_ROWS], args[_NUM_COLUMNS], args[_IS_GATED] != 0
-    index, num_threads, num_panels = thread_index(args_ptr), thread_count(args_ptr), -(-num_columns // PANEL)
-    scratch = np.empty(2 * num_rows * PANEL + BLOCK_DEPTH * PANEL + LINE // 4, np.float32)
-    copy_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
-    sums_ptr = copy_ptr + 4 * BLOCK_DEPTH * PANEL
+    num_rows, num_outputs, gated = args[_NUM_ROWS], args[_NUM_OUTPUTS], args[_IS_GATED] != 0
+    index, num_threads, num_panels = thread_index(args_ptr), thread_count(args_ptr), -(-num_outputs // PANEL_WIDTH)
+    scratch = np.empty(2 * num_rows * PANEL_WIDTH + MAX_BLOCK_DEPTH * PANEL_WIDTH + LINE_BYTES // 4, np.float32)
+    float32_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    sums_ptr = float32_ptr + 4 * MAX_BLOCK_DEPTH * PANEL_WIDTH
     for panel in range(index * num_panels // num_threads, (index + 1) * num_panels // num_threads):
         if gated:
-            _multiply(args, panel, panel + num_panels, copy_ptr, sums_ptr)
-            _multiply(args, panel + num_panels, panel + 1, copy_ptr, sums_ptr + 4 * num_rows * PANEL)
+            _multiply_panel(args, panel, panel + num_panels, float32_ptr, sums_ptr)
+            _multiply_panel(args, panel + num_panels, panel + 1, float32_ptr, sums_ptr + 4 * num_rows * PANEL_WIDTH)
         else:
-            _multiply(args, panel, panel + 1, copy_ptr, sums_ptr)
+            _multiply_panel(args, panel, panel + 1, float32_ptr, sums_ptr)
         _finish_panel(args, panel, sums_ptr)
     keep_alive(scratch)
 
 
 @kernel
-def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
+def _multiply_panel(args, panel, next_panel, float32_ptr, sums_ptr):
     """Multiply all rows by the columns of `panel`, and prefetch the start of `next_panel`."""
     num_rows, padded_depth = args[_NUM_ROWS], args[_PADDED_DEPTH]
-    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(padded_depth)
-    panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL
+    num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
+    panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL_WIDTH
     converts_panels = num_rows >= MIN_CONVERTED_ROWS
-    # Each pass over a block prefetches a part of the next block.
+    # Each pass over a block prefetches an equal part of the next block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
-    prefetch_step = LINE * UNROLL // num_passes
+    step_bytes = LINE_BYTES * UNROLL // num_passes
     for first_k in range(0, padded_depth, block_depth):
         size = min(block_depth, padded_depth - first_k)
-        pass_bytes = prefetch_step * size // UNROLL
-        block_ptr, rows_ptr = panel_ptr + 2 * first_k * PANEL, args[_PACKED_PTR] + 4 * first_k * num_rows
-        prefetch_ptr = block_ptr + 2 * size * PANEL
+        prefetched_bytes = step_bytes * size // UNROLL
+        block_ptr, rows_ptr = panel_ptr + 2 * first_k * PANEL_WIDTH, args[_PACKED_PTR] + 4 * first_k * num_rows
+        prefetch_ptr = block_ptr + 2 * size * PANEL_WIDTH
         if first_k + size == padded_depth:
-            prefetch_ptr = args[_PANELS_PTR] + 2 * next_panel * padded_depth * PANEL
+            prefetch_ptr = args[_PANELS_PTR] + 2 * next_panel * padded_depth * PANEL_WIDTH
         if converts_panels:
-            convert_panel(block_ptr, size, copy_ptr)
+            convert_panel(block_ptr, size, float32_ptr)
             for group in range(NUM_GROUPS):
-                group_ptr, group_sums_ptr = copy_ptr + 4 * group * size * GROUP, sums_ptr + 4 * group * GROUP
+                group_ptr, group_sums_ptr = (
+                    float32_ptr + 4 * group * size * GROUP_WIDTH,
+                    sums_ptr + 4 * group * GROUP_WIDTH,
+                )
                 for tile in range(num_tiles):
                     first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                    tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, group_sums_ptr + 4 * first_row * PANEL
+                    tile_ptr, tile_sums_ptr = (
+                        rows_ptr + 4 * first_row * size,
+                        group_sums_ptr + 4 * first_row * PANEL_WIDTH,
+                    )
                     _multiply_float32(
                         end_row - first_row,
                         tile_ptr,
@@ -268,47 +274,49 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
                         tile_sums_ptr,
                         first_k,
                         prefetch_ptr,
-                        prefetch_step,
+                        step_bytes,
                     )
-                    prefetch_ptr += pass_bytes
+                    prefetch_ptr += prefetched_bytes
         else:
             for tile in range(num_tiles):
                 first_row, end_row = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-                tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL
+                tile_ptr, tile_sums_ptr = rows_ptr + 4 * first_row * size, sums_ptr + 4 * first_row * PANEL_WIDTH
                 _multiply_bf16(
-                    end_row - first_row, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, prefetch_step
+                    end_row - first_row, tile_ptr, block_ptr, size, tile_sums_ptr, first_k, prefetch_ptr, step_bytes
                 )
-                prefetch_ptr += (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * pass_bytes
+                prefetch_ptr += (end_row - first_row > MAX_WHOLE_PANEL_ROWS) * NUM_GROUPS * prefetched_bytes
 
 
 @kernel
 def _finish_panel(args, panel, sums_ptr):
     """Add the bias to a panel's sums, gate the sums, and write or add them to the output."""
-    num_rows, num_columns, gated = args[_NUM_ROWS], args[_NUM_COLUMNS], args[_IS_GATED] != 0
-    first = panel * PANEL
-    size = min(PANEL, num_columns - first)
+    num_rows, num_outputs, gated = args[_NUM_ROWS], args[_NUM_OUTPUTS], args[_IS_GATED] != 0
+    first = panel * PANEL_WIDTH
+    size = min(PANEL_WIDTH, num_outputs - first)
     if args[_BIAS_PTR]:
         _add_bias(args[_BIAS_PTR] + 2 * first, size, sums_ptr, num_rows)
         if gated:
-            _add_bias(args[_BIAS_PTR] + 2 * (num_columns + first), size, sums_ptr + 4 * num_rows * PANEL, num_rows)
+            _add_bias(
+                args[_BIAS_PTR] + 2 * (num_outputs + first), size, sums_ptr + 4 * num_rows * PANEL_WIDTH, num_rows
+            )
     for row in range(num_rows):
-        row_sums_ptr, row_out_ptr = sums_ptr + 4 * row * PANEL, args[_OUT_PTR] + 4 * (row * num_columns + first)
+        row_sums_ptr, row_out_ptr = sums_ptr + 4 * row * PANEL_WIDTH, args[_OUT_PTR] + 4 * (row * num_outputs + first)
         if gated:
-            gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL, row_out_ptr, PANEL)
+            gate_values(row_sums_ptr, row_sums_ptr + 4 * num_rows * PANEL_WIDTH, row_out_ptr, PANEL_WIDTH)
         else:
             _finish_row(row_sums_ptr, row_out_ptr, size, args[_ADDS_TO_OUT] != 0)
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _add_bias(bias_ptr, size, sums_ptr, num_rows):
     bias = numba.carray(pointer(bias_ptr), (size,), np.uint16)
-    sums = numba.carray(pointer(sums_ptr), (num_rows, PANEL), np.float32)
+    sums = numba.carray(pointer(sums_ptr), (num_rows, PANEL_WIDTH), np.float32)
     for row in range(num_rows):
         for j in range(size):
             sums[row, j] += from_bf16(bias[j])
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _finish_row(sums_ptr, out_ptr, size, adds_to_out):
     sums = numba.carray(pointer(sums_ptr), (size,), np.float32)
     out = numba.carray(pointer(out_ptr), (size,), np.float32)
@@ -316,51 +324,51 @@ def _finish_row(sums_ptr, out_ptr, size, adds_to_out):
         out[j] = out[j] + sums[j] if adds_to_out else sums[j]
 
 
-_bf16_1 = make_tile(1, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
-_bf16_2 = make_tile(2, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
-_bf16_3 = make_tile(3, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
-_bf16_4 = make_tile(4, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
-_bf16_5 = make_tile(5, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
-_bf16_6 = make_tile(6, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
-_float32_4 = make_tile(4, num_prefetches=1)
-_float32_5 = make_tile(5, num_prefetches=1)
-_float32_6 = make_tile(6, num_prefetches=1)
+_multiply_bf16_1 = make_multiplier(1, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
+_multiply_bf16_2 = make_multiplier(2, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
+_multiply_bf16_3 = make_multiplier(3, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)
+_multiply_bf16_4 = make_multiplier(4, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
+_multiply_bf16_5 = make_multiplier(5, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
+_multiply_bf16_6 = make_multiplier(6, has_bf16_panel=True, num_prefetches=UNROLL // NUM_GROUPS)
+_multiply_float32_4 = make_multiplier(4, num_prefetches=1)
+_multiply_float32_5 = make_multiplier(5, num_prefetches=1)
+_multiply_float32_6 = make_multiplier(6, num_prefetches=1)
 
 
 @kernel
-def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step):
+def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
     if num_rows == 1:
-        _bf16_1(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _multiply_bf16_1(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 2:
-        _bf16_2(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _multiply_bf16_2(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 3:
-        _bf16_3(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _multiply_bf16_3(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     else:
         for group in range(NUM_GROUPS):
-            group_panel_ptr, tile_sums_ptr = panel_ptr + 2 * GROUP * group, sums_ptr + 4 * GROUP * group
-            group_prefetch_ptr = prefetch_ptr + group * prefetch_step * depth // UNROLL
+            group_panel_ptr, tile_sums_ptr = panel_ptr + 2 * GROUP_WIDTH * group, sums_ptr + 4 * GROUP_WIDTH * group
+            group_prefetch_ptr = prefetch_ptr + group * step_bytes * depth // UNROLL
             if num_rows == 4:
-                _bf16_4(
-                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, prefetch_step
+                _multiply_bf16_4(
+                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
                 )
             elif num_rows == 5:
-                _bf16_5(
-                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, prefetch_step
+                _multiply_bf16_5(
+                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
                 )
             else:
-                _bf16_6(
-                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, prefetch_step
+                _multiply_bf16_6(
+                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
                 )
 
 
 @kernel
-def _multiply_float32(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step):
+def _multiply_float32(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
     if num_rows == 6:
-        _float32_6(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _multiply_float32_6(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 5:
-        _float32_5(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _multiply_float32_5(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     else:
-        _float32_4(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step)
+        _multiply_float32_4(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
 
 
 _PACK_REGION = compile_region(_pack_on_thread)

@@ -5,7 +5,7 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# The few-row kernel is faster for weights of up to this many elements. Keys: rows, rounded up to a power of two.
+# The few-row kernel is faster for weights with up to this number of elements. Keys: padded number of rows.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # These bounds choose a weight's kind in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
@@ -115,7 +115,7 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Maximum number of rows that the kernel of the product quantises. After a norm, a separate kernel is faster.
+# Maximum number of rows that the product's kernel quantises. After a norm, a separate kernel is faster.
 MAX_FUSED_FP8_ROWS = 16
 # Maximum number of rows for which our kernel is faster than cuBLAS, for up to MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
@@ -124,7 +124,7 @@ MAX_NARROW_FP8_COLUMNS = 4096
 MAX_WIDE_FP8_ROWS = 64
 # K is split until a launch has this number of CTAs.
 MIN_FP8_CTAS = 128
-# The same for a launch whose kernel also quantises rows.
+# Number of CTAs for a launch whose kernel also quantises rows.
 MIN_FUSED_FP8_CTAS = 192
 # Minimum number of groups per part of K.
 MIN_FP8_GROUPS = 4
@@ -138,7 +138,7 @@ FP8_CONFIGS = {
     64: BlockFP8Config(64, 64, 1, 4, 6),
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Wider tiles, for launches that still have enough CTAs with these tiles. Keys: maximum number of rows.
+# Wider tiles for launches that have enough CTAs despite wide tiles. Keys: maximum number of rows.
 WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 

@@ -37,14 +37,14 @@ def plan_states(
 ) -> StateBatch:
     """Plan a step, once for all recurrent layers.
 
-    slots: int32 [B], each request's state slot. Slots are unique except slot 0, which padding requests share. A request
-        whose first token is in this step starts from a state of zeros.
+    slots: int32 [B], each request's state slot, unique except slot 0 for padding requests. A request whose first token
+        is in this step starts from a state of zeros.
     checkpoints: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written
         to `slot`. Positions are multiples of CHECKPOINT_INTERVAL. An unused pair has position 0.
     seq_lens: int32 [B], number of each request's tokens, including this step.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
-    num_decodes: number of leading requests with exactly one token. None: the host does not know this number. A captured
-        graph can then be replayed with any query lengths up to `max_query_len`. "torch" does not allow None.
+    num_decodes: number of leading requests with exactly one token. None: unknown, so that a captured graph can be
+        replayed with any query lengths up to `max_query_len`. "torch" does not allow None.
     max_query_len: maximum number of tokens of a request in the step.
     num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,

@@ -12,7 +12,7 @@ L2_NORM_EPS = 1e-6
 
 
 class DeltaWeights(NamedTuple):
-    """Holds a layer's weights except projections. Hk key heads of size Dk each have Hv / Hk value heads of size Dv.
+    """Holds a layer's weights except projections. The layer has Hk key heads of size Dk, and Hv value heads of size Dv.
 
     conv: float32 [W, C], one row per tap, oldest input first. Channels: each key head's query, key and value heads.
     decay_rate: float32 [Hv], exp(A_log).
@@ -29,7 +29,7 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Holds a layer's sizes. Channels and taps are those of the convolution."""
+    """Holds a layer's sizes. The convolution has `num_channels` channels and `num_taps` taps."""
 
     num_k_heads: int
     num_v_heads: int
@@ -86,7 +86,7 @@ class TorchPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Holds a step's requests for recurrent layers. `plan_states` takes and describes the fields.
+    """Holds a step's requests for recurrent layers. `plan_states` describes the fields.
 
     torch_plan: plan of the plain torch path. None for the backend "triton".
     """

@@ -21,7 +21,7 @@ from nanovllm_kernels.linear_attention.layer_inputs import (
 
 
 class _Gates(NamedTuple):
-    """Holds the gates, float32 [.., Hv]: logarithm of the state's decay, and step size `beta` of the delta rule."""
+    """Holds the gates, float32 [.., Hv]. beta: step size of the delta rule."""
 
     log_decay: Tensor
     beta: Tensor
@@ -30,7 +30,7 @@ class _Gates(NamedTuple):
 def plan_states(
     slots: Tensor, checkpoints: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int
 ) -> TorchPlan:
-    """Plan a step for plain torch. The package's `plan_states` has the same arguments."""
+    """Plan a step for plain torch. The package's `plan_states` describes the arguments."""
     row_starts, request_lens, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
     pairs: list[list[list[int]]] = checkpoints.tolist()
     decode_checkpoints = [
@@ -114,7 +114,7 @@ def _convolve_decodes(inputs: Tensor, weight: Tensor, conv_states: Tensor, plan:
     conv_states[plan.slots, plan.positions % num_taps] = inputs
     positions = plan.positions.unsqueeze(1) + torch.arange(1 - num_taps, 1, device=inputs.device)
     window = conv_states[plan.slots.unsqueeze(1), positions % num_taps].float()
-    # Before position 0 the slot may hold inputs of another request.
+    # Rows for negative positions may hold inputs of another request.
     window = torch.where((positions >= 0).unsqueeze(-1), window, 0.0)
     conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_rows]]
     return functional.silu((window * weight).sum(1))
@@ -159,7 +159,7 @@ def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tensor,
     """
     num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
     back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL
-    # Padding completes the first and the last chunk: zeros leave the state unchanged.
+    # Padding completes the first and the last chunk. Zeros leave the state unchanged.
     q, k, v = (_split_chunks(functional.pad(x, (0, 0, 0, 0, front_padding, back_padding))) for x in (q, k, v))
     log_decay, beta = (_split_chunks(functional.pad(x, (0, 0, front_padding, back_padding))) for x in gates)
     cumulative = log_decay.cumsum(-1)

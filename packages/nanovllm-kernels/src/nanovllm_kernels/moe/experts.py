@@ -1,4 +1,4 @@
-"""Types of mixtures of experts: options of the routing, weights of the experts, and the chosen experts."""
+"""Defines routing options, expert weights and chosen experts."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ class Routing:
     renormalize: divide the chosen scores by their sum.
     num_groups: number of groups of experts. A group's score is the sum of the group's two best scores (DeepSeek-AI
         2024, https://arxiv.org/abs/2412.19437).
-    top_groups: number of groups with the best scores, from which a token's experts are chosen.
+    top_groups: a token's experts are chosen from this number of groups with the best scores.
     scale: factor by which weights are multiplied after renormalizing.
     shared: weight of a shared expert that every token uses: 1 ("always"), or the sigmoid of a gate logit ("gated").
     """

@@ -53,7 +53,7 @@ MAX_FOUR_WARP_DEPTH = 2048
 
 
 class MatvecConfig(NamedTuple):
-    """Tile of `triton_matvec`. num_groups: groups of 128 along K that are loaded at once."""
+    """Tile of `triton_matvec`. num_groups: number of groups of 128 elements along K that are loaded at once."""
 
     block_n: int
     num_groups: int
@@ -61,13 +61,13 @@ class MatvecConfig(NamedTuple):
 
 
 def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
-    """Return the tile for sums over `depth`. rows_per_column: number of the weight's rows per column of the result."""
+    """Return the tile for sums over `depth` elements. rows_per_column: weight rows per column of the result."""
     max_groups = max(1, MAX_MATVEC_TILE_ELEMENTS // (MATVEC_COLUMNS * rows_per_column * GROUP))
     padded_groups = 1 << (-(-depth // GROUP) - 1).bit_length()
     return MatvecConfig(MATVEC_COLUMNS, min(padded_groups, max_groups), 8 if depth > MAX_FOUR_WARP_DEPTH else 4)
 
 
-# `triton_unsorted` uses the widest tile that gives at least this number of programs, over two per SM.
+# `triton_unsorted` uses the widest tile with which a launch has at least this number of programs.
 MIN_WIDE_TILE_PROGRAMS = 288
 # Minimum number of a tile's columns for tensor cores.
 MIN_TILE_COLUMNS = 16
@@ -127,7 +127,7 @@ GROUPED_BY_MAX_ROWS = {
 }
 GROUPED_OF_MORE_ROWS = GroupedConfig(128, 128, 64, 8, 3, swapped=False)
 GROUPED_FLOAT32 = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
-# A tile's columns form one group, which the kernel quantises for the next product.
+# A tile's columns form one group, because the kernel quantises them as one group.
 GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
@@ -148,5 +148,5 @@ def grouped_config(num_pairs: int, num_experts: int, *, is_float32: bool, is_blo
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles, if a tile holds up to `block_m` pairs of one expert."""
+    """Return the maximum number of tiles. A tile holds up to `block_m` pairs of one expert."""
     return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))

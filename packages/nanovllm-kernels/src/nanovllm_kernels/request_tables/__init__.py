@@ -10,108 +10,108 @@ __all__ = ["BatchInputs", "TokenTables", "build_inputs", "commit_tokens"]
 
 
 def build_inputs(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     tables: TokenTables,
-    block_table: Tensor,
+    page_table: Tensor,
     page_size: int,
     num_tokens: int,
-    num_pages: int | None = None,
+    num_page_columns: int | None = None,
 ) -> BatchInputs:
     """Gather the inputs of a step for B requests. Never waits for the device.
 
-    rows: int32 [B], each request's row in the tables.
-    query_start_loc: int32 [B + 1]. Request b has the step's tokens from index [b] to [b + 1]. On CUDA a request may
-        have no tokens.
-    block_table: int32 [R, max_pages], the pages of all table rows in order.
+    table_rows: int32 [B], each request's row in the tables.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. On CUDA
+        a request may have no tokens.
+    page_table: int32 [R, max_pages], page numbers of each table row.
     page_size: tokens per page.
     num_tokens: number of tokens in the step. On CUDA, it may include padding: token 0 at position 0 in slot 0.
-    num_pages: number of columns of the block table to copy, enough for every token. None: all columns.
+    num_page_columns: number of columns of `page_table` to copy, enough for every token. None: all columns.
     """
-    num_pages = block_table.shape[1] if num_pages is None else num_pages
-    if rows.is_cuda:
+    num_page_columns = page_table.shape[1] if num_page_columns is None else num_page_columns
+    if table_rows.is_cuda:
         return BatchInputs(
-            *_build_inputs_op(rows, query_start_loc, *tables, block_table, page_size, num_tokens, num_pages)
+            *_build_inputs_op(table_rows, query_start_loc, *tables, page_table, page_size, num_tokens, num_page_columns)
         )
     return request_tables_reference.build_inputs(
-        rows, query_start_loc, tables, block_table, page_size, num_tokens, num_pages
+        table_rows, query_start_loc, tables, page_table, page_size, num_tokens, num_page_columns
     )
 
 
 def commit_tokens(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
     is_sampled: Tensor,
     tables: TokenTables,
-    counts: Tensor | None,
+    token_counts: Tensor | None,
 ) -> None:
-    """Add each query length to `num_computed`, and write each sampled token after its row's computed tokens.
+    """Add each query length to `num_computed`, and write each sampled token after the row's computed tokens.
 
-    Never waits for the device. A sampled token is dropped if its row is full.
+    Never waits for the device. A sampled token is dropped if the row is full.
 
-    rows: int32 [B], each request's row in the tables. Only requests without tokens may have the row of another request.
-    query_start_loc: int32 [B + 1]. Request b has the step's tokens from index [b] to [b + 1].
+    table_rows: int32 [B], each request's row in the tables. Requests with tokens have different rows.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
     sampled: int32 [B], each request's new token.
     is_sampled: int32 [B], 0 to ignore the request's new token.
-    counts: int32 [R, V], number of each token's occurrences, incremented for each sampled token. None: no counts.
+    token_counts: int32 [R, V], number of occurrences by token id. Incremented for each sampled token. None: no counts.
     """
-    if rows.is_cuda:
-        _commit_tokens_op(rows, query_start_loc, sampled, is_sampled, *tables, counts)
+    if table_rows.is_cuda:
+        _commit_tokens_op(table_rows, query_start_loc, sampled, is_sampled, *tables, token_counts)
     else:
-        request_tables_reference.commit_tokens(rows, query_start_loc, sampled, is_sampled, tables, counts)
+        request_tables_reference.commit_tokens(table_rows, query_start_loc, sampled, is_sampled, tables, token_counts)
 
 
 @torch.library.custom_op("nanovllm::build_inputs", mutates_args=())
 def _build_inputs_op(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
-    block_table: Tensor,
+    page_table: Tensor,
     page_size: int,
     num_tokens: int,
-    num_pages: int,
+    num_page_columns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from nanovllm_kernels.request_tables import triton_request_tables
 
     tables = TokenTables(tokens, num_computed)
-    shape = page_size, num_tokens, num_pages
-    return triton_request_tables.build_inputs(rows, query_start_loc, tables, block_table, *shape)
+    shape = page_size, num_tokens, num_page_columns
+    return triton_request_tables.build_inputs(table_rows, query_start_loc, tables, page_table, *shape)
 
 
 @_build_inputs_op.register_fake
 def _(
-    rows: Tensor,
+    table_rows: Tensor,
     _query_start_loc: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
-    block_table: Tensor,
+    page_table: Tensor,
     _page_size: int,
     num_tokens: int,
-    num_pages: int,
+    num_page_columns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         tokens.new_empty((num_tokens,)),
         tokens.new_empty((num_tokens,), dtype=torch.int64),
-        num_computed.new_empty(rows.shape),
+        num_computed.new_empty(table_rows.shape),
         tokens.new_empty((num_tokens,), dtype=torch.int64),
-        tokens.new_empty(rows.shape, dtype=torch.int64),
-        block_table.new_empty((rows.shape[0], num_pages)),
+        tokens.new_empty(table_rows.shape, dtype=torch.int64),
+        page_table.new_empty((table_rows.shape[0], num_page_columns)),
     )
 
 
-@torch.library.custom_op("nanovllm::commit_tokens", mutates_args=("tokens", "num_computed", "counts"))
+@torch.library.custom_op("nanovllm::commit_tokens", mutates_args=("tokens", "num_computed", "token_counts"))
 def _commit_tokens_op(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
     is_sampled: Tensor,
     tokens: Tensor,
     num_computed: Tensor,
-    counts: Tensor | None,
+    token_counts: Tensor | None,
 ) -> None:
     from nanovllm_kernels.request_tables import triton_request_tables
 
     tables = TokenTables(tokens, num_computed)
-    triton_request_tables.commit_tokens(rows, query_start_loc, sampled, is_sampled, tables, counts)
+    triton_request_tables.commit_tokens(table_rows, query_start_loc, sampled, is_sampled, tables, token_counts)

@@ -7,31 +7,31 @@ from nanovllm_kernels.request_tables.tables import BatchInputs, TokenTables
 
 
 def build_inputs(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     tables: TokenTables,
-    block_table: Tensor,
+    page_table: Tensor,
     page_size: int,
     num_tokens: int,
-    num_pages: int,
+    num_page_columns: int,
 ) -> BatchInputs:
     """See the package's `build_inputs`."""
-    num_computed = tables.num_computed.index_select(0, rows)
-    block_tables = block_table[:, :num_pages].index_select(0, rows)
-    if num_tokens == rows.shape[0]:
+    num_computed = tables.num_computed.index_select(0, table_rows)
+    block_tables = page_table[:, :num_page_columns].index_select(0, table_rows)
+    if num_tokens == table_rows.shape[0]:
         seq_lens = num_computed + 1
         positions = num_computed.long()
-        token_rows = rows
+        token_rows = table_rows
         pages = block_tables.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
     else:
         query_lens = query_start_loc.diff()
         seq_lens = num_computed + query_lens
-        requests = torch.arange(rows.shape[0], device=rows.device)
+        requests = torch.arange(table_rows.shape[0], device=table_rows.device)
         token_requests = requests.repeat_interleave(query_lens, output_size=num_tokens)
         # Position of a token, minus the token's index in the step.
         offsets = (num_computed - query_start_loc[:-1]).long()
-        positions = torch.arange(num_tokens, device=rows.device) + offsets.index_select(0, token_requests)
-        token_rows = rows.index_select(0, token_requests)
+        positions = torch.arange(num_tokens, device=table_rows.device) + offsets.index_select(0, token_requests)
+        token_rows = table_rows.index_select(0, token_requests)
         pages = block_tables[token_requests, positions // page_size]
     input_ids = tables.tokens[token_rows, positions]
     slot_mapping = pages.long().mul_(page_size).add_(positions % page_size)
@@ -40,19 +40,19 @@ def build_inputs(
 
 
 def commit_tokens(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
     is_sampled: Tensor,
     tables: TokenTables,
-    counts: Tensor | None,
+    token_counts: Tensor | None,
 ) -> None:
     """See the package's `commit_tokens`."""
-    tables.num_computed.index_add_(0, rows, query_start_loc.diff())
-    positions = tables.num_computed.index_select(0, rows)
+    tables.num_computed.index_add_(0, table_rows, query_start_loc.diff())
+    positions = tables.num_computed.index_select(0, table_rows)
     is_used = is_sampled.bool()
     fits = is_used & (positions < tables.tokens.shape[1])
-    tables.tokens[rows[fits], positions[fits]] = sampled[fits]
-    if counts is not None:
-        increment = torch.ones((), dtype=counts.dtype, device=counts.device)
-        counts.index_put_((rows[is_used], sampled[is_used]), increment, accumulate=True)
+    tables.tokens[table_rows[fits], positions[fits]] = sampled[fits]
+    if token_counts is not None:
+        increment = torch.ones((), dtype=token_counts.dtype, device=token_counts.device)
+        token_counts.index_put_((table_rows[is_used], sampled[is_used]), increment, accumulate=True)

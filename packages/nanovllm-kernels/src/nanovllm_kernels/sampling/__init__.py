@@ -30,7 +30,7 @@ __all__ = [
 class Logprobs(NamedTuple):
     """Log-probabilities of B rows.
 
-    chosen: float32 [B], log-probability of each row's token.
+    chosen: float32 [B], log-probability of the token that the caller chose for each row.
     top_ids: int32 [B, n], the n likeliest tokens of each row, the likeliest token first.
     top_logprobs: float32 [B, n], log-probabilities of `top_ids`.
     """
@@ -47,7 +47,7 @@ def apply_penalties(
 
     logits: [B, V].
     rows: int32 [B], each request's row of `counts` and of the penalties.
-    counts: int32 [R, V], number of times that each token was generated, plus IN_PROMPT_BIT for tokens of the prompt.
+    counts: int32 [R, V], number of times that each token id was generated, plus IN_PROMPT_BIT if the prompt has it.
     repetition: float32 [R], 1 for off. Divides positive logits and multiplies negative logits of tokens in the prompt
         or the output (Keskar et al. 2019).
     presence: float32 [R], 0 for off. Subtracted from the logit of each token that was generated at least once.
@@ -108,7 +108,7 @@ def forbid_sequences_(
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_greedy: bool, any_filter: bool) -> Tensor:
-    """Choose one token per row. Returns int32 [B]. No filter removes the likeliest token.
+    """Choose one token per row. Returns token ids, int32 [B]. Filters keep the likeliest token.
 
     logits: [B, V], at least one finite logit per row. -inf forbids a token.
     positions: int32 or int64 [B], position of each next token.

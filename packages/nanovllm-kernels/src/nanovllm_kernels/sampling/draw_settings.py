@@ -1,4 +1,4 @@
-"""Settings of the draw of tokens, and constants that all sampling operators share."""
+"""Defines settings for drawing tokens, and constants that several sampling operators use."""
 
 from typing import NamedTuple
 
@@ -8,19 +8,19 @@ from torch import Tensor
 IN_PROMPT_BIT = 1 << 30
 # Below this temperature, the likeliest token is chosen.
 MIN_TEMPERATURE = 1e-5
-# Smallest logit of a token that a mask allows: finite even when divided by MIN_TEMPERATURE.
+# A mask raises smaller logits of allowed tokens to this number. Divided by MIN_TEMPERATURE, it is still finite.
 MIN_ALLOWED_LOGIT = -1e30
 
 
 class DrawSettings(NamedTuple):
-    """Settings of the draw of B rows. The filters top-k, top-p and min-p apply in this order.
+    """Holds settings for drawing one token for each of B rows. Filters apply in this order: top-k, top-p, min-p.
 
     temperature: float32 [B]. Below MIN_TEMPERATURE the likeliest token is chosen, with the lowest id if tokens tie.
     top_k: int32 [B], 0 for off. Keeps logits that are at least the k-th largest logit.
-    top_p: float32 [B], 1 for off. Keeps the likeliest tokens until their probabilities p sum up to top_p, and tokens
-        that tie with the last of them (Holtzman et al. 2020).
-    min_p: float32 [B], 0 for off. Keeps p >= min_p * max(p) (Nguyen et al. 2024).
-    seeds: int64 [B], seeds of the random numbers.
+    top_p: float32 [B], 1 for off. Keeps the fewest likeliest tokens whose probabilities add up to `top_p`, and tokens
+        that tie with the least likely kept token (Holtzman et al. 2020).
+    min_p: float32 [B], 0 for off. Keeps tokens with probability >= min_p * largest probability (Nguyen et al. 2024).
+    seeds: int64 [B].
     """
 
     temperature: Tensor

@@ -9,15 +9,15 @@ from torch import Tensor
 
 SEED_MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 POSITION_MULTIPLIER = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
-# Without the offset, seed 0, position 0 and token 0 would hash to 0.
+# Without this number, seed 0, position 0 and token 0 would hash to 0.
 KEY_OFFSET = 2611923443488327891  # 0x243F6A8885A308D3
 MIX_MULTIPLIER = -4658895280553007687  # 0xBF58476D1CE4E5B9
 TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
 FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears bit 31 (the sign) and bit 7. With bit 7, float32 would round 2^31 - 1 up to 2^31. The uniform number would be
-# 1, and the exponential draw infinite.
+# Clears bit 31 (the sign) and bit 7. Otherwise float32 would round the largest integer, 2^31 - 1, up to 2^31. The
+# uniform number would be 1, and the exponential draw infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32

@@ -7,9 +7,9 @@ from torch import Tensor
 from nanovllm_kernels.sampling import noise
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT, MIN_TEMPERATURE, DrawSettings
 
-# Number of largest logits to which filters first apply. Sorting the whole vocabulary takes ten times as long.
+# Filters first apply to this number of largest logits. Sorting all logits takes ten times as long.
 NUM_FIRST_CANDIDATES = 128
-# Growth of the number of candidates if the filters keep all candidates.
+# If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16
 # Additional candidates for ties with the k-th largest logit.
 NUM_TIE_CANDIDATES = 64
@@ -88,7 +88,7 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 
 
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """Draw the token with the smallest Exp(1) / p of each row (exponential race). temperature: [B, 1].
+    """Draw each row's token with the smallest Exp(1) / probability (exponential race). temperature: [B, 1].
 
     The Gumbel-max trick would give the same token, but needs another logarithm.
     """
@@ -125,7 +125,7 @@ def _draw_filtered(
 
 
 def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """Return the values, in descending order, and the ids of the tokens that a row's filters keep.
+    """Return the largest elements of `scaled` that the filters keep, in descending order, and their token ids.
 
     scaled: [V], the row's logits divided by the temperature.
     """
@@ -144,7 +144,7 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
     """Return how many of `values` the filters keep.
 
-    values: the largest elements of `scaled`, in descending order. If all are kept, further elements may be kept too.
+    values: the largest elements of `scaled`, in descending order. If all are kept, filters may keep more elements.
     """
     weights = (values - values[0]).exp_().double()
     num_kept = values.shape[0]
@@ -154,7 +154,7 @@ def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p:
         if num_kept < values.shape[0] or num_kept == scaled.shape[0]:
             total = weights[:num_kept].sum()
         elif top_k > 0:
-            # Further elements of `scaled` may tie with the k-th value, so that the sum for top-p is unknown.
+            # The sum for top-p is unknown, because further elements of `scaled` may tie with the k-th value.
             return num_kept
         else:
             total = (scaled - values[0]).exp_().sum(dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Log-probabilities on CUDA: one pass over the logits computes the normalizer."""
+"""Computes log-probabilities on CUDA. One pass over the logits computes the normalizer."""
 
 import torch
 import triton

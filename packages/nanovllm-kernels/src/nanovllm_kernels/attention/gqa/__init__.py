@@ -87,8 +87,8 @@ def _plan_cute_decodes(
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
 
-    _, page_size, heads_per_slot, head_dim = kv_cache.shape
-    num_kv_heads, device = heads_per_slot // 2, kv_cache.device
+    _, page_size, num_cached_heads, head_dim = kv_cache.shape
+    num_kv_heads, device = num_cached_heads // 2, kv_cache.device
     group_size = num_heads // num_kv_heads
     if not cute_decode.supports_decode(head_dim, group_size, page_size, dtype, kv_cache.dtype, device):
         return batch
@@ -227,8 +227,8 @@ def paged_attention(
     """
     if batch.reads_cache_in_place:
         return _paged_attention_in_place(q, kv_cache, batch, scale)
-    if batch.gather_plan is not None:
-        return gqa_reference.paged_attention(q, kv_cache, kv_scales, batch.gather_plan, scale)
+    if batch.torch_plan is not None:
+        return gqa_reference.paged_attention(q, kv_cache, kv_scales, batch.torch_plan, scale)
     batch.check_element_size(q, kv_cache)
     return _paged_attention_op(
         q,

@@ -27,7 +27,7 @@ CUTLASS_DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 
 
 class RingSize(NamedTuple):
-    """Sizes the rings of a CTA in shared memory: one ring per warp, `num_stages` steps of 16 tokens per ring."""
+    """Size of a CTA's ring buffers in shared memory. Each warp has one ring, which holds `num_stages` x 16 tokens."""
 
     num_warps: int
     num_stages: int

@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
-    OPENMP,
+    OPENMP_TABLE_PTR,
     compile_region,
     exp,
     fetch_and_increment,
     from_bf16,
     keep_alive,
     kernel,
-    ordered_kernel,
+    ordered_sum_kernel,
     pointer,
     run_region,
 )
 from nanovllm_kernels.numba_tiles import (
-    GROUP,
-    LINE,
-    PANEL,
+    GROUP_WIDTH,
+    LINE_BYTES,
+    PANEL_WIDTH,
     TILE_ROWS,
     TRANSPOSED_SIZE,
     UNROLL,
+    convert_group,
     exp_and_sum,
     largest,
-    make_tile,
+    make_multiplier,
     transpose_keys,
-    widen_group,
 )
 
-# Keys per block. The first-level cache holds float32 copies of a block, and a tile of queries.
+# Keys per block. The first-level cache can hold a tile of queries and a float32 copy of a block.
 BLOCK_KEYS = 64
-# Maximum number of rows in a tile: tokens times query heads per key-value head. A tile has at least one token.
+# Maximum number of rows in a tile. Each token has one row per query head of a group. A tile has at least one token.
 MAX_TILE_ROWS = 96
 
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
@@ -59,9 +59,9 @@ def paged_attention(
 ) -> None:
     """Attend for float32 `q` over a bf16 cache. Write the results into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, heads_per_slot, _ = kv_cache.shape
+    _, page_size, num_cached_heads, _ = kv_cache.shape
     _attend(
-        OPENMP,
+        OPENMP_TABLE_PTR,
         _REGION,
         q.data_ptr(),
         q.stride(0),
@@ -74,7 +74,7 @@ def paged_attention(
         len(seq_lens),
         num_tokens,
         num_heads,
-        heads_per_slot // 2,
+        num_cached_heads // 2,
         head_dim,
         page_size,
         scale,
@@ -84,7 +84,7 @@ def paged_attention(
 
 @kernel
 def _attend(
-    openmp,
+    openmp_ptr,
     region_address,
     q_ptr,
     q_stride,
@@ -106,7 +106,7 @@ def _attend(
     """Cut queries into tiles, and run the region on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Each row is (request, first token). A request's last tile starts first, because this tile sees the most keys.
+    # Each row of `tiles` is (request, first token). A request's last tile sees the most keys, and starts first.
     tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -117,7 +117,7 @@ def _attend(
     scales = np.empty(1, np.float64)
     scales[0] = scale
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP] = openmp
+    args[_OPENMP] = openmp_ptr
     args[_Q_PTR], args[_Q_STRIDE] = q_ptr, q_stride
     args[_CACHE_PTR], args[_TABLES_PTR], args[_TABLE_STRIDE] = cache_ptr, tables_ptr, table_stride
     args[_SEQ_LENS_PTR], args[_QUERY_STARTS_PTR], args[_OUT_PTR] = seq_lens_ptr, query_starts_ptr, out_ptr
@@ -132,7 +132,7 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Attend for items until every item is taken, in each thread. An item is one tile for one key-value head."""
+    """Attend for items until all threads together have taken every item. An item is a tile and a key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
@@ -141,12 +141,12 @@ def _attend_items(args_ptr):
     seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)
     query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
-    key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL
+    key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH
     num_rows = tile_tokens * group_size
     # `scratch` holds queries, keys, values, scores, outputs, and each row's largest score and sum of weights.
     scratch_size = num_rows * key_dim + BLOCK_KEYS * (key_dim + value_dim) + num_rows * (BLOCK_KEYS + value_dim + 2)
-    scratch = np.empty(scratch_size + LINE // 4, np.float32)
-    scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
+    scratch = np.empty(scratch_size + LINE_BYTES // 4, np.float32)
+    scratch_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     while True:
         item = fetch_and_increment(args_ptr + 8 * _NEXT_ITEM)
         if item >= num_tiles * num_kv_heads:
@@ -161,10 +161,10 @@ def _attend_items(args_ptr):
 
 @kernel
 def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
-    """Attend for `num_tokens` tokens from `first_token` on, for the query heads of one key-value head.
+    """Attend for `num_tokens` tokens from `first_token` on. The query heads are those of `kv_head`.
 
     first_num_keys: number of keys that the first token sees.
-    padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL).
+    padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL_WIDTH).
     """
     num_heads, num_kv_heads = args[_NUM_HEADS], args[_NUM_KV_HEADS]
     head_dim, page_size = args[_HEAD_DIM], args[_PAGE_SIZE]
@@ -176,16 +176,16 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
     keys_ptr = queries_ptr + 4 * num_rows * key_dim
     values_ptr = keys_ptr + 4 * BLOCK_KEYS * key_dim
     scores_ptr = values_ptr + 4 * BLOCK_KEYS * value_dim
-    acc_ptr = scores_ptr + 4 * num_rows * BLOCK_KEYS
-    acc = numba.carray(pointer(acc_ptr), (value_dim // PANEL, num_rows, PANEL), np.float32)
-    softmax_ptr = acc_ptr + 4 * num_rows * value_dim
+    outputs_ptr = scores_ptr + 4 * num_rows * BLOCK_KEYS
+    outputs = numba.carray(pointer(outputs_ptr), (value_dim // PANEL_WIDTH, num_rows, PANEL_WIDTH), np.float32)
+    softmax_ptr = outputs_ptr + 4 * num_rows * value_dim
     softmax_state = numba.carray(pointer(softmax_ptr), (num_rows, 2), np.float32)
     q_ptr = args[_Q_PTR] + 4 * (first_token * args[_Q_STRIDE] + kv_head * group_size * head_dim)
     _pack_queries(q_ptr, args[_Q_STRIDE], group_size, head_dim, key_dim, num_rows, scale, queries_ptr)
     num_row_tiles = -(-num_rows // TILE_ROWS)
     for start in range(0, max_num_keys, BLOCK_KEYS):
         num_keys = min(BLOCK_KEYS, max_num_keys - start)
-        _copy_block(
+        _copy_keys_and_values(
             args[_CACHE_PTR], table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr
         )
         for row_tile in range(num_row_tiles):
@@ -193,37 +193,38 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
             # Skip rows that see no key of this block.
             if first_num_keys + (end - 1) // group_size <= start:
                 continue
-            for key in range(0, num_keys, GROUP):
+            for key in range(0, num_keys, GROUP_WIDTH):
                 panel_ptr, score_ptr = keys_ptr + 4 * key * key_dim, scores_ptr + 4 * (begin * BLOCK_KEYS + key)
-                _score(end - begin, queries_ptr + 4 * begin * key_dim, panel_ptr, key_dim, score_ptr)
+                _compute_scores(end - begin, queries_ptr + 4 * begin * key_dim, panel_ptr, key_dim, score_ptr)
             for row in range(begin, end):
                 num_visible = min(max(first_num_keys + row // group_size - start, 0), num_keys)
-                _weigh(
+                _compute_weights(
                     scores_ptr + 4 * row * BLOCK_KEYS,
                     num_visible,
                     softmax_ptr + 8 * row,
-                    acc_ptr + 4 * row * PANEL,
+                    outputs_ptr + 4 * row * PANEL_WIDTH,
                     num_rows,
                     value_dim,
                     start == 0,
                 )
-            for column in range(0, value_dim, GROUP):
+            for column in range(0, value_dim, GROUP_WIDTH):
                 _add_values(
                     end - begin,
                     scores_ptr + 4 * begin * BLOCK_KEYS,
                     values_ptr + 4 * column * BLOCK_KEYS,
                     -(-num_keys // UNROLL) * UNROLL,
-                    acc_ptr + 4 * (column // PANEL * num_rows * PANEL + begin * PANEL + column % PANEL),
+                    outputs_ptr
+                    + 4 * (column // PANEL_WIDTH * num_rows * PANEL_WIDTH + begin * PANEL_WIDTH + column % PANEL_WIDTH),
                 )
     for row in range(num_rows):
         head = kv_head * group_size + row % group_size
         out_ptr = args[_OUT_PTR] + 4 * ((first_token + row // group_size) * num_heads + head) * head_dim
-        _divide(acc, row, softmax_state[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
+        _write_outputs(outputs, row, softmax_state[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scale, out_ptr):
-    """Multiply queries by `scale`, and write tiles [key_dim, rows] of them, with zeros past `head_dim`."""
+    """Multiply queries by `scale`, and write them in tiles [key_dim, rows]. Elements past `head_dim` become 0."""
     num_row_tiles = -(-num_rows // TILE_ROWS)
     for row_tile in range(num_row_tiles):
         begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
@@ -237,15 +238,21 @@ def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scal
 
 
 @kernel
-def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr):
-    """Copy keys as [BLOCK_KEYS / GROUP, key_dim, GROUP], values as [value_dim / GROUP, BLOCK_KEYS, GROUP], in float32.
+def _copy_keys_and_values(
+    cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr
+):
+    """Copy a block of keys and values, and convert them to float32.
 
-    Values past `num_keys` and elements past `head_dim` become 0. Keys past `num_keys` stay undefined.
+    keys_ptr: copied keys [BLOCK_KEYS / GROUP_WIDTH, key_dim, GROUP_WIDTH], undefined past `num_keys`.
+    values_ptr: copied values [value_dim / GROUP_WIDTH, BLOCK_KEYS, GROUP_WIDTH], 0 past `num_keys`.
     """
-    key_dim, num_value_groups = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL // GROUP
-    keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP, key_dim, GROUP), np.float32)
-    values = numba.carray(pointer(values_ptr), (num_value_groups, BLOCK_KEYS, GROUP), np.float32)
-    # Bytes from a token's key to its value. A slot has twice this size.
+    key_dim, num_value_groups = (
+        -(-head_dim // UNROLL) * UNROLL,
+        -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH // GROUP_WIDTH,
+    )
+    keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP_WIDTH, key_dim, GROUP_WIDTH), np.float32)
+    values = numba.carray(pointer(values_ptr), (num_value_groups, BLOCK_KEYS, GROUP_WIDTH), np.float32)
+    # Distance in bytes between a token's key and the token's value.
     kv_bytes = 2 * num_kv_heads * head_dim
     i = 0
     while i < num_keys:
@@ -260,14 +267,14 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
         ):
             num_copied = TRANSPOSED_SIZE
             for k in range(0, head_dim, TRANSPOSED_SIZE):
-                target_ptr = keys_ptr + 4 * ((i // GROUP * key_dim + k) * GROUP + i % GROUP)
+                target_ptr = keys_ptr + 4 * ((i // GROUP_WIDTH * key_dim + k) * GROUP_WIDTH + i % GROUP_WIDTH)
                 transpose_keys(key_ptr + 2 * k, 2 * kv_bytes, target_ptr)
         else:
             key = numba.carray(pointer(key_ptr), (head_dim,), np.uint16)
             for k in range(head_dim):
-                keys[i // GROUP, k, i % GROUP] = from_bf16(key[k])
+                keys[i // GROUP_WIDTH, k, i % GROUP_WIDTH] = from_bf16(key[k])
             for k in range(head_dim, key_dim):
-                keys[i // GROUP, k, i % GROUP] = _ZERO
+                keys[i // GROUP_WIDTH, k, i % GROUP_WIDTH] = _ZERO
         for j in range(num_copied):
             _copy_value(values, i + j, key_ptr + j * 2 * kv_bytes + kv_bytes, head_dim)
         i += num_copied
@@ -279,21 +286,22 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
-    num_full_groups = head_dim // GROUP
-    values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP
+    num_full_groups = head_dim // GROUP_WIDTH
+    values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP_WIDTH
     for group in range(num_full_groups):
-        widen_group(value_ptr + 2 * group * GROUP, values_ptr + 4 * group * BLOCK_KEYS * GROUP)
+        convert_group(value_ptr + 2 * group * GROUP_WIDTH, values_ptr + 4 * group * BLOCK_KEYS * GROUP_WIDTH)
     for group in range(num_full_groups, values.shape[0]):
-        for k in range(GROUP):
-            element = group * GROUP + k
+        for k in range(GROUP_WIDTH):
+            element = group * GROUP_WIDTH + k
             values[group, index, k] = from_bf16(value[element]) if element < head_dim else _ZERO
 
 
-@ordered_kernel
-def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, is_first):
-    """Turn a row's scores into weights, with zeros from key `num_visible` on. Rescale outputs if the maximum grows.
+@ordered_sum_kernel
+def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows, value_dim, is_first):
+    """Replace a row's scores by weights. If the largest score grows, rescale the row's outputs.
 
-    softmax_ptr: address of the row's largest score and sum of weights. is_first: whether the block is the first.
+    num_visible: number of keys that the row sees. Weights of the other keys become 0.
+    softmax_ptr: address of two float32 numbers: the row's largest score, and the sum of the row's weights.
     """
     softmax_state = numba.carray(pointer(softmax_ptr), (2,), np.float32)
     if num_visible < BLOCK_KEYS:
@@ -302,11 +310,11 @@ def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, i
     max_score = largest(scores_ptr, BLOCK_KEYS)
     if is_first:
         softmax_state[1] = _ZERO
-        _rescale(acc_ptr, num_rows, value_dim, _ZERO)
+        _rescale(outputs_ptr, num_rows, value_dim, _ZERO)
     elif max_score > softmax_state[0]:
         factor = exp(softmax_state[0] - max_score)
         softmax_state[1] *= factor
-        _rescale(acc_ptr, num_rows, value_dim, factor)
+        _rescale(outputs_ptr, num_rows, value_dim, factor)
     else:
         max_score = softmax_state[0]
     softmax_state[0] = max_score
@@ -316,7 +324,7 @@ def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, i
         _fill(scores_ptr, num_visible, _ZERO)
 
 
-@ordered_kernel
+@ordered_sum_kernel
 def _fill(scores_ptr, begin, number):
     """Set a row's scores to `number`, from key `begin` on."""
     scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
@@ -324,68 +332,68 @@ def _fill(scores_ptr, begin, number):
         scores[i] = number
 
 
-@ordered_kernel
-def _rescale(acc_ptr, num_rows, value_dim, factor):
-    """Multiply one row's outputs by `factor`. Outputs are contiguous within a panel of PANEL elements."""
-    for panel in range(value_dim // PANEL):
-        acc = numba.carray(pointer(acc_ptr + 4 * panel * num_rows * PANEL), (PANEL,), np.float32)
-        for k in range(PANEL):
-            # Before the first block, memory may hold NaN, which a factor of 0 would keep.
-            acc[k] = acc[k] * factor if factor != _ZERO else _ZERO
+@ordered_sum_kernel
+def _rescale(outputs_ptr, num_rows, value_dim, factor):
+    """Multiply one row's outputs by `factor`. Each panel of PANEL_WIDTH outputs is contiguous."""
+    for panel in range(value_dim // PANEL_WIDTH):
+        outputs = numba.carray(pointer(outputs_ptr + 4 * panel * num_rows * PANEL_WIDTH), (PANEL_WIDTH,), np.float32)
+        for k in range(PANEL_WIDTH):
+            # The memory is uninitialised before the first block. NaN times 0 would be NaN.
+            outputs[k] = outputs[k] * factor if factor != _ZERO else _ZERO
 
 
-@ordered_kernel
-def _divide(acc, row, weight_sum, out):
+@ordered_sum_kernel
+def _write_outputs(outputs, row, weight_sum, out):
     for k in range(out.shape[0]):
-        out[k] = acc[k // PANEL, row, k % PANEL] / weight_sum
+        out[k] = outputs[k // PANEL_WIDTH, row, k % PANEL_WIDTH] / weight_sum
 
 
-_score_1 = make_tile(1, sums_stride=BLOCK_KEYS)
-_score_2 = make_tile(2, sums_stride=BLOCK_KEYS)
-_score_3 = make_tile(3, sums_stride=BLOCK_KEYS)
-_score_4 = make_tile(4, sums_stride=BLOCK_KEYS)
-_score_5 = make_tile(5, sums_stride=BLOCK_KEYS)
-_score_6 = make_tile(6, sums_stride=BLOCK_KEYS)
-_add_1 = make_tile(1, row_stride=BLOCK_KEYS)
-_add_2 = make_tile(2, row_stride=BLOCK_KEYS)
-_add_3 = make_tile(3, row_stride=BLOCK_KEYS)
-_add_4 = make_tile(4, row_stride=BLOCK_KEYS)
-_add_5 = make_tile(5, row_stride=BLOCK_KEYS)
-_add_6 = make_tile(6, row_stride=BLOCK_KEYS)
-
-
-@kernel
-def _score(num_rows, queries_ptr, keys_ptr, key_dim, scores_ptr):
-    """Multiply the queries of up to TILE_ROWS rows by GROUP keys."""
-    if num_rows == 6:
-        _score_6(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
-    elif num_rows == 5:
-        _score_5(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
-    elif num_rows == 4:
-        _score_4(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
-    elif num_rows == 3:
-        _score_3(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
-    elif num_rows == 2:
-        _score_2(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
-    else:
-        _score_1(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+_compute_scores_1 = make_multiplier(1, sums_stride=BLOCK_KEYS)
+_compute_scores_2 = make_multiplier(2, sums_stride=BLOCK_KEYS)
+_compute_scores_3 = make_multiplier(3, sums_stride=BLOCK_KEYS)
+_compute_scores_4 = make_multiplier(4, sums_stride=BLOCK_KEYS)
+_compute_scores_5 = make_multiplier(5, sums_stride=BLOCK_KEYS)
+_compute_scores_6 = make_multiplier(6, sums_stride=BLOCK_KEYS)
+_add_values_1 = make_multiplier(1, row_stride=BLOCK_KEYS)
+_add_values_2 = make_multiplier(2, row_stride=BLOCK_KEYS)
+_add_values_3 = make_multiplier(3, row_stride=BLOCK_KEYS)
+_add_values_4 = make_multiplier(4, row_stride=BLOCK_KEYS)
+_add_values_5 = make_multiplier(5, row_stride=BLOCK_KEYS)
+_add_values_6 = make_multiplier(6, row_stride=BLOCK_KEYS)
 
 
 @kernel
-def _add_values(num_rows, weights_ptr, values_ptr, num_keys, acc_ptr):
-    """Add weighted values to GROUP elements of the outputs of up to TILE_ROWS rows."""
+def _compute_scores(num_rows, queries_ptr, keys_ptr, key_dim, scores_ptr):
+    """Multiply the queries of up to TILE_ROWS rows by GROUP_WIDTH keys."""
     if num_rows == 6:
-        _add_6(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+        _compute_scores_6(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
     elif num_rows == 5:
-        _add_5(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+        _compute_scores_5(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
     elif num_rows == 4:
-        _add_4(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+        _compute_scores_4(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
     elif num_rows == 3:
-        _add_3(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+        _compute_scores_3(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
     elif num_rows == 2:
-        _add_2(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+        _compute_scores_2(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
     else:
-        _add_1(weights_ptr, values_ptr, num_keys, acc_ptr, 1, 0, 0)
+        _compute_scores_1(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
+
+
+@kernel
+def _add_values(num_rows, weights_ptr, values_ptr, num_keys, outputs_ptr):
+    """Multiply values by weights, and add GROUP_WIDTH elements of the products to the outputs of each row."""
+    if num_rows == 6:
+        _add_values_6(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
+    elif num_rows == 5:
+        _add_values_5(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
+    elif num_rows == 4:
+        _add_values_4(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
+    elif num_rows == 3:
+        _add_values_3(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
+    elif num_rows == 2:
+        _add_values_2(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
+    else:
+        _add_values_1(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
 
 
 _REGION = compile_region(_attend_items)

@@ -106,8 +106,8 @@ def latent_attention(
     kv_scales: uint8 [N, 1, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     Returns: contiguous [T, H, V] in `expansion`'s dtype.
     """
-    if batch.gather_plan is not None:
-        return mla_reference.latent_attention(q, expansion, kv_cache, kv_scales, batch.gather_plan, scale)
+    if batch.torch_plan is not None:
+        return mla_reference.latent_attention(q, expansion, kv_cache, kv_scales, batch.torch_plan, scale)
     batch.check_element_size(q, kv_cache)
     num_heads, expanded_dim, latent_dim = expansion.shape
     rope_dim = kv_cache.shape[3] - latent_dim

@@ -18,20 +18,21 @@ Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Holds a step's requests, and a plan for each kernel that attends for some requests. Unused plans are None.
+    """Holds a step's requests, and plans for the kernels that compute attention. The plan of an unused kernel is None.
 
     block_tables: int32 [B, max_blocks], page numbers of each request.
     seq_lens: int32 [B], number of tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
-    max_query_len: upper bound on the queries of a request.
-    max_seq_len: upper bound on the tokens of a request.
-    work_element_bytes: element size that selects the tiles of work lists (`tile_configs.tile_element_bytes`).
-    reads_cache_in_place: whether `numba_gqa` attends for all requests, and reads the cache without copies.
-    narrow_work: work list for Triton, with tiles of few queries.
-    wide_work: work list for Triton, with tiles of many queries.
-    cute_decode_lens: int32 [n], n <= B, for the CuTe DSL kernel: tokens of a request with one query, 0 for others.
-    num_absorbed_tokens: int32 [1], for latent caches. The step's tokens from this index on are unused, or belong to
-        whole prompts. A whole prompt has all of its tokens in the step.
+    max_query_len: upper bound on the number of a request's queries.
+    max_seq_len: upper bound on the number of a request's tokens.
+    work_element_bytes: bytes of a float32 query or of a cache element. Work lists were planned for this size.
+    reads_cache_in_place: whether `numba_gqa` computes attention for all requests.
+    torch_plan: plan for plain torch.
+    narrow_work: work list for Triton. A tile has few queries.
+    wide_work: work list for Triton. A tile has many queries.
+    cute_decode_lens: int32 [n], n <= B. If a request has one query: number of the request's tokens. Otherwise 0.
+    num_absorbed_tokens: int32 [1], for latent caches. Absorbed attention computes the step's tokens before this index.
+        Later tokens are padding, or belong to requests whose tokens are all in the step.
     """
 
     block_tables: Tensor
@@ -41,7 +42,7 @@ class AttentionBatch:
     max_seq_len: int
     work_element_bytes: int
     reads_cache_in_place: bool = False
-    gather_plan: GatherPlan | None = None
+    torch_plan: GatherPlan | None = None
     narrow_work: WorkList | None = None
     wide_work: WorkList | None = None
     cute_decode_lens: Tensor | None = None
@@ -55,21 +56,21 @@ class AttentionBatch:
         return self.flash_requests is not None and self.flash_requests.block_tables is None
 
     def with_gathers(self, num_decodes: int | None, page_size: int, dtype: torch.dtype | None) -> "AttentionBatch":
-        """Return the batch with a plan for plain torch. Raises ValueError if `num_decodes` is None."""
+        """Return a copy with a plan for plain torch. Raises ValueError if `num_decodes` is None."""
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
         request_tensors = (self.block_tables, self.seq_lens, self.query_start_loc)
-        return replace(self, gather_plan=plan_gathers(*request_tensors, num_decodes, page_size, dtype))
+        return replace(self, torch_plan=plan_gathers(*request_tensors, num_decodes, page_size, dtype))
 
     def check_element_size(self, q: Tensor, kv_cache: Tensor) -> None:
-        """Raise ValueError if the work lists were planned for another element size: the tiles would differ."""
+        """Raise ValueError if the work lists were planned for another element size."""
         element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
         if element_bytes != self.work_element_bytes:
             raise ValueError(f"the batch was not planned for queries of {q.dtype}: pass dtype={q.dtype} to the plan")
 
 
 class PagedRequests(NamedTuple):
-    """Holds requests whose tokens are cached in pages. kv_scales: scales of an FP8 cache, otherwise None."""
+    """Holds a paged cache and a step's requests. kv_scales: scales of an FP8 cache, otherwise None."""
 
     kv_cache: Tensor
     kv_scales: Tensor | None

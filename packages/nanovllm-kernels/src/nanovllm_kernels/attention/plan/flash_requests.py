@@ -1,7 +1,7 @@
-"""Selects the requests for which FlashAttention attends.
+"""Selects the requests for which FlashAttention computes attention.
 
-FlashAttention does not split keys: a short chunk over a long context would leave most of the device idle. Work lists
-split keys, and take these chunks.
+FlashAttention does not split keys. A short chunk with a long context would leave most of the device idle: work lists
+compute the chunk instead, because they split keys.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 
-# Rows of FlashAttention's tile: query positions times query heads per key-value head.
+# Rows of FlashAttention's tile. Each query position has one row per query head of a group.
 FLASH_TILE_ROWS = 128
 # FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
@@ -22,12 +22,12 @@ MAX_FLASH_REQUESTS = 32
 
 
 class FlashRequests(NamedTuple):
-    """Holds the requests of one FlashAttention launch. An entry is one request, or unused.
+    """Holds the requests of one FlashAttention launch. Each of the E entries holds one request, or is unused.
 
-    query_starts: int32 [E + 1], index of each entry's first query in the step; the last element is not read.
-    query_lens: int32 [E], queries of each entry, 0 for an unused entry.
-    seq_lens: int32 [E], tokens of each entry. None: entries are whole prompts, which attend to the step's own keys.
-    block_tables: int32 [E, max_blocks], pages of each entry. None if `seq_lens` is None.
+    query_starts: int32 [E + 1], index of each request's first query in the step. The last element is not read.
+    query_lens: int32 [E], number of each request's queries, 0 for an unused entry.
+    seq_lens: int32 [E], number of each request's tokens. None: the requests attend only to this step's tokens.
+    block_tables: int32 [E, max_blocks], page numbers of each request. None if `seq_lens` is None.
     """
 
     query_starts: Tensor
@@ -37,13 +37,13 @@ class FlashRequests(NamedTuple):
 
 
 def work_list_filter(num_heads: int, num_sms: int) -> WorkListFilter:
-    """Return a filter that keeps a chunk in work lists if FlashAttention is slower. num_sms: SMs of the device."""
+    """Return a filter that keeps a chunk in work lists if FlashAttention is slower."""
     query_limit = int(MIN_FILLED_SHARE * FLASH_TILE_ROWS * num_sms / num_heads)
     return WorkListFilter(query_limit, MIN_WORK_LIST_CONTEXT, MAX_FLASH_REQUESTS)
 
 
 def select_whole_prompts(query_start_loc: Tensor) -> FlashRequests:
-    """Return all requests with several queries. Each must be a whole prompt. query_start_loc: int32 [B + 1]."""
+    """Return all requests with several queries. All tokens of these requests must be in the step."""
     query_lens = query_start_loc.diff()
     return FlashRequests(query_start_loc, query_lens * (query_lens > 1))
 
@@ -51,9 +51,9 @@ def select_whole_prompts(query_start_loc: Tensor) -> FlashRequests:
 def gather_flash_requests(
     query_lens: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_tables: Tensor, page_size: int
 ) -> FlashRequests:
-    """Return the requests with `query_lens` > 0, in order. There must be at most MAX_FLASH_REQUESTS of them.
+    """Return the requests with `query_lens` > 0, in order.
 
-    query_lens: int32 [B], number of queries for which FlashAttention attends in each request.
+    query_lens: int32 [B], number of each request's queries. At most MAX_FLASH_REQUESTS numbers may be above 0.
     """
     num_entries = min(len(query_lens), MAX_FLASH_REQUESTS)
     tensors = _gather_requests_op(query_lens, seq_lens, query_start_loc, block_tables, num_entries, page_size)

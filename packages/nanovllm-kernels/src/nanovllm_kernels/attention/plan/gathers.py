@@ -1,4 +1,4 @@
-"""Plans which cached tokens plain torch gathers, for grouped-query and latent attention.
+"""Plans which cached tokens plain torch copies together, for grouped-query and latent attention.
 
 One plan serves all layers of a step.
 """
@@ -9,17 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Maximum number of tokens gathered at once. Larger gathers lose most of their time to page faults of new memory.
+# Maximum number of tokens gathered at once. A larger gather spends most of its time on page faults of new memory.
 MAX_GATHER_TOKENS = 8192
 
 
-class DecodeGather(NamedTuple):
-    """Holds the decodes of requests `begin` to `end` - 1, whose cached tokens are gathered together.
+class DecodeGroup(NamedTuple):
+    """Describes requests whose cached tokens are gathered together. Each request has one query.
 
-    Token i of the step is the only query of request i.
-    pages_or_slots: numbers of the pages if all requests have the same length, otherwise numbers of the tokens' slots.
-        The numbers are in the order of requests. A slice means consecutive pages, which are read in place.
-    mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
+    begin: index of the first request, and of its query in the step.
+    end: index after the last request.
+    pages_or_slots: page numbers if all requests have the same length, otherwise slot numbers, in the order of requests.
+        A slice means consecutive pages, which are read in place.
+    mask: [n, 1, 1, max_len], 0 for tokens that a query attends to, otherwise -inf. None: all lengths are equal.
     """
 
     begin: int
@@ -29,11 +30,12 @@ class DecodeGather(NamedTuple):
     mask: Tensor | None
 
 
-class PrefillGather(NamedTuple):
-    """Holds one request with `length` tokens in `pages`. Its queries are tokens `begin` to `end` - 1 of the step.
+class PrefillRequest(NamedTuple):
+    """Describes one request with `length` tokens in `pages`.
 
-    mask: [end - begin, length], 0 for tokens that a query attends to and -inf for others. None: every token of the
-        request is a query.
+    begin: index of the request's first query in the step.
+    end: index after the request's last query in the step.
+    mask: [end - begin, length], 0 for tokens that a query attends to, otherwise -inf. None: all tokens are queries.
     """
 
     begin: int
@@ -44,10 +46,10 @@ class PrefillGather(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """Holds the gathers of a step."""
+    """Groups a step's requests for plain torch."""
 
-    decodes: list[DecodeGather]
-    prefills: list[PrefillGather]
+    decodes: list[DecodeGroup]
+    prefills: list[PrefillRequest]
 
 
 def plan_gathers(
@@ -69,7 +71,7 @@ def plan_gathers(
         _plan_decodes(begin, end, block_tables[begin:end], seq_lens[begin:end], lengths[begin:end], page_size, dtype)
         for begin, end in _split_decodes(lengths[:num_decodes])
     ]
-    prefills: list[PrefillGather] = []
+    prefills: list[PrefillRequest] = []
     if num_decodes < len(lengths):
         starts: list[int] = query_start_loc.tolist()
         for request in range(num_decodes, len(lengths)):
@@ -79,12 +81,15 @@ def plan_gathers(
                 mask = torch.full((end - begin, length), -torch.inf, dtype=dtype, device=seq_lens.device)
                 mask.triu_(length - (end - begin) + 1)
             pages = _slice_if_consecutive(block_tables[request, : -(-length // page_size)])
-            prefills.append(PrefillGather(begin, end, pages, length, mask))
+            prefills.append(PrefillRequest(begin, end, pages, length, mask))
     return GatherPlan(decodes, prefills)
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges (begin, end) of decodes. A range has one decode, or at most MAX_GATHER_TOKENS padded tokens."""
+    """Yield ranges (begin, end) of decodes.
+
+    A range with several decodes has at most MAX_GATHER_TOKENS tokens, if each length is padded to the largest.
+    """
     begin = max_len = 0
     for index, length in enumerate(lengths):
         if index > begin and max(max_len, length) * (index + 1 - begin) > MAX_GATHER_TOKENS:
@@ -97,22 +102,22 @@ def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 def _plan_decodes(
     begin: int, end: int, block_tables: Tensor, seq_lens: Tensor, lengths: list[int], page_size: int, dtype: torch.dtype
-) -> DecodeGather:
+) -> DecodeGroup:
     max_len = max(lengths)
     tables = block_tables[:, : -(-max_len // page_size)]
     if min(lengths) == max_len:
-        return DecodeGather(begin, end, _slice_if_consecutive(tables.reshape(-1)), max_len, None)
-    # An unfilled slot may hold an infinity or NaN, which would survive the mask: read the request's first slot instead.
+        return DecodeGroup(begin, end, _slice_if_consecutive(tables.reshape(-1)), max_len, None)
+    # An unfilled slot may hold NaN, which a mask does not remove. Read the request's first slot instead.
     offsets = torch.arange(max_len, dtype=torch.int32, device=seq_lens.device)
     is_filled = offsets < seq_lens.unsqueeze(1)
     slots = tables.repeat_interleave(page_size, 1)[:, :max_len] * page_size + offsets % page_size
     slots = torch.where(is_filled, slots, slots[:, :1])
     mask = torch.zeros(is_filled.shape, dtype=dtype, device=is_filled.device).masked_fill_(~is_filled, -torch.inf)
-    return DecodeGather(begin, end, slots.view(-1), max_len, mask[:, None, None])
+    return DecodeGroup(begin, end, slots.view(-1), max_len, mask[:, None, None])
 
 
 def _slice_if_consecutive(page_numbers: Tensor) -> Tensor | slice:
-    """Return a slice if the page numbers are consecutive, because a slice is read in place. Otherwise return them."""
+    """Convert page numbers to a slice if they are consecutive. A slice is read in place."""
     numbers: list[int] = page_numbers.tolist()
     first, num_pages = numbers[0], len(numbers)
     return slice(first, first + num_pages) if numbers == list(range(first, first + num_pages)) else page_numbers

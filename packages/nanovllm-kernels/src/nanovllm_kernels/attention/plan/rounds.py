@@ -1,4 +1,4 @@
-"""Estimates how long attention takes for a step's prompt chunks, from the tiles into which kernels cut the chunks."""
+"""Estimates the attention time of a step's prompt chunks. Kernels cut the chunks into tiles."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,11 +13,11 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 
 
 class AttentionRounds(NamedTuple):
-    """Describes attention rounds. In a round, a device computes `tiles_per_round` tiles of prompt chunks at once.
+    """Describes attention rounds. In a round, a device computes `tiles_per_round` tiles at once.
 
-    A late chunk comes after at least `min_work_list_context` tokens of its request. Work lists compute the late chunks
-    of a step if these chunks together have fewer than `work_list_limit` tokens.
-    tile_tokens: number of tokens in a tile. All are in one chunk.
+    A chunk is late if at least `min_work_list_context` tokens of its request precede it. Work lists compute a step's
+    late chunks if these chunks together have fewer than `work_list_limit` tokens.
+    tile_tokens: maximum number of tokens in a tile. A tile is a part of one chunk.
     """
 
     tile_tokens: int
@@ -27,7 +27,7 @@ class AttentionRounds(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the tiles of one round."""
+        """Maximum number of tokens in one round."""
         return self.tile_tokens * self.tiles_per_round
 
     def estimate_pairs(self, chunks: Iterable[tuple[int, int]]) -> int:
@@ -45,12 +45,12 @@ class AttentionRounds(NamedTuple):
                 pairs_if_busy += int(pairs * chunk_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
                 continue
             pairs_if_busy += pairs
-            # The chunk's tiles first fill incomplete rounds of the chunks before it in this loop.
+            # The chunk's tiles first fill incomplete rounds of earlier iterations.
             num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
             num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
             whole_round_pairs += num_rounds * self.num_tokens * pairs // num_tokens
         return max(pairs_if_busy, whole_round_pairs)
 
 
-# For devices on which the attention time does not depend on the cuts between chunks, such as CPUs.
+# For CPUs and other devices on which the attention time does not depend on the cuts between chunks.
 ONE_TOKEN_ROUNDS = AttentionRounds(1, 1)

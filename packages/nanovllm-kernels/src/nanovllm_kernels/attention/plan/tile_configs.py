@@ -1,17 +1,22 @@
-"""Launch configurations of the attention kernels, looked up by shape: nothing is tuned at run time."""
+"""Defines launch configurations of the attention kernels by shape. Nothing is tuned at run time."""
 
 from typing import NamedTuple
 
-# Minimum keys in a part of a work list. Merging shorter parts would cost more time than parallel parts save.
+# Minimum number of keys in a part of a work list. Merging shorter parts would cost more time than parallelism saves.
 MIN_PART_TOKENS = 128
-# Rows of a narrow tile: the minimum of tensor core instructions other than wgmma.
+# Rows of a narrow tile: the minimum for tensor core instructions other than wgmma.
 NARROW_TILE_ROWS = 16
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
 
 
 class TileConfig(NamedTuple):
-    """Configures a launch: `block_m` rows (queries x heads) per tile, `block_n` keys per block, programs per SM."""
+    """Configures a launch.
+
+    block_m: rows per tile: queries times heads.
+    block_n: keys per block.
+    ctas_per_sm: number of programs that an SM runs at once.
+    """
 
     block_m: int
     block_n: int
@@ -43,7 +48,7 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Absorbed latent attention: 16 selects narrow tiles, 64 wide tiles. 16-bit decodes spill no registers on Hopper.
+# Absorbed latent attention. Keys: 16 for narrow tiles, 64 for wide tiles. Narrow 16-bit tiles spill no registers.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
@@ -60,7 +65,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def choose_num_parts(num_head_blocks: int, num_programs: int) -> int:
-    """Return the largest number of parts with which all programs run at once. A part has a program per head block.
+    """Return the largest number of parts for which all programs run at once. Each part has `num_head_blocks` programs.
 
     num_programs: number of programs that the device can run at once.
     """
@@ -80,7 +85,7 @@ def tile_element_bytes(query_element_bytes: int, cache_element_bytes: int) -> in
 def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, many_queries: bool) -> TileConfig:
     """Return the tile for heads of `head_dim`, with `group_size` query heads per key-value head.
 
-    element_bytes: see `tile_element_bytes`. many_queries: whether requests have many queries, instead of a few.
+    element_bytes: from `tile_element_bytes`. many_queries: whether requests have many queries, instead of a few.
     Raises: ValueError if no kernel supports the head size.
     """
     padded_dim = max(64, next_power_of_2(head_dim))
@@ -94,7 +99,7 @@ def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, many_
 def latent_tile_config(num_heads: int, element_bytes: int, *, many_queries: bool) -> TileConfig:
     """Return the tile of absorbed latent attention with `num_heads` heads and latents of up to 512 elements.
 
-    element_bytes: see `tile_element_bytes`. many_queries: whether requests have many queries, instead of one.
+    element_bytes: from `tile_element_bytes`. many_queries: whether requests have many queries, instead of one.
     """
     return LATENT_TILES[element_bytes][64 if many_queries or num_heads > NARROW_TILE_ROWS else NARROW_TILE_ROWS]
 

@@ -1,6 +1,6 @@
 """Plans work lists: the device cuts the attention work of a step into parts of equal length.
 
-The host gives only upper bounds on lengths, so that one captured graph serves any lengths within the bounds.
+The host only knows upper bounds on lengths. One captured graph serves all lengths within the bounds.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ NO_LIMIT = 2**31 - 1
 class WorkList(NamedTuple):
     """Holds the work of one attention launch.
 
-    A tile is up to BLOCK_Q consecutive queries of one request. The blocks of a tile are the blocks of BLOCK_N keys that
-    the queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
-    computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
+    A tile is up to `block_q` consecutive queries of one request. The keys that a tile's queries see form blocks of
+    `block_n` keys. A part is a range of the blocks of all tiles. Parts have equal lengths (Osama et al. 2023), and may
+    begin within a tile. One program computes one part for one block of heads.
 
-    tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
+    tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block. Last: the total number of blocks.
     tiles: int32 [max_tiles, 2], pairs (request, index of the tile's first query within the request).
-    parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the tile with this block). An
-        empty part, and the last row, is the pair (number of blocks, number of tiles).
+    parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the tile with this block). The
+        last row, and the rows of empty parts, are (number of blocks, number of tiles).
     """
 
     tile_first_blocks: Tensor
@@ -40,11 +40,11 @@ class WorkList(NamedTuple):
 
 
 class WorkListFilter(NamedTuple):
-    """Decides which requests with several queries stay in work lists. Another kernel takes the excluded requests.
+    """Decides which requests with several queries stay in work lists. Another kernel computes excluded requests.
 
     A short request has fewer than `query_limit` queries, and at least `min_context` tokens before its first query.
     Short requests stay in work lists if all short requests together have fewer than `query_limit` queries.
-    max_excluded: maximum number of excluded requests. Further requests stay in work lists.
+    max_excluded: maximum number of excluded requests. All other requests stay in work lists.
     """
 
     query_limit: int = NO_LIMIT
@@ -64,7 +64,7 @@ def split_query_lens(
     """
     if max_query_len <= narrow_queries and wide_queries != narrow_queries:
         return range(min_query_len, max_query_len + 1), range(0)
-    # If another kernel takes decodes, a launch of narrow tiles would be mostly idle: wide tiles take all requests.
+    # If another kernel takes decodes, a launch of narrow tiles would be mostly idle. Use only wide tiles.
     uses_narrow = min_query_len == 1 and wide_queries != narrow_queries
     narrow = range(min_query_len, narrow_queries + 1) if uses_narrow else range(0)
     return narrow, range(narrow.stop or min_query_len, max_query_len + 1)
@@ -86,9 +86,9 @@ def make_work_list(
     seq_lens: int32 [B], number of tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
     block_q: query positions in a tile.
-    num_head_blocks: programs that compute the same part for different heads.
-    num_tokens: upper bound on the tokens of the step.
-    Returns: the work list, and int32 [B]: each excluded request's number of queries, 0 for other requests.
+    num_head_blocks: number of programs that compute the same part for different heads.
+    num_tokens: upper bound on the number of tokens in the step.
+    Returns: the work list, and int32 [B]: number of each excluded request's queries, 0 for other requests.
     """
     num_reqs = seq_lens.shape[0]
     max_query_len = query_lens.stop - 1
