@@ -16,7 +16,14 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, SharedExpert, TokenGate, can_fuse_shared_expert
+from nanovllm_core.layers.moe import (
+    MLP_LINEAR_NAMES,
+    Experts,
+    Router,
+    SharedExpertNames,
+    TokenGate,
+    can_fuse_shared_expert,
+)
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -28,12 +35,12 @@ from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.llama import can_skip_tensor
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
-from nanovllm_models.mtp import find_mtp_heads
+from nanovllm_models.mtp import has_mtp_heads
 from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
 LAYER_TYPES = LINEAR_ATTENTION, FULL_ATTENTION = ("linear_attention", "full_attention")
 MTP_PREFIX = "mtp."
-SHARED_EXPERT = SharedExpert("shared_expert", "shared_expert_gate")
+SHARED_EXPERT_NAMES = SharedExpertNames("shared_expert", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,8 @@ class Qwen3NextConfig:
 
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
-    num_mtp_heads: number of heads for multi-token prediction. Published checkpoints have a head without this field.
+    num_mtp_heads: declared number of heads for multi-token prediction. Published checkpoints have a head, but lack this
+        field of config.json.
     """
 
     vocab_size: int
@@ -187,7 +195,7 @@ class Qwen3NextMoE(nn.Module):
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *MLP_LINEAR_NAMES)
         has_same_format = shared_quantization == quantization
         shared_expert = (
-            SHARED_EXPERT
+            SHARED_EXPERT_NAMES
             if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=has_same_format)
             else None
         )
@@ -370,7 +378,7 @@ class Qwen3NextForCausalLM(DecoderWithHead):
 def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
-    if find_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
+    if has_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
         # No field of config.json says whether the head has experts.
         names = weights.names()
         has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)

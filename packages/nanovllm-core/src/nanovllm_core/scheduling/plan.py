@@ -104,11 +104,11 @@ class PromptLogprobsRange(NamedTuple):
 class StepPlan:
     """The plan of one step: changes of the device tables, and the rows to compute.
 
-    step: number of the step, from 0.
+    step_number: index of the step since the engine's start, from 0.
     max_seq_len: maximum context length after the step, in tokens.
     """
 
-    step: int
+    step_number: int
     new_rows: list[NewRow]
     new_blocks: NewBlocks
     scheduled: ScheduledRows

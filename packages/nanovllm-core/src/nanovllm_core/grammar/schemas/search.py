@@ -5,7 +5,7 @@ from nanovllm_core.grammar.schemas.characters import Ranges
 
 
 def is_found(tree: regex.Node, text: str) -> bool:
-    """Whether a part of `text` matches `tree`. The time is linear in the sizes and in the repetition counts."""
+    """Whether a part of `text` matches `tree`. The search does not backtrack."""
     return bool(_match_ends(tree, text, frozenset(range(len(text) + 1))))
 
 
@@ -47,7 +47,7 @@ def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozense
                         break
                     ends |= starts
                 elif starts == previous_starts:
-                    count = low - 1  # More repetitions change nothing: skip to the last required one.
+                    count = low - 1  # More repetitions change nothing, so skip to the last required repetition.
             return ends
 
 
