@@ -18,7 +18,7 @@ from nanovllm_core.layers.moe import (
     SharedExpertNames,
     SparseMLP,
     TokenGate,
-    can_fuse_shared_expert,
+    can_fuse_shared,
 )
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
@@ -174,12 +174,12 @@ def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, 
 
 
 def test_shared_expert_is_fused_only_if_narrow_and_of_the_same_width_and_format(build, ranks):
-    assert can_fuse_shared_expert(512, 512, build, same_format=True)
-    assert not can_fuse_shared_expert(512, 512, build, same_format=False)
-    assert not can_fuse_shared_expert(512, 1024, build, same_format=True)
-    assert not can_fuse_shared_expert(2048, 2048, build, same_format=True)
+    assert can_fuse_shared(512, 512, build, same_format=True)
+    assert not can_fuse_shared(512, 512, build, same_format=False)
+    assert not can_fuse_shared(512, 1024, build, same_format=True)
+    assert not can_fuse_shared(2048, 2048, build, same_format=True)
     first, _ = ranks(2)
-    assert can_fuse_shared_expert(2048, 2048, first, same_format=True)
+    assert can_fuse_shared(2048, 2048, first, same_format=True)
 
 
 def test_a_router_decides_in_float32_on_a_cpu(build):

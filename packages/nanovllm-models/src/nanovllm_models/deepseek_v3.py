@@ -11,14 +11,7 @@ from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart
 from nanovllm_core.layers.mla import LatentAttention, LatentAttentionConfig
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import (
-    MLP_LINEAR_NAMES,
-    Experts,
-    Router,
-    Routing,
-    SharedExpertNames,
-    can_fuse_shared_expert,
-)
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, Routing, SharedExpertNames, can_fuse_shared
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
@@ -166,11 +159,8 @@ class DeepseekV3MoE(nn.Module):
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *MLP_LINEAR_NAMES)
         shared_width = moe.num_shared_experts * width
         has_same_format = shared_quantization == quantization
-        shared = (
-            SHARED_EXPERT_NAMES
-            if can_fuse_shared_expert(width, shared_width, build, same_format=has_same_format)
-            else None
-        )
+        is_fused = can_fuse_shared(width, shared_width, build, same_format=has_same_format)
+        shared = SHARED_EXPERT_NAMES if is_fused else None
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, bias_name=bias_name)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
@@ -267,7 +257,7 @@ class DeepseekV3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
         # A compiled function serves only layers of one kind: with experts or without.
-        self._between = tuple(
+        self._run_between = tuple(
             compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for _ in range(2)
         )
 
@@ -283,7 +273,7 @@ class DeepseekV3Model(nn.Module):
         q, latents = layer.before_attention(x)
         for next_layer in later_layers:
             attended = layer.self_attn.forward(q, latents, rotation, ctx)
-            x, q, latents = self._between[layer.has_experts](attended, x, layer, next_layer)
+            x, q, latents = self._run_between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
         return self.norm.forward(layer.after_attention(layer.self_attn.forward(q, latents, rotation, ctx), x))
 

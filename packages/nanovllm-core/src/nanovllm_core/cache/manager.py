@@ -6,7 +6,7 @@ from typing import NamedTuple
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
-from nanovllm_core.config import PrefixHashAlgorithm
+from nanovllm_core.config import HashAlgorithm
 from nanovllm_core.request_state import RequestState
 
 
@@ -25,7 +25,7 @@ class CacheManager:
         block_size: int,
         *,
         prefix_caching: bool,
-        hash_algorithm: PrefixHashAlgorithm,
+        hash_algorithm: HashAlgorithm,
         watermark: float,
         state_pool: StatePool | None = None,
     ):
@@ -110,8 +110,8 @@ class CacheManager:
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of cached tokens at the start of a waiting request.
 
-        last_estimate: result of the last call for this request; None for the first call. Without recurrent layers, the
-            search starts after these tokens. Their blocks may have been evicted since.
+        last_estimate: result of the last call for this request; None for the first call. The search may trust this
+            result, although blocks may have been evicted since.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size
@@ -129,8 +129,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # A cached token yields no logits. Sampling needs the logits of the last token, and the log-probability of a
-        # prompt token needs the logits of the token before it.
+        # Cached tokens yield no logits, which sampling and the log-probabilities of prompt tokens need.
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )

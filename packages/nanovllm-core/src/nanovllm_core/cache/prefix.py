@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from struct import pack
 
-from nanovllm_core.config import PrefixHashAlgorithm
+from nanovllm_core.config import HashAlgorithm
 from nanovllm_core.request_state import BlockHash, RequestState
 
 _TOKEN_BYTES = 4
@@ -29,9 +29,9 @@ def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: in
 class PrefixHasher:
     """Computes the block hashes of requests."""
 
-    def __init__(self, algorithm: PrefixHashAlgorithm, block_size: int):
+    def __init__(self, algorithm: HashAlgorithm, block_size: int):
         self._block_size = block_size
-        self._algorithm: PrefixHashAlgorithm = algorithm
+        self._algorithm: HashAlgorithm = algorithm
         self._hash_blocks: HashBlocks = _hash_blocks_sha256 if algorithm == "sha256" else _hash_blocks_fast
         # The secret keeps clients from computing hashes themselves.
         self._secret = secrets.token_bytes(32)

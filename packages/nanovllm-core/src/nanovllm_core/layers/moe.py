@@ -29,7 +29,7 @@ __all__ = [
     "SharedExpertNames",
     "SparseMLP",
     "TokenGate",
-    "can_fuse_shared_expert",
+    "can_fuse_shared",
 ]
 
 # Maximum width per rank of a shared expert that is fused with the routed experts. Fusing saves only a kernel launch,
@@ -68,7 +68,7 @@ class SharedExpertNames(NamedTuple):
     gate: str | None = None
 
 
-def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
+def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
     """Whether the shared expert may be stored and run as one more routed expert.
 
     width: width of a routed expert.

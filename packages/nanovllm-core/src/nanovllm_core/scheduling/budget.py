@@ -8,8 +8,8 @@ from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attent
 
 # Without a target time, the time limit of a step with prompts and decodes is at least this many usual decode steps.
 MIN_MIXED_DECODE_STEPS = 4
-# Steps may take longer than predicted. A budget therefore leaves a share of the time limit unused: _MARGIN_PER_EXCESS
-# times the mean excess over the prediction, but at most _MAX_MARGIN.
+# Steps may take longer than predicted, so a budget leaves a share of the time limit unused. The share is
+# _MARGIN_PER_EXCESS times the mean excess over the prediction, and at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
 # A GPU attends with some queries of a chunk at a time, in one round. A chunk loses its last round if more than

@@ -31,7 +31,7 @@ class BatchShape(NamedTuple):
 
 
 class ScheduledRows(NamedTuple):
-    """The rows that a step computes. Rows with one token come first, prompts without computed tokens last.
+    """The rows that a step computes. Rows with one token come first. Prompts that start at position 0 come last.
 
     rows: int64 [n].
     num_tokens: int64 [n], number of tokens that the step computes for each row.
