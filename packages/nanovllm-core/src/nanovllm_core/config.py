@@ -14,7 +14,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 AttentionBackend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 KVCacheDtype = Literal["auto", "fp8"]
 BlockSize = Literal[16, 32, 64, 128]
-PrefixHash = Literal["fast", "sha256"]
+HashAlgorithm = Literal["fast", "sha256"]
 StateDtype = Literal["float32", "bfloat16"]
 GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
@@ -56,7 +56,7 @@ class IndependentSettings:
     cpu_cache_gib: Annotated[float, "size of the KV cache on a CPU, in GiB"] = 2.0
     prefix_caching: Annotated[bool, "keep blocks of finished requests for prompts that begin with equal tokens"] = True
     prefix_hash: Annotated[
-        PrefixHash, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
+        HashAlgorithm, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
     ] = "fast"
     watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
     seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0

@@ -42,7 +42,7 @@ class RequestState:
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     scheduled_time: value of `time.monotonic` at the first admission.
-    num_scored_tokens: number of prompt tokens whose log-probabilities are planned or computed.
+    num_scheduled_prompt_logprobs: number of prompt tokens whose log-probabilities a step has computed or will compute.
     row: index of the request in the tables of the scheduler and of the device; -1 while not running.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
@@ -62,7 +62,7 @@ class RequestState:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     scheduled_time: float = 0.0
-    num_scored_tokens: int = 0
+    num_scheduled_prompt_logprobs: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list[int])
     block_hashes: list[BlockHash] = field(default_factory=list[BlockHash])
@@ -92,11 +92,11 @@ class RequestState:
         return len(self.client_request.prompt_ids) + len(self.output_ids)
 
     @property
-    def num_unscored_tokens(self) -> int:
-        """Number of prompt tokens whose log-probabilities are requested, but not computed yet."""
+    def num_unscheduled_prompt_logprobs(self) -> int:
+        """Number of prompt tokens whose log-probabilities are requested, but not scheduled yet."""
         if self.sampling.prompt_logprobs is None:
             return 0
-        return self.num_prompt_tokens - 1 - self.num_scored_tokens
+        return self.num_prompt_tokens - 1 - self.num_scheduled_prompt_logprobs
 
     def token_ids(self) -> TokenIds:
         """The prompt followed by the output."""

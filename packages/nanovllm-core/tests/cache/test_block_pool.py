@@ -6,8 +6,8 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState
 
 
-def make_manager(num_blocks: int = 8, *, prefix_hash: str = "fast", watermark: float = 0.0) -> CacheManager:
-    return CacheManager(num_blocks, 4, prefix_caching=True, prefix_hash=prefix_hash, watermark=watermark)
+def make_manager(num_blocks: int = 8, *, hash_algorithm: str = "fast", watermark: float = 0.0) -> CacheManager:
+    return CacheManager(num_blocks, 4, prefix_caching=True, hash_algorithm=hash_algorithm, watermark=watermark)
 
 
 def admit_request(cache: CacheManager, name: str, tokens: list[int], salt: str = "") -> RequestState:
@@ -72,9 +72,9 @@ def test_a_prompt_finds_full_blocks_but_always_computes_its_last_token():
     assert count_cached_tokens(cache, [9, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
 
 
-@pytest.mark.parametrize("prefix_hash", ["fast", "sha256"])
-def test_prompts_with_different_salts_share_no_blocks(prefix_hash: str):
-    cache = make_manager(prefix_hash=prefix_hash)
+@pytest.mark.parametrize("hash_algorithm", ["fast", "sha256"])
+def test_prompts_with_different_salts_share_no_blocks(hash_algorithm: str):
+    cache = make_manager(hash_algorithm=hash_algorithm)
     finish_request(cache, admit_request(cache, "a", [1, 2, 3, 4, 5], "one"))
     assert count_cached_tokens(cache, [1, 2, 3, 4, 5], "two") == 0
     assert count_cached_tokens(cache, [1, 2, 3, 4, 5], "one") == 4

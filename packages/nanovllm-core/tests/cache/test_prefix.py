@@ -56,7 +56,7 @@ def test_arrays_and_lists_have_the_same_hashes(kind):
 
 
 def test_no_block_of_a_request_is_hashed_twice(monkeypatch):
-    cache = CacheManager(8, SIZE, prefix_caching=True, prefix_hash="fast", watermark=0)
+    cache = CacheManager(8, SIZE, prefix_caching=True, hash_algorithm="fast", watermark=0)
     chain, hashed = cache._hasher._hash_blocks, []
 
     def count_hashes(parent, tokens, block_bytes):

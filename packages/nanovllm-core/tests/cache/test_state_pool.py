@@ -9,7 +9,7 @@ from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 def make_manager(num_slots: int, max_running: int) -> CacheManager:
     states = StatePool(num_slots, max_running, 16)
-    return CacheManager(1000, 16, prefix_caching=True, prefix_hash="fast", watermark=0, state_pool=states)
+    return CacheManager(1000, 16, prefix_caching=True, hash_algorithm="fast", watermark=0, state_pool=states)
 
 
 def admit_request(cache: CacheManager, tokens: list[int]) -> tuple[RequestState, int]:

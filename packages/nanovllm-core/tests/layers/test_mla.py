@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm_core.layers.mla import LatentAttention, LatentShape
+from nanovllm_core.layers.mla import LatentAttention, LatentAttentionConfig
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding
 from nanovllm_core.layers.weights import load_weights
@@ -12,7 +12,7 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention.mla import plan_latent_batch
 
 HIDDEN, LENGTH, BLOCK_SIZE = 16, 20, 16
-SHAPE = LatentShape(
+SHAPE = LatentAttentionConfig(
     num_heads=3, key_dim=6, rope_dim=4, value_dim=5, query_rank=8, latent_dim=10, scale=0.3, interleaved=True, bias=True
 )
 BUILD = BuildContext(torch.device("cpu"), torch.float32, ParallelContext())

@@ -15,10 +15,10 @@ from nanovllm_core.layers.moe import (
     Experts,
     Router,
     Routing,
-    SharedExpert,
+    SharedExpertNames,
     SparseMLP,
     TokenGate,
-    can_fuse_shared_expert,
+    can_fuse_shared,
 )
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
@@ -141,7 +141,7 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
 @pytest.mark.parametrize("size", [1, 2])
 def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, ranks):
     """The same as beside the others, of the same tensors."""
-    width, shared = (256, SharedExpert("shared_expert", gate))
+    width, shared = (256, SharedExpertNames("shared_expert", gate))
     tensors = expert_tensors("mlp.experts", width=width) | {"mlp.gate.weight": torch.randn(NUM_EXPERTS, HIDDEN)}
     own = {name.replace("experts.0", "shared_expert"): 2 * tensors[name] for name in tensors if "experts.0" in name}
     if quantization is not None:
@@ -174,12 +174,12 @@ def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, 
 
 
 def test_shared_expert_is_fused_only_if_narrow_and_of_the_same_width_and_format(build, ranks):
-    assert can_fuse_shared_expert(512, 512, build, same_format=True)
-    assert not can_fuse_shared_expert(512, 512, build, same_format=False)
-    assert not can_fuse_shared_expert(512, 1024, build, same_format=True)
-    assert not can_fuse_shared_expert(2048, 2048, build, same_format=True)
+    assert can_fuse_shared(512, 512, build, same_format=True)
+    assert not can_fuse_shared(512, 512, build, same_format=False)
+    assert not can_fuse_shared(512, 1024, build, same_format=True)
+    assert not can_fuse_shared(2048, 2048, build, same_format=True)
     first, _ = ranks(2)
-    assert can_fuse_shared_expert(2048, 2048, first, same_format=True)
+    assert can_fuse_shared(2048, 2048, first, same_format=True)
 
 
 def test_a_router_decides_in_float32_on_a_cpu(build):
@@ -196,7 +196,7 @@ def test_a_router_decides_in_float32_on_a_cpu(build):
 
 def test_random_experts_depend_on_the_seed(build):
     def make_experts(seed: int, quantization: BlockFP8 | None = None) -> Experts:
-        experts = Experts(1, 64, 64, build, shared=SharedExpert("shared"), quantization=quantization)
+        experts = Experts(1, 64, 64, build, shared=SharedExpertNames("shared"), quantization=quantization)
         fill_random(nn.ModuleList([experts]), seed)
         return experts
 

@@ -20,7 +20,7 @@ FEW_REQUESTS, MANY_REQUESTS = 8, 256
 
 
 def make_scheduler(num_blocks: int, max_num_seqs: int, max_tokens: int, *, prefix_caching: bool = False) -> Scheduler:
-    cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching, prefix_hash="fast", watermark=0)
+    cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching, hash_algorithm="fast", watermark=0)
     return Scheduler(
         cache,
         max_num_seqs=max_num_seqs,

@@ -62,7 +62,7 @@ class SimulatedEngine:
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
-        cache = CacheManager(60_000, BLOCK_SIZE, prefix_caching=False, prefix_hash="fast", watermark=0.01)
+        cache = CacheManager(60_000, BLOCK_SIZE, prefix_caching=False, hash_algorithm="fast", watermark=0.01)
         model = StepTimeModel()
         calibrate(
             model,

@@ -179,7 +179,7 @@ class Trace:
             num_blocks,
             self.block_size,
             prefix_caching=(prefix_caching := rng.random() < 0.8),
-            prefix_hash=rng.choice(["fast", "sha256"]),
+            hash_algorithm=rng.choice(["fast", "sha256"]),
             watermark=rng.choice([0, 0.1]),
             state_pool=StatePool(max_num_seqs + prefix_caching * rng.choice([1, 3, 20]), max_num_seqs, self.block_size)
             if is_recurrent

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart
-from nanovllm_core.layers.mla import LatentAttention, LatentShape
+from nanovllm_core.layers.mla import LatentAttention, LatentAttentionConfig
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, Routing, SharedExpert, can_fuse_shared_expert
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, Routing, SharedExpertNames, can_fuse_shared
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
@@ -20,9 +20,9 @@ from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
-from nanovllm_models.mtp import find_mtp_heads
+from nanovllm_models.mtp import has_mtp_heads
 
-SHARED_EXPERT = SharedExpert("shared_experts")
+SHARED_EXPERT_NAMES = SharedExpertNames("shared_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class DeepseekV3Config:
     max_position_embeddings: int
     rms_norm_eps: float
     rotary: RotaryConfig
-    attention: LatentShape
+    attention: LatentAttentionConfig
     moe: DeepseekMoEConfig
     tie_word_embeddings: bool
     quantization: BlockFP8 | None = None
@@ -93,7 +93,7 @@ def parse_config(config: JsonFields) -> DeepseekV3Config:
     )
 
 
-def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -> LatentShape:
+def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -> LatentAttentionConfig:
     key_dim = config.positive_integer("qk_nope_head_dim", 128)
     rope_dim = config.positive_integer("qk_rope_head_dim", 64)
     if rope_dim % 2:
@@ -103,7 +103,7 @@ def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -
         # The factor applies to queries and to keys, so it is squared. The rotary table can't include the factor: the
         # table scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
-    return LatentShape(
+    return LatentAttentionConfig(
         num_heads=num_heads,
         key_dim=key_dim,
         rope_dim=rope_dim,
@@ -121,11 +121,11 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
     num_groups, top_groups = config.positive_integer("n_group", 8), config.positive_integer("topk_group", 4)
     top_k = config.positive_integer("num_experts_per_tok", 8)
     if num_experts % num_groups or num_experts // num_groups < 2:
-        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, at least two experts per group")
+        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, and at most half of it")
     if top_groups > num_groups:
         raise config.error("topk_group", f"at most n_group, {num_groups}")
     if top_k > top_groups * (num_experts // num_groups):
-        raise config.error("num_experts_per_tok", "at most the experts in topk_group groups")
+        raise config.error("num_experts_per_tok", "at most the number of experts in topk_group groups")
     return DeepseekMoEConfig(
         num_experts=num_experts,
         num_shared_experts=config.positive_integer("n_shared_experts", 1),
@@ -159,9 +159,8 @@ class DeepseekV3MoE(nn.Module):
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *MLP_LINEAR_NAMES)
         shared_width = moe.num_shared_experts * width
         has_same_format = shared_quantization == quantization
-        shared = (
-            SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=has_same_format) else None
-        )
+        is_fused = can_fuse_shared(width, shared_width, build, same_format=has_same_format)
+        shared = SHARED_EXPERT_NAMES if is_fused else None
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, bias_name=bias_name)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
@@ -258,12 +257,12 @@ class DeepseekV3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
         # A compiled function serves only layers of one kind: with experts or without.
-        self._between = tuple(
+        self._run_between = tuple(
             compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for _ in range(2)
         )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
-        """Return the layers that `forward` runs, without those for multi-token prediction."""
+        """Return the layers that `forward` runs. The layers for multi-token prediction are not included."""
         return [*self.layers][: self._num_layers]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -274,7 +273,7 @@ class DeepseekV3Model(nn.Module):
         q, latents = layer.before_attention(x)
         for next_layer in later_layers:
             attended = layer.self_attn.forward(q, latents, rotation, ctx)
-            x, q, latents = self._between[layer.has_experts](attended, x, layer, next_layer)
+            x, q, latents = self._run_between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
         return self.norm.forward(layer.after_attention(layer.self_attn.forward(q, latents, rotation, ctx), x))
 
@@ -300,7 +299,7 @@ def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     num_layers, num_mtp_layers = config.num_hidden_layers, config.num_mtp_layers
     mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_layers))
-    if find_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp:
+    if has_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp:
         mtp_prefixes = ()
     else:
         config = replace(config, num_mtp_layers=0)

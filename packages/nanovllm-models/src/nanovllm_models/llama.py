@@ -209,7 +209,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         # A compiled function serves only layers of one kind: sparse layers (with experts) or dense layers.
-        self._between = {
+        self._run_between = {
             sparse: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between
             for sparse in (False, True)
         }
@@ -222,7 +222,7 @@ class LlamaModel(nn.Module):
         qkv = layer.before_attention(x)
         for next_layer in later_layers:
             attended = layer.self_attn.forward(qkv, rotation, ctx)
-            x, qkv = self._between[layer.has_experts](attended, x, layer, next_layer)
+            x, qkv = self._run_between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
         return self.norm.forward(layer.after_attention(layer.self_attn.forward(qkv, rotation, ctx), x))
 

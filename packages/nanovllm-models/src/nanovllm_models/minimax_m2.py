@@ -26,7 +26,7 @@ from nanovllm_models.llama import (
     parse_llama_fields,
 )
 from nanovllm_models.model_spec import make_model_spec
-from nanovllm_models.mtp import find_mtp_heads
+from nanovllm_models.mtp import has_mtp_heads
 
 EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
@@ -126,7 +126,7 @@ def build_minimax_m2(
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     num_layers = config.num_hidden_layers
     mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_modules))
-    find_mtp_heads(weights, mtp_prefixes, num_mtp_modules)
+    has_mtp_heads(weights, mtp_prefixes, num_mtp_modules)
     make_layer = partial(MiniMaxM2Layer, moe=moe)
     return build_llama(build, config=config, weights=weights, make_layer=make_layer, skipped_prefixes=mtp_prefixes)
 

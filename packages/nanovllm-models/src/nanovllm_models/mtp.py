@@ -7,7 +7,7 @@ from nanovllm_models.checkpoint import RandomWeights, WeightSource
 _log = logging.getLogger(__name__)
 
 
-def find_mtp_heads(weights: WeightSource, prefixes: tuple[str, ...], num_declared: int) -> bool:
+def has_mtp_heads(weights: WeightSource, prefixes: tuple[str, ...], num_declared: int) -> bool:
     """Return whether the weights include MTP heads. Raises ModelError if a file can't be read.
 
     prefixes: prefixes of the names of the heads' tensors.

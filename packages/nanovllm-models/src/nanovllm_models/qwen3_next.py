@@ -16,7 +16,7 @@ from nanovllm_core.layers.gated_attention import GatedQKVLinear
 from nanovllm_core.layers.gated_delta_net import DeltaShape, GatedDeltaNet
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
-from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, SharedExpert, TokenGate, can_fuse_shared_expert
+from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, SharedExpertNames, TokenGate, can_fuse_shared
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
@@ -28,12 +28,12 @@ from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.llama import can_skip_tensor
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
-from nanovllm_models.mtp import find_mtp_heads
+from nanovllm_models.mtp import has_mtp_heads
 from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
 LAYER_TYPES = LINEAR_ATTENTION, FULL_ATTENTION = ("linear_attention", "full_attention")
 MTP_PREFIX = "mtp."
-SHARED_EXPERT = SharedExpert("shared_expert", "shared_expert_gate")
+SHARED_EXPERT_NAMES = SharedExpertNames("shared_expert", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Qwen3NextConfig:
 
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
-    num_mtp_heads: number of heads for multi-token prediction. Published checkpoints have a head without this field.
+    num_mtp_heads: declared heads for multi-token prediction. Published checkpoints have a head but declare none.
     """
 
     vocab_size: int
@@ -186,11 +186,8 @@ class Qwen3NextMoE(nn.Module):
         quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *MLP_LINEAR_NAMES)
         has_same_format = shared_quantization == quantization
-        shared_expert = (
-            SHARED_EXPERT
-            if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=has_same_format)
-            else None
-        )
+        is_fused = can_fuse_shared(moe.intermediate_size, width, build, same_format=has_same_format)
+        shared_expert = SHARED_EXPERT_NAMES if is_fused else None
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared_expert)
         self.experts = Experts(
             moe.num_experts, hidden_size, moe.intermediate_size, build, shared=shared_expert, quantization=quantization
@@ -312,7 +309,7 @@ class Qwen3NextModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
         # Each kind of pair of layers has its own compiled function.
         kinds = {_pair_kind(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
-        self._between = {
+        self._run_between = {
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
         }
 
@@ -324,7 +321,7 @@ class Qwen3NextModel(nn.Module):
         projected = layer.before_mix(x)
         for next_layer in later_layers:
             mixed = layer.mix(projected, rotation, ctx)
-            x, *inputs = self._between[_pair_kind(layer, next_layer)](mixed, x, layer, next_layer)
+            x, *inputs = self._run_between[_pair_kind(layer, next_layer)](mixed, x, layer, next_layer)
             projected = tuple(inputs)
             layer = next_layer
         return self.norm.forward(layer.after_mix(layer.mix(projected, rotation, ctx), x))
@@ -370,7 +367,7 @@ class Qwen3NextForCausalLM(DecoderWithHead):
 def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
-    if find_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
+    if has_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
         # No field of config.json says whether the head has experts.
         names = weights.names()
         has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)

@@ -13,14 +13,14 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1..num_blocks. Padding uses block 0, the null block. num_cached: number of cached blocks."""
+    """The blocks from 1 to num_blocks. Padding uses block 0, the null block. num_cached: number of cached blocks."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._num_holders = [0] * (num_blocks + 1)
         self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._block_by_hash: dict[BlockHash, int] = {}
-        # Blocks without a holder. The first block is allocated first. Empty blocks precede cached blocks.
+        # Blocks without a holder, in the order of allocation: first empty blocks, then cached blocks.
         self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.num_cached = 0
 

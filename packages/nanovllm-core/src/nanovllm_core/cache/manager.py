@@ -6,12 +6,12 @@ from typing import NamedTuple
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
-from nanovllm_core.config import PrefixHash
+from nanovllm_core.config import HashAlgorithm
 from nanovllm_core.request_state import RequestState
 
 
 class BlockShortage(NamedTuple):
-    """The result of `admit` if a request needs `num_blocks` free blocks, and fewer blocks are free."""
+    """The result of `admit` if fewer than `num_blocks` blocks are free, but the request needs `num_blocks`."""
 
     num_blocks: int
 
@@ -25,7 +25,7 @@ class CacheManager:
         block_size: int,
         *,
         prefix_caching: bool,
-        prefix_hash: PrefixHash,
+        hash_algorithm: HashAlgorithm,
         watermark: float,
         state_pool: StatePool | None = None,
     ):
@@ -33,20 +33,20 @@ class CacheManager:
         self.state_pool = state_pool
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._hasher = PrefixHasher(prefix_hash, block_size) if prefix_caching else None
+        self._hasher = PrefixHasher(hash_algorithm, block_size) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
 
     def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
-        """Allocate blocks for all known tokens of a request without blocks, reusing cached blocks of its prefix.
+        """Allocate blocks for all tokens of `request`, which holds no blocks yet. Reuse cached blocks of its prefix.
 
-        keep_watermark: leave the watermark's share of blocks free.
+        keep_watermark: whether the watermark's share of all blocks must stay free.
         Returns the number of cached tokens. If too few blocks are free, returns BlockShortage and allocates nothing.
         """
         cached_blocks = self._find_cached_blocks(request)
-        num_shared_blocks, source_slot = len(cached_blocks), NULL_SLOT
+        num_found_blocks, source_slot = len(cached_blocks), NULL_SLOT
         if self.state_pool is not None:
-            # Recurrent layers can continue only from a checkpoint, so cached blocks after the checkpoint are useless.
-            num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_shared_blocks])
+            # Recurrent layers continue from the last checkpoint. They can't use cached blocks after this checkpoint.
+            num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_found_blocks])
             del cached_blocks[num_usable_blocks:]
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
         num_free_cached_blocks = sum(1 for block in cached_blocks if self.pool.count_holders(block) == 0)
@@ -64,7 +64,7 @@ class CacheManager:
                 request,
                 source_slot,
                 num_computed=num_computed,
-                num_shared=num_shared_blocks * self.block_size,
+                num_shared=num_found_blocks * self.block_size,
                 saves_checkpoints=self.prefix_caching,
             )
         return num_computed
@@ -110,13 +110,13 @@ class CacheManager:
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of cached tokens at the start of a waiting request.
 
-        last_estimate: result of the last call for this request; None for the first call. The search skips these tokens,
-            although their blocks may have been evicted.
+        last_estimate: result of the last call for this request; None for the first call. The search may trust this
+            result, although blocks may have been evicted since.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size
             return (num_blocks + len(self._find_cached_blocks(request, num_blocks))) * self.block_size
-        # Finding the last checkpoint takes many lookups, so search only once.
+        # With recurrent layers, search only once, because finding the last checkpoint takes many lookups.
         if last_estimate is None:
             num_cached_blocks = len(self._find_cached_blocks(request))
             num_usable_blocks, _ = self.state_pool.find_checkpoint(request.block_hashes[:num_cached_blocks])
@@ -129,8 +129,10 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # Compute tokens whose logits are needed: the last token, and each token before an unscored token.
-        max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
+        # Cached tokens yield no logits, which sampling and the log-probabilities of prompt tokens need.
+        max_cached_tokens = (
+            request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
+        )
         for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)
             if block is None:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from struct import pack
 
-from nanovllm_core.config import PrefixHash
+from nanovllm_core.config import HashAlgorithm
 from nanovllm_core.request_state import BlockHash, RequestState
 
 _TOKEN_BYTES = 4
@@ -29,11 +29,11 @@ def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: in
 class PrefixHasher:
     """Computes the block hashes of requests."""
 
-    def __init__(self, kind: PrefixHash, block_size: int):
+    def __init__(self, algorithm: HashAlgorithm, block_size: int):
         self._block_size = block_size
-        self._kind: PrefixHash = kind
-        self._hash_blocks: HashBlocks = _hash_blocks_sha256 if kind == "sha256" else _hash_blocks_fast
-        # With a secret, clients cannot compute hashes.
+        self._algorithm: HashAlgorithm = algorithm
+        self._hash_blocks: HashBlocks = _hash_blocks_sha256 if algorithm == "sha256" else _hash_blocks_fast
+        # The secret keeps clients from computing hashes themselves.
         self._secret = secrets.token_bytes(32)
 
     def extend_hashes(self, request: RequestState) -> None:
@@ -46,7 +46,7 @@ class PrefixHasher:
 
     def _root_hash(self, salt: str) -> BlockHash:
         digest = hashlib.sha256(self._secret + salt.encode()).digest()
-        return digest if self._kind == "sha256" else hash(digest)
+        return digest if self._algorithm == "sha256" else hash(digest)
 
 
 def _token_bytes(request: RequestState, start: int) -> bytes:

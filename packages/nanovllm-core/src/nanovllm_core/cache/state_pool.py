@@ -17,7 +17,7 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
     """Positions at which a prompt saves checkpoints, most useful first.
 
     num_computed: number of cached tokens of the prompt. No checkpoint is saved within these tokens.
-    num_shared: number of leading tokens that earlier prompts had too. Later prompts may diverge at the same position.
+    num_shared: number of leading tokens that an earlier prompt had too. Later prompts may diverge after them too.
 
     The first position is the end of the shared tokens. The other positions are near the end of the prompt, where
     continued conversations diverge. Distances from the end double, because large states allow only few checkpoints.
@@ -36,8 +36,8 @@ class StatePool:
         self.slots = BlockPool(num_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
-        # Each of these rows may start another request, which takes a slot.
-        self._num_free_rows = max_running
+        # Number of requests that may still start. Each of these requests takes a slot.
+        self._num_startable_requests = max_running
 
     def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """The last checkpoint of a sequence: (number of blocks up to the checkpoint, slot), or (0, NULL_SLOT)."""
@@ -63,9 +63,10 @@ class StatePool:
             slots.acquire(slot)
         request.source_state_slot = source_slot
         (request.state_slot,) = slots.allocate(1)
-        self._num_free_rows -= 1
-        # Keep one slot per free row, and one slot for a checkpoint from which the next request may start.
-        max_checkpoints = max(slots.num_free + len(held_slots) - self._num_free_rows - 1, 0) if saves_checkpoints else 0
+        self._num_startable_requests -= 1
+        # Keep a slot for each request that may start, and a slot for the checkpoint from which the next request starts.
+        num_spare_slots = slots.num_free + len(held_slots) - self._num_startable_requests - 1
+        max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held_slots)
@@ -82,4 +83,4 @@ class StatePool:
         """Release all slots of a request."""
         self.slots.release([request.state_slot, *(slot for _, slot in request.checkpoints)])
         request.state_slot, request.checkpoints = NULL_SLOT, []
-        self._num_free_rows += 1
+        self._num_startable_requests += 1

@@ -73,7 +73,7 @@ def _make_scheduler(
         runner.cache.num_blocks,
         block_size,
         prefix_caching=config.prefix_caching,
-        prefix_hash=config.prefix_hash,
+        hash_algorithm=config.prefix_hash,
         watermark=config.watermark,
         state_pool=StatePool(num_slots, config.max_num_seqs, block_size) if num_slots else None,
     )
@@ -82,7 +82,7 @@ def _make_scheduler(
         target_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
         prompt_step_s=PROMPT_STEP_S[config.device],
         mixed_step_s=MIXED_STEP_S[config.device],
-        rounds=runner.attention_rounds,
+        attention_rounds=runner.attention_rounds,
         padded_tokens=runner.graphs.mixed_tokens,
     )
     return Scheduler(

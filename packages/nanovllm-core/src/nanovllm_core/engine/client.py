@@ -72,8 +72,8 @@ class EngineClient(Engine):
             match await socket.receive():
                 case wire.Ready() as ready:
                     return cls(ready, socket, owned_process)
-                case wire.StartFailed(message, is_expected):
-                    raise (ConfigError if is_expected else EngineDeadError)(message)
+                case wire.StartFailed(message, is_config_error):
+                    raise (ConfigError if is_config_error else EngineDeadError)(message)
                 case None:
                     raise EngineDeadError(_death_message(owned_process))
                 case other:

@@ -66,7 +66,7 @@ class Engine(ABC):
         """Raises RequestError if the request is invalid for this engine."""
         check_request(request, self.info)
 
-    def open(self, request: Request, listener: OutputListener) -> OpenRequest:
+    def open_request(self, request: Request, listener: OutputListener) -> OpenRequest:
         """Serve a request, and wake `listener` when there is output to take. Raises RequestError, EngineDeadError."""
         self.check(request)
         if self.death_reason is not None:
@@ -92,7 +92,7 @@ class Engine(ABC):
         Raises RequestError; GrammarError if the grammar can't be compiled or fails; EngineDeadError.
         """
         listener = AwaitableListener()
-        open_request = self.open(request, listener)
+        open_request = self.open_request(request, listener)
         is_finished = False
         try:
             while not is_finished:

@@ -27,9 +27,9 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# While a step with prompts runs, the plan of the next step should be ready after PLANNING_START_SHARE of the predicted
-# time, because few steps end earlier. Planning takes about PLANNING_LEAD_S and a time per waiting request.
-PLANNING_START_SHARE = 0.85
+# The plan of the next step should be ready after this share of the step's predicted time. Few steps end earlier.
+PLAN_READY_SHARE = 0.85
+# Planning takes about PLANNING_LEAD_S, plus PLANNING_LEAD_PER_REQUEST_S per waiting request.
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
 POLL_INTERVAL_S = 0.001
@@ -74,10 +74,10 @@ class EngineLoop:
         self._is_stopping = False
         # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
-        self._last_stats_time_s = 0.0
-        # Stats do not change while a step is in flight, so the last stats remain valid.
+        self._last_stats_collection_s = 0.0
+        # The last collected stats, and the last stats that were passed to `emit`.
         self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
-        self._last_emission_time_s = 0.0
+        self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
@@ -129,7 +129,7 @@ class EngineLoop:
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`. Raises the exception of a failed step, after which the engine cannot continue.
 
-        emit: called with the outputs of each step, and with stats about every STATS_INTERVAL_S, otherwise None.
+        emit: called with the outputs of each step and with stats. Stats are None except about every STATS_INTERVAL_S.
         """
         event_loop = asyncio.get_running_loop()
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
@@ -168,7 +168,7 @@ class EngineLoop:
                 or self._emitted_stats.num_requests_running
                 or self._emitted_stats.num_requests_waiting
             )
-            if not is_idle and time.monotonic() - self._last_emission_time_s >= STATS_INTERVAL_S:
+            if not is_idle and time.monotonic() - self._last_stats_emission_s >= STATS_INTERVAL_S:
                 self._emit(emit, StepOutputs(), self._latest_stats)
 
     def _emit(self, emit: Emit, outputs: StepOutputs, stats: EngineStats | None) -> None:
@@ -178,7 +178,7 @@ class EngineLoop:
         if stats is not None:
             num_waiting = sum(request.status in _WAITING_STATUSES for request in self._open_requests.values())
             self._emitted_stats = stats = replace(stats, num_requests_waiting=num_waiting)
-            self._last_emission_time_s = time.monotonic()
+            self._last_stats_emission_s = time.monotonic()
         emit(outputs, stats)
 
     def _run_steps(self, event_loop: asyncio.AbstractEventLoop) -> None:
@@ -211,8 +211,8 @@ class EngineLoop:
         now_s, scheduler = time.monotonic(), self._scheduler
         has_no_requests = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
-        if has_no_requests or now_s - self._last_stats_time_s >= STATS_INTERVAL_S:
-            self._last_stats_time_s, stats = now_s, collect_stats(scheduler, self._runner)
+        if has_no_requests or now_s - self._last_stats_collection_s >= STATS_INTERVAL_S:
+            self._last_stats_collection_s, stats = now_s, collect_stats(scheduler, self._runner)
             self._latest_stats = stats
         self._outbox.append((outputs, stats))
         event_loop.call_soon_threadsafe(self._outbox_changed.set)
@@ -242,7 +242,7 @@ class EngineLoop:
         if len(self._steps_in_flight) != 1:
             return
         step, handle = self._steps_in_flight[0]
-        planning_time_s = self._step_start_s + PLANNING_START_SHARE * step.predicted_s - PLANNING_LEAD_S
+        planning_time_s = self._step_start_s + PLAN_READY_SHARE * step.predicted_s - PLANNING_LEAD_S
         if time.perf_counter() < planning_time_s:
             self._post_outputs(event_loop)
         while not (handle.is_finished or self._is_stopping):
@@ -271,16 +271,16 @@ class EngineLoop:
         self._step_start_s = time.perf_counter()
         self._scheduler.observe(step, handle.duration_s)
         if self._tracer is not None:
-            self._tracer.record_device_span(step.plan.step, handle)
-        with self._span("output", step.plan.step):
+            self._tracer.record_device_span(step.plan.step_number, handle)
+        with self._span("output", step.plan.step_number):
             return self._scheduler.complete(step, handle.read_results())
 
     def _launch_span(self, step: ScheduledStep) -> AbstractContextManager[None]:
         if self._tracer is None:
             return nullcontext()
         predicted_us = round(step.predicted_s * 1e6, 1)
-        name = f"step {step.plan.step}"
+        name = f"step {step.plan.step_number}"
         return self._tracer.file.span("launch", name, **step.work._asdict(), predicted_us=predicted_us)
 
-    def _span(self, track: Track, step: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._tracer is None else self._tracer.file.span(track, f"step {step}")
+    def _span(self, track: Track, step_number: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._tracer is None else self._tracer.file.span(track, f"step {step_number}")

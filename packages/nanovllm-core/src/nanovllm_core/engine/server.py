@@ -80,10 +80,10 @@ async def _serve(recipe: EngineRecipe, endpoint: str, exits_gracefully: threadin
                 spec, config = recipe()
             engine_loop = await build_loop(spec, config)
         except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
-            is_expected = isinstance(error, ValueError)
-            if not is_expected:
+            is_config_error = isinstance(error, ValueError)
+            if not is_config_error:
                 _log.exception("the engine could not start")
-            await _send_to_all(socket, wire.StartFailed(_one_line(error), is_expected))
+            await _send_to_all(socket, wire.StartFailed(_one_line(error), is_config_error))
             return
         # Exclude the existing objects from garbage collections, because most live until the process ends.
         gc.collect()

@@ -60,7 +60,7 @@ class TraceFile:
 
 
 class StepTracer:
-    """Records steps in `file`. Callers record the host's spans directly in `file`."""
+    """Records the device's spans in `file`. Callers record the host's spans with `file.span`."""
 
     def __init__(self, file: TraceFile, device: torch.device):
         self.file = file
@@ -73,8 +73,8 @@ class StepTracer:
             self._origin_event.synchronize()
             self._origin_s = time.perf_counter()
 
-    def record_device_span(self, step: int, handle: StepHandle) -> None:
+    def record_device_span(self, step_number: int, handle: StepHandle) -> None:
         """Record when a GPU ran a finished step. Does nothing on a CPU, where the launch computes the step."""
         if self._origin_event is not None and handle.events is not None:
             begin_s, end_s = (self._origin_s + self._origin_event.elapsed_time(event) / 1e3 for event in handle.events)
-            self.file.add_span("device", f"step {step}", begin_s, end_s)
+            self.file.add_span("device", f"step {step_number}", begin_s, end_s)

@@ -19,7 +19,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request with the fields of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
+    """Submits a request. The fields are those of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
 
     key: int
     id: str
@@ -73,14 +73,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start. is_expected: whether the user needs no traceback to understand the message."""
+    """The engine could not start. is_config_error: whether clients raise ConfigError instead of EngineDeadError."""
 
     message: str
-    is_expected: bool
+    is_config_error: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step for one client, perhaps empty. stats: None in most messages."""
+    """The outputs of one step for one client, perhaps empty. stats: None between two intervals of stats."""
 
     outputs: StepOutputs
     stats: EngineStats | None

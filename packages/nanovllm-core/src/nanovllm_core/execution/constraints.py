@@ -35,8 +35,8 @@ class Constraint:
     """The grammar, the reasoning budget and the allowed token ids of one row.
 
     matcher: None without a grammar, or after the output has completed the grammar.
-    budget: None without a budget, after the end of the reasoning, or if a mask forbids this end.
-    allowed_mask: int32 [words], mask of the allowed token ids and of the grammar's end; None if all are allowed.
+    budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
+    allowed_mask: int32 [words], allows `allowed_token_ids` and the tokens that end a grammar; None if all are allowed.
     num_launched_outputs: number of output tokens for which steps were launched.
     match_s: seconds spent in calls for this row alone.
     failure: why the row cannot sample a token; None if it can.

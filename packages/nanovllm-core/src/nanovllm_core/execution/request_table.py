@@ -64,10 +64,10 @@ class StepInputs:
 
 
 class RequestTable:
-    """Tables with one row per request. The kernels document the tables that they read:
+    """Tables with one row per request.
 
-    token_counts: `apply_penalties`. bias_ids, bias_values, bias_until: `apply_bias_`. forbidden, num_prompt:
-    `forbid_sequences_`. state_slots, checkpoints: `plan_states`.
+    token_counts: number of occurrences of each token id in the output, and IN_PROMPT_BIT.
+    bias_until: first position at which a bias no longer applies.
     """
 
     def __init__(

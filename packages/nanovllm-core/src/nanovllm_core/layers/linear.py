@@ -140,7 +140,7 @@ class RowParallelLinear(_Linear):
             )
         else:
             self.weight = allocate_fused_weight([0], [out_features], self._in_features_per_rank, build.device)
-        # The ranks' results are summed: only one rank may add the bias.
+        # The ranks' results are summed, so only one rank may add the bias.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -148,7 +148,7 @@ class RowParallelLinear(_Linear):
 
         residual: may be overwritten; None for no residual.
         """
-        # The ranks' results are summed: only one rank may add the residual.
+        # The ranks' results are summed, so only one rank may add the residual.
         own_residual = residual if self._parallel.rank == 0 else None
         partial_sum = linear(x, self.weight, self.bias, own_residual)
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))

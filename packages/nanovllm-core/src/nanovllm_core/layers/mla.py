@@ -30,8 +30,8 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, dequantize
 
 
 @dataclass(frozen=True, slots=True)
-class LatentShape:
-    """The sizes of a whole layer, before the ranks share its heads.
+class LatentAttentionConfig:
+    """Options of a whole layer of latent attention, before the ranks share its heads.
 
     key_dim: size of the part of a head's key that is not rotated.
     rope_dim: size of the part of a head's key that is rotated.
@@ -61,7 +61,7 @@ class LatentExpansion(WeightedModule):
     reason, a quantised weight is dequantised after loading.
     """
 
-    def __init__(self, shape: LatentShape, build: BuildContext, quantization: BlockFP8 | None):
+    def __init__(self, shape: LatentAttentionConfig, build: BuildContext, quantization: BlockFP8 | None):
         super().__init__(build)
         self._num_heads = build.parallel.split_evenly(shape.num_heads, "num_attention_heads")
         self._rows_per_head = shape.key_dim + shape.value_dim
@@ -111,7 +111,7 @@ class LatentAttention(WeightedModule):
     def __init__(
         self,
         hidden_size: int,
-        shape: LatentShape,
+        shape: LatentAttentionConfig,
         cache_index: int,
         build: BuildContext,
         *,
@@ -214,7 +214,7 @@ def _view_bytes(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == DTYPE else weight
 
 
-def _check_fp8_blocks(shape: LatentShape) -> None:
+def _check_fp8_blocks(shape: LatentAttentionConfig) -> None:
     """Raise ValueError if a head's rotated rows lie in FP8 blocks with different scales."""
     head_dim = shape.key_dim + shape.rope_dim
     starts = [shape.latent_dim, *(head * head_dim + shape.key_dim for head in range(shape.num_heads))]

@@ -26,10 +26,10 @@ __all__ = [
     "Experts",
     "Router",
     "Routing",
-    "SharedExpert",
+    "SharedExpertNames",
     "SparseMLP",
     "TokenGate",
-    "can_fuse_shared_expert",
+    "can_fuse_shared",
 ]
 
 # Maximum width per rank of a shared expert that is fused with the routed experts. Fusing saves only a kernel launch,
@@ -57,18 +57,18 @@ class ExpertNames(NamedTuple):
 MLP_LINEAR_NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 
 
-class SharedExpert(NamedTuple):
-    """An expert that every token uses.
+class SharedExpertNames(NamedTuple):
+    """The checkpoint's names for the modules of a shared expert, without the parent's path.
 
-    name: the checkpoint's name of the expert, without the parent's path.
-    gate: the checkpoint's name of the gate that computes the expert's weight; None if the weight is always 1.
+    expert: name of the expert.
+    gate: name of the gate that computes the expert's weight; None if the weight is always 1.
     """
 
-    name: str
+    expert: str
     gate: str | None = None
 
 
-def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
+def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
     """Whether the shared expert may be stored and run as one more routed expert.
 
     width: width of a routed expert.
@@ -81,7 +81,7 @@ def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *
 class Router(WeightedModule):
     """Chooses k routed experts for each token. The router is the same on every rank.
 
-    shared: the shared expert that the router adds to each token's choice; None if no shared expert is fused.
+    shared: names of the shared expert that the router adds to each token's choice; None if no shared expert is fused.
     bias_name: the checkpoint's name of the correction bias, without the parent's path; None for no bias.
     uses_float32: whether the weight is float32 on a GPU. On a CPU, the weight is always float32.
     """
@@ -93,7 +93,7 @@ class Router(WeightedModule):
         routing: Routing,
         build: BuildContext,
         *,
-        shared: SharedExpert | None = None,
+        shared: SharedExpertNames | None = None,
         bias_name: str | None = None,
         uses_float32: bool = False,
     ):
@@ -147,7 +147,7 @@ class Experts(WeightedModule):
 
     Raises ValueError if the ranks can't share the width or the FP8 blocks evenly.
 
-    shared: the shared expert, stored as the last expert; None if no shared expert is fused.
+    shared: names of the shared expert, which is stored as the last expert; None if no shared expert is fused.
     quantization: format of the weights; None for the model's dtype.
     """
 
@@ -159,13 +159,13 @@ class Experts(WeightedModule):
         build: BuildContext,
         names: ExpertNames = MLP_LINEAR_NAMES,
         *,
-        shared: SharedExpert | None = None,
+        shared: SharedExpertNames | None = None,
         quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
         self._parallel = build.parallel
         self._names = names
-        self._shared_expert = shared
+        self._shared_names = shared
         num_experts += shared is not None
         self._shape = (intermediate_size, hidden_size)
         self._width_per_rank = build.parallel.split_evenly(intermediate_size, "the width of an expert")
@@ -205,8 +205,8 @@ class Experts(WeightedModule):
         width, hidden_size = self._shape
         up_shape, down_shape = (width, hidden_size), (hidden_size, width)
         module_names = [f"{name}.{expert}" for expert in range(w2.shape[0])]
-        if self._shared_expert is not None:
-            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._shared_expert.name}"
+        if self._shared_names is not None:
+            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._shared_names.expert}"
         for expert, module_name in enumerate(module_names):
             gate, up, down = (f"{module_name}.{linear_name}.weight" for linear_name in self._names)
             yield gate, self._make_slot(up_shape, gate_and_up, (expert, 0), 0)

@@ -43,9 +43,9 @@ class YarnScaling:
     truncate: bool = True
 
 
-def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+def yarn_mscale(factor: float, coefficient: float = 1.0) -> float:
     """YaRN's multiplier of queries and keys for a context that is extended by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attent
 
 # Without a target time, the time limit of a step with prompts and decodes is at least this many usual decode steps.
 MIN_MIXED_DECODE_STEPS = 4
-# Steps may take longer than predicted. A budget therefore leaves a share of the time limit unused: _MARGIN_PER_EXCESS
-# times the mean excess over the prediction, but at most _MAX_MARGIN.
+# Steps may take longer than predicted, so a budget leaves a share of the time limit unused. The share is
+# _MARGIN_PER_EXCESS times the mean excess over the prediction, and at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
 # A GPU attends with some queries of a chunk at a time, in one round. A chunk loses its last round if more than
@@ -24,7 +24,7 @@ class StepLimits(NamedTuple):
     target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_s` and
         MIN_MIXED_DECODE_STEPS usual decode steps.
     prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
-    rounds: how the device divides the attention of chunks into rounds.
+    attention_rounds: how the device divides the attention of chunks into rounds.
     padded_tokens: token counts to which steps with prompts are padded, rising. Larger steps are not padded.
     """
 
@@ -32,7 +32,7 @@ class StepLimits(NamedTuple):
     target_s: float | None = None
     prompt_step_s: float = float("inf")
     mixed_step_s: float = float("inf")
-    rounds: AttentionRounds = ONE_TOKEN_ROUNDS
+    attention_rounds: AttentionRounds = ONE_TOKEN_ROUNDS
     padded_tokens: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
@@ -110,7 +110,7 @@ class StepBudget:
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // unit * unit - start
         # On a CPU, rounds are shorter than a unit and do not matter.
-        if self._limits.rounds.num_tokens >= unit:
+        if self._limits.attention_rounds.num_tokens >= unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -151,7 +151,7 @@ class StepBudget:
 
     def _drop_idle_round(self, start: int, num_tokens: int, end: int) -> int:
         """Drop the last round of a chunk that does not finish its prompt if the round would be mostly idle."""
-        round_tokens = self._limits.rounds.num_tokens
+        round_tokens = self._limits.attention_rounds.num_tokens
         num_rounds = -(-num_tokens // round_tokens)
         if num_rounds < 2 or start + num_tokens == end:
             return num_tokens
@@ -162,12 +162,12 @@ class StepBudget:
 
     def _tokens_before_last_round(self, start: int, num_tokens: int) -> int:
         """The number of tokens before the last round of a chunk, rounded down to whole units."""
-        round_tokens, unit = self._limits.rounds.num_tokens, self._chunk_unit
+        round_tokens, unit = self._limits.attention_rounds.num_tokens, self._chunk_unit
         num_rounds = -(-num_tokens // round_tokens)
         return (start + (num_rounds - 1) * round_tokens) // unit * unit - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step with this chunk fits into `limit_s`, counting whole rounds of attention."""
-        prompt_pairs = self._limits.rounds.estimate_pairs([*self._chunks, (start, num_tokens)])
+        prompt_pairs = self._limits.attention_rounds.estimate_pairs([*self._chunks, (start, num_tokens)])
         padded_tokens = self._limits.pad(self._work.num_tokens + num_tokens)
         return self._model.predict(StepWork(padded_tokens, self._work.decode_context, prompt_pairs)) <= limit_s

@@ -31,7 +31,7 @@ class BatchShape(NamedTuple):
 
 
 class ScheduledRows(NamedTuple):
-    """The rows that a step computes. Rows with one token come first, prompts without computed tokens last.
+    """The rows that a step computes. Rows with one token come first. Prompts that start at position 0 come last.
 
     rows: int64 [n].
     num_tokens: int64 [n], number of tokens that the step computes for each row.
@@ -104,11 +104,11 @@ class PromptLogprobsRange(NamedTuple):
 class StepPlan:
     """The plan of one step: changes of the device tables, and the rows to compute.
 
-    step: number of the step, from 0.
+    step_number: index of the step since the engine's start, from 0.
     max_seq_len: maximum context length after the step, in tokens.
     """
 
-    step: int
+    step_number: int
     new_rows: list[NewRow]
     new_blocks: NewBlocks
     scheduled: ScheduledRows

@@ -6,7 +6,7 @@ SortKey = tuple[int, int, float]
 
 
 def request_class(request: RequestState) -> tuple[int, int]:
-    """The service class. Preempted requests come before new requests, lower priority numbers before higher ones."""
+    """The service class: preempted requests come first. Among equals, lower priority numbers come first."""
     return (0 if request.num_preemptions else 1, request.client_request.priority)
 
 
@@ -21,5 +21,5 @@ def urgency_order(request: RequestState) -> tuple[int, float]:
 
 
 def preemption_order(request: RequestState, *, is_prefilling: bool) -> SortKey:
-    """Sort key for preemption. The request with the highest key is preempted first: prefills, then less urgent ones."""
+    """Sort key for preemption. The highest key is preempted first. Prefilling requests have higher keys."""
     return (int(is_prefilling), *urgency_order(request))

@@ -86,7 +86,7 @@ class RowTable:
         return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
     def decode_batch(self, rows: RowIndices) -> tuple[ScheduledRows, RequestColumns]:
-        """The batch in which each of `rows` decodes one token. Consecutive calls with equal rows return one object."""
+        """The batch in which each of `rows` decodes one token. Consecutive calls with equal rows share one batch."""
         if self._last_decode_batch is None or not np.array_equal(self._last_decode_batch[0].rows, rows):
             scheduled = ScheduledRows(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_))
             self._last_decode_batch = scheduled, self.columns_of(rows)

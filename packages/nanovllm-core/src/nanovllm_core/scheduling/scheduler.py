@@ -26,7 +26,7 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Decodes get blocks early if at least this many times as many blocks are free.
+# Rows get blocks before they need them if at least this many times as many blocks are free.
 MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 
 
@@ -196,13 +196,13 @@ class Scheduler:
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
         if chunks:
-            scheduled, decodes = self._scheduled_rows(decode_rows, chunks), None
+            scheduled, decode_columns = self._scheduled_rows(decode_rows, chunks), None
         else:
-            scheduled, decodes = rows.decode_batch(decode_rows)
+            scheduled, decode_columns = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
         chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
-        attention_pairs = self.limits.rounds.estimate_pairs(chunk_ranges)
-        is_whole = bool(chunks) and not any(start for start, num_tokens in chunk_ranges if num_tokens > 1)
+        attention_pairs = self.limits.attention_rounds.estimate_pairs(chunk_ranges)
+        has_only_whole_prompts = bool(chunks) and not any(start for start, length in chunk_ranges if length > 1)
         row_indices, tokens_per_row, is_sampled = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
         rows.num_computed_tokens[row_indices] = num_computed_tokens
@@ -212,18 +212,18 @@ class Scheduler:
         is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
         query_len = int(tokens_per_row[0]) if is_uniform else None
         plan = StepPlan(
-            step=self.counters.num_steps,
+            step_number=self.counters.num_steps,
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(len(row_indices), num_tokens, query_len, is_whole),
+            shape=BatchShape(len(row_indices), num_tokens, query_len, has_only_whole_prompts),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
         self.counters.count_step(num_tokens)
         work = StepWork(self.limits.pad(num_tokens) if chunks else num_tokens, decode_context, attention_pairs)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
-        return ScheduledStep(plan, num_computed_tokens, decodes, work, predicted_s)
+        return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s)
 
     def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:
         # The kernels expect rows with one token first, and prompts without computed tokens last.
@@ -242,12 +242,12 @@ class Scheduler:
         first_token_index = num_decodes
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
             num_top, num_computed = request.sampling.prompt_logprobs, int(self.rows.num_computed_tokens[row])
-            # After a preemption, `num_computed` may be less than `num_scored`. Do not score these tokens again.
-            num_scored = request.num_scored_tokens
-            num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscored_tokens)
+            # A preempted request recomputes tokens whose log-probabilities are known. Do not score these tokens again.
+            num_scored = request.num_scheduled_prompt_logprobs
+            num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscheduled_prompt_logprobs)
             if num_top is not None and num_to_score > 0:
                 logits_index = first_token_index + num_scored - num_computed
                 ranges.append(PromptLogprobsRange(row, num_scored + 1, num_to_score, num_top, logits_index))
-                request.num_scored_tokens += num_to_score
+                request.num_scheduled_prompt_logprobs += num_to_score
             first_token_index += num_tokens
         return ranges

@@ -182,7 +182,7 @@ class Generation:
     def _open_choices(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._choice_metrics[index].record_submission()
-            self._open_requests[index] = self._engine.open(self._requests[index], self._notifier)
+            self._open_requests[index] = self._engine.open_request(self._requests[index], self._notifier)
 
     def _take_outputs(self) -> dict[int, RequestOutput]:
         try:

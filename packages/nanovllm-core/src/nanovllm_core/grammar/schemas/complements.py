@@ -61,14 +61,14 @@ def _complement_of_shape(resolver: ShapeResolver, shape: Shape, place: str) -> l
 
 
 def _complement_of_array(resolver: ShapeResolver, shape: Array, place: str) -> list[Shape]:
-    is_counted = any(contained.high is not None or contained.low != 1 for contained in shape.contains)
-    if shape.unique or shape.rest or is_counted:
-        raise SchemaError(place, "not", "can't be negated: it has items, uniqueItems or counted contains")
+    has_count_bounds = any(contained.high is not None or contained.low != 1 for contained in shape.contains)
+    if shape.unique or shape.rest or has_count_bounds:
+        raise SchemaError(place, "not", "can't be negated: it has items, uniqueItems, minContains or maxContains")
     complement = _complement_of_counts(shape)
     complement += [Array(rest=resolver.negation(contained.item_schemas)) for contained in shape.contains]
-    for index, item in enumerate(shape.prefix):
-        if item:
-            complement.append(Array(((),) * index + (resolver.negation(item),), low=index + 1))
+    for index, item_schemas in enumerate(shape.prefix):
+        if item_schemas:
+            complement.append(Array(((),) * index + (resolver.negation(item_schemas),), low=index + 1))
     return complement
 
 
@@ -93,7 +93,7 @@ def _complement_of_counts(shape: Text | Array | Object) -> list[Shape]:
 
 def _complement_of_number(shape: Number, place: str) -> list[Shape]:
     if shape.integer and not (shape.low is None and shape.high is None and not shape.divisors):
-        raise SchemaError(place, "not", "can't be negated: it has bounds of an integer")
+        raise SchemaError(place, "not", "can't be negated: it has type integer and a bound or multipleOf")
     if shape.integer or shape.divisors:
         raise SchemaError(place, "not", "can't be negated: it has type integer or multipleOf")
     complement: list[Shape] = []

@@ -37,7 +37,7 @@ class SchemaError(GrammarError):
 
 @dataclass(frozen=True, slots=True)
 class LocatedSchema:
-    """A schema in a document. place: JSON pointer to it. base: URI to which its references are relative."""
+    """A schema in a document. place: JSON pointer to the schema. base_uri: URI to which references are relative."""
 
     schema: JSON
     place: str

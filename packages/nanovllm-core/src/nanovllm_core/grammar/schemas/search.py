@@ -12,7 +12,7 @@ POSITIONS_PER_STEP = 16
 
 
 def is_found(tree: regex.Node, text: str, count_steps: CountSteps) -> bool:
-    """Whether a part of `text` matches `tree`."""
+    """Whether a part of `text` matches `tree`. The search does not backtrack."""
     return bool(_match_ends(tree, text, frozenset(range(len(text) + 1)), count_steps))
 
 
@@ -56,7 +56,7 @@ def _match_ends(node: regex.Node, text: str, starts: frozenset[int], count_steps
                         break
                     ends |= starts
                 elif starts == previous_starts:
-                    count = low - 1  # More repetitions change nothing: skip to the last required one.
+                    count = low - 1  # More repetitions change nothing, so skip to the last required repetition.
             return ends
 
 

@@ -101,7 +101,7 @@ Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
 def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan, ...] | None:
-    """Plan the values that are valid against `conjunction`. Returns None if every value is. Raises SchemaError."""
+    """Plan the values that are valid against `conjunction`. Returns None if all values are. Raises SchemaError."""
     shapes = resolver.shapes(conjunction)
     if set(shapes) == set(ANY_VALUE_SHAPES):
         return None
@@ -197,18 +197,18 @@ def _has_writable_number(low: Fraction, high: Fraction, excludes_low: bool, excl
 
 def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
     """Plan the ranges between the excluded numbers."""
-    unrestricted_shapes = replace(shape, excluded=frozenset())
+    without_excluded = replace(shape, excluded=frozenset())
     planned: list[Plan] = []
     low, excludes_low = shape.low, shape.excludes_low
     for value in sorted(shape.excluded):
         if (shape.low is not None and value < shape.low) or (shape.high is not None and value > shape.high):
             continue
         if low is None or low < value:
-            gap = replace(unrestricted_shapes, low=low, excludes_low=excludes_low, high=value, excludes_high=True)
+            gap = replace(without_excluded, low=low, excludes_low=excludes_low, high=value, excludes_high=True)
             planned.extend(_plan_numbers(gap, place))
         low, excludes_low = value, True
     if shape.high is None or low is None or low < shape.high:
-        planned.extend(_plan_numbers(replace(unrestricted_shapes, low=low, excludes_low=excludes_low), place))
+        planned.extend(_plan_numbers(replace(without_excluded, low=low, excludes_low=excludes_low), place))
     return planned
 
 
