@@ -10,7 +10,7 @@ from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.flags import build_parser
 from nanovllm_server.bench.workload import LengthRange
 
-COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "trace", "kernels")
+COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "soak", "trace", "kernels")
 
 
 def test_help_imports_nothing_slow():
