@@ -61,6 +61,8 @@ def test_serve_takes_several_rates_and_concurrencies():
         ["interference", "--cases", "turn,other"],
         ["interference", "--turn-len", "1"],
         ["interference", "--timeout", "inf"],
+        ["soak"],
+        ["soak", "--server-pid", "1", "--minutes", "0"],
         ["kernels", "--peer", "vllm"],
         [],
     ],

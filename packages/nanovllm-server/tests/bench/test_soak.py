@@ -1,7 +1,6 @@
 """`nanovllm-bench soak` over a real socket. The test's own process is the server."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles
 from nanovllm_server.bench.soak import soak_command, soak_traffic
 from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
 from nanovllm_server.bench.soak.soak_command import SoakOptions, SoakResult, TrafficCounts
-from nanovllm_server.bench.soak.soak_traffic import Exchange, Reading, TrafficSource, run_exchange
+from nanovllm_server.bench.soak.soak_traffic import Exchange, TrafficSource, run_exchange
 
 MIB = 1 << 20
 MAX_PROMPT_WORDS = 20
@@ -54,10 +53,10 @@ async def test_each_kind_of_exchange_gets_an_allowed_answer(source, kind):
 
 async def test_disconnects_leave_no_request(source, engine, monkeypatch):
     engine.endless = True
-    exchange = replace(soak_traffic.EXCHANGES["disconnect"](source), reading=Reading.DISCONNECT)
+    exchange = soak_traffic.EXCHANGES["disconnect"](source)
     monkeypatch.setattr(source.random, "random", lambda: 0.05)
     assert (await run_exchange(source, exchange)).failure is None
-    assert not await soak_command._wait_until_idle(source.endpoint)
+    assert not await soak_command.wait_until_idle(source.endpoint)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ async def soak(options: SoakOptions) -> SoakResult:
             tasks.create_task(_run_client(source, counts, end_time))
         await _sample_memory(options, processes, counts, end_time)
     try:
-        busy_gauges = await _wait_until_idle(options.endpoint)
+        busy_gauges = await wait_until_idle(options.endpoint)
         counts.num_5xx = _count_5xx(await _read_metrics(options.endpoint)) - previous_5xx
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer after the traffic: {error}") from error
@@ -199,7 +199,7 @@ async def _sample_memory(
     processes.sample()
 
 
-async def _wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
+async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
     """Returns the gauges that are not 0 at the end of the time limit."""
     end_time = time.monotonic() + IDLE_TIMEOUT_S
     while True:
