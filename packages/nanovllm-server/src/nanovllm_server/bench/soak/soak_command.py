@@ -119,7 +119,7 @@ def run(options: SoakOptions) -> None:
                 for memory in (*result.lasting, *result.passing)
             ],
             "statuses": {str(status): num for status, num in counts.answers_by_status.items()},
-            "exchanges": dict(counts.exchanges_by_kind),
+            "exchanges": {**counts.exchanges_by_kind},
             "num_5xx": counts.num_5xx,
             "failures": [*counts.failures],
             "violations": [*violations],

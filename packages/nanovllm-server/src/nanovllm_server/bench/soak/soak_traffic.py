@@ -151,8 +151,8 @@ def _hostile_schema(source: TrafficSource) -> Exchange:
     # The body may have at most 254 levels for this client's JSON encoder.
     for _ in range(random.randint(20, 110)):
         nested = {"type": "object", "properties": {f"p{number}": nested}}
-    schema = random.choice([{"oneOf": branches}, nested, {"const": "a" * 5000, "pattern": f"(a*)*{number}"}, number])
-    return _with_schema(source, schema, OK | REFUSED)
+    schemas: list[JSON] = [{"oneOf": branches}, nested, {"const": "a" * 5000, "pattern": f"(a*)*{number}"}, number]
+    return _with_schema(source, random.choice(schemas), OK | REFUSED)
 
 
 def _disconnect(source: TrafficSource) -> Exchange:
@@ -180,7 +180,8 @@ def _malformed_json(source: TrafficSource) -> Exchange:
 
 def _wrong_field(source: TrafficSource) -> Exchange:
     name = source.random.choice(["messages", "max_tokens", "temperature", "tools", "stop", "response_format", "n"])
-    value = source.random.choice([{"a": 1}, [[1]], "x" * source.random.randint(1, 10_000) + "\0", -1.5, [None]])
+    values: list[JSON] = [{"a": 1}, [[1]], "x" * source.random.randint(1, 10_000) + "\0", -1.5, [None]]
+    value = source.random.choice(values)
     if name == "stop" and isinstance(value, str):
         value = -1
     return Exchange(source.post(source.chat(**{name: value})), REFUSED)
@@ -263,7 +264,7 @@ async def _send_and_read(random: Random, exchange: Exchange, reader: StreamReade
     return bytes(answer)
 
 
-def _has_whole_body(answer: bytes) -> bool:
+def _has_whole_body(answer: bytearray) -> bool:
     """Whether the answer has all bytes of its Content-Length. False for an answer without this header."""
     # After a refusal, the server keeps the connection open for the rest of the body: the client must not wait.
     head, _, body = answer.partition(b"\r\n\r\n")
