@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,8 @@ class ScriptedEngine(Engine):
         self.burst = 1
         self.delay = 0.0
         self.num_cached_tokens = 8
+        # Time at which all requests left the queue; None for the time of their first token.
+        self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None
         # How long a grammar takes to compile, and error messages of grammars that contain the text of the key.
@@ -196,7 +199,7 @@ class ScriptedEngine(Engine):
                 num_generated -= len(new_tokens) - new_tokens.index(stop) - 1
                 new_tokens = new_tokens[: new_tokens.index(stop) + 1]
             reason = "stop" if stop is not None else "length" if num_generated >= limit else None
-            num_top = sampling.logprobs
+            num_top, scheduled_time = sampling.logprobs, self.scheduled_time or time.monotonic()
             self._output_buffers.dispatch(
                 StepOutputs(
                     keys=[key] * len(new_tokens),
@@ -207,7 +210,7 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
                         for token in new_tokens
                     ],
-                    starts=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
+                    starts=[(key, self.num_cached_tokens, scheduled_time)] if num_generated == len(new_tokens) else [],
                     finishes=[(key, reason, stop)] if reason is not None else [],
                     prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )

@@ -67,10 +67,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """The first output token of a request is in the step. num_cached_tokens: prompt tokens from the prefix cache."""
+    """The first output token of a request is in the step. num_cached_tokens, scheduled_time: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
+    scheduled_time: float
 
 
 class RequestFinish(NamedTuple):
@@ -117,6 +118,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token: id of the token that stopped the request; None if no token stopped the request.
     prompt_logprobs: log-probabilities of all prompt tokens except the first, in the first output; None if not
         requested and in later outputs.
+    scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
     """
 
     id: str
@@ -128,3 +130,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    scheduled_time: float = 0.0

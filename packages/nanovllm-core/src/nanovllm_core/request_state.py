@@ -41,6 +41,7 @@ class RequestState:
     seed: the client's seed, or a seed that the engine draws.
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    scheduled_time: value of `time.monotonic` at the first admission.
     num_scored_tokens: number of prompt tokens whose log-probabilities are planned or computed.
     row: index of the request in the tables of the scheduler and of the device; -1 while not running.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
@@ -60,6 +61,7 @@ class RequestState:
     max_total_tokens: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    scheduled_time: float = 0.0
     num_scored_tokens: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list[int])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
+METRICS_PREFIXES = ("nanovllm", "vllm")
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 # The driver creates this file on machines with a GPU. Importing torch only to find a GPU would take seconds.
@@ -135,8 +136,14 @@ def parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="SHA-256 prefix hashes, which can't be forged, for tenants that do not trust each other",
     )
-    logs = flags.add_argument_group("logs")
+    logs = flags.add_argument_group("logs and metrics")
     add_engine_flags(logs.add_argument, ("trace",))
+    logs.add_argument(
+        "--metrics-prefix",
+        choices=METRICS_PREFIXES,
+        default="nanovllm",
+        help="prefix of /metrics; vllm: also vLLM's labels, for dashboards that were made for vLLM",
+    )
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the log")
     logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level")
     logs.add_argument("--log-prompts", action="store_true", help="write rendered prompts to the log")
@@ -212,6 +219,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,
+        metrics_prefix=options.metrics_prefix,
         allow_priority=options.allow_priority,
         engine_config=engine,
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import orjson
 
@@ -12,6 +12,9 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.observability.logs import LogFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
+
+if TYPE_CHECKING:
+    from nanovllm_server.observability.metrics import MetricsPrefix
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -32,6 +35,7 @@ class Settings:
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
+    metrics_prefix: prefix of metrics' names.
     body_memory_bytes: memory of all large bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
     worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
@@ -58,6 +62,7 @@ class Settings:
     log_format: LogFormat
     log_level: str
     log_prompts: bool
+    metrics_prefix: "MetricsPrefix"
     allow_priority: bool
     engine_config: EngineConfig
 

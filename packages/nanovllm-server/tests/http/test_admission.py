@@ -191,7 +191,7 @@ async def test_metrics_report_requests_and_engine(client, post, engine):
     assert values["nanovllm:prefix_cache_hits_total",] == 7
     assert values["nanovllm:step_limit_seconds",] == 0.05
     assert values["nanovllm:step_time_coefficient_seconds", "per_token"] == 2e-5
-    assert values["nanovllm:cache_config_info", "16", "float32", "64"] == 1
+    assert values["nanovllm:cache_config_info", "16", "float32", "True", "64"] == 1
     assert values["nanovllm:request_success_total", "stop"] == 1
     assert values["nanovllm:request_success_total", "length"] == 1
     assert values["nanovllm:time_to_first_token_seconds_count",] == 2

@@ -50,6 +50,8 @@ class EngineStats:
     prefix_cache_queries: number of prompt tokens that were looked up in the prefix cache.
     prefix_cache_hits: number of prompt tokens that were found in the prefix cache.
     iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
+    step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, under the
+        lowest maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
     step_limit_s: time limit of a step with prompts and decodes.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
@@ -70,6 +72,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iteration_tokens: int = 0
+    step_sizes: tuple[tuple[float, int], ...] = ()
     graph_steps: tuple[tuple[str, str, int], ...] = ()
     step_limit_s: float = 0.0
     decode_step_s: float = 0.0

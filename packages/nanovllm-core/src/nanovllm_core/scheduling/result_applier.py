@@ -91,7 +91,10 @@ class ResultApplier:
         is_stopped = rows.are_stop_tokens(row_indices, tokens)
         last_indices = np.flatnonzero(is_stopped | (num_host_tokens >= rows.max_total_tokens[row_indices]))
         self._lifecycle.counters.num_generated_tokens += len(token_list)
-        starts = [RequestStart(keys[index], requests[index].num_cached_tokens) for index in first_indices.tolist()]
+        starts = [
+            RequestStart(keys[index], requests[index].num_cached_tokens, requests[index].scheduled_time)
+            for index in first_indices.tolist()
+        ]
         finishes: list[RequestFinish] = []
         for index in last_indices.tolist():
             finishes.append(

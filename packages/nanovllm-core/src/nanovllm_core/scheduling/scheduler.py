@@ -220,8 +220,7 @@ class Scheduler:
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
-        self.counters.num_steps += 1
-        self.counters.num_computed_tokens += num_tokens
+        self.counters.count_step(num_tokens)
         work = StepWork(self.limits.pad(num_tokens) if chunks else num_tokens, decode_context, attention_pairs)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
         return ScheduledStep(plan, num_computed_tokens, decodes, work, predicted_s)

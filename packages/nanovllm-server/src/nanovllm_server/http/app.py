@@ -88,6 +88,7 @@ def create_app(service: Service) -> Quart:
         return response
 
     _add_access_checks(app, service)
+    _close_connections_while_draining(app, service)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
     add_status_routes(app, service)
     _add_static_routes(app, service)
@@ -95,6 +96,18 @@ def create_app(service: Service) -> Quart:
     middleware = HttpExchangeMiddleware(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = middleware  # pyright: ignore[reportAttributeAccessIssue]
     return app
+
+
+def _close_connections_while_draining(app: Quart, service: Service) -> None:
+    """Makes each 503 of a drain the last response of its connection."""
+
+    async def close_connection(response: Response) -> Response:
+        # The client's next request then reaches another server, if a proxy has one.
+        if response.status_code == 503 and service.admission.shutdown_reason is not None:
+            response.headers["Connection"] = "close"
+        return response
+
+    app.after_request(close_connection)
 
 
 def _add_access_checks(app: Quart, service: Service) -> None:

@@ -12,7 +12,7 @@ from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, CompletionUsage, Error
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
-from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
+from nanovllm_server.protocol.response import Delta, Envelope, make_chunk_choices
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -85,7 +85,7 @@ class ChatStream:
     def _write_delta(self, delta: Delta, usage: CompletionUsage | None) -> bytes:
         is_first = delta.index not in self._started_choices
         self._started_choices.add(delta.index)
-        return b"".join([self._write_choice(choice, usage) for choice in stream_choices(delta, is_first=is_first)])
+        return b"".join([self._write_choice(choice, usage) for choice in make_chunk_choices(delta, is_first=is_first)])
 
     def _write_choice(self, choice: ChunkChoice, usage: CompletionUsage | None) -> bytes:
         if self._must_send_prompt or usage is not None:

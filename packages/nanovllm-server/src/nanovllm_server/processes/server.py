@@ -140,7 +140,9 @@ async def _start_processes(
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
         [
-            WorkerArguments(index, settings, model.path, template, defaults, process.address, listener, counters, rings)
+            WorkerArguments(
+                index, settings, model.path, template, defaults, process.address, process.pid, listener, counters, rings
+            )
             for index, listener in enumerate(listeners)
         ],
         settings.worker_timeout_s,

@@ -23,6 +23,7 @@ from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.loop_lag import measure_loop_lag
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.process_metrics import ProcessMetrics
 from nanovllm_server.observability.shared_counters import SharedCounters
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
@@ -120,7 +121,14 @@ async def _start(arguments: WorkerArguments) -> Service:
         model_format=model_format,
         model_names=names,
         admission=AdmissionControl(engine.info.max_num_seqs + settings.max_queue, counters),
-        metrics=Metrics(names[0], engine.info, lambda: engine.stats, counters),
+        metrics=Metrics(
+            names[0],
+            engine.info,
+            lambda: engine.stats,
+            counters,
+            prefix=settings.metrics_prefix,
+            process_metrics=ProcessMetrics(counters, arguments.engine_pid),
+        ),
         logger=get_logger("nanovllm"),
         api_keys=settings.api_keys,
         allowed_hosts=settings.allowed_hosts,

@@ -32,6 +32,7 @@ class WorkerArguments:
     index: index of the worker, of its row in `counters` and of its ring in `rings`.
     model: directory of the tokenizer.
     template: chat template; None for the model's template.
+    engine_pid: process id of the engine.
     counters: memory of `SharedCounters`.
     rings: None for a single worker.
     """
@@ -42,6 +43,7 @@ class WorkerArguments:
     template: str | None
     defaults: SamplingDefaults
     engine: EngineAddress
+    engine_pid: int | None
     listener: socket.socket
     counters: "Array[c_double]"
     rings: RingMemory | None
