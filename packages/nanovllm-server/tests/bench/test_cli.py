@@ -10,7 +10,7 @@ from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.flags import build_parser
 from nanovllm_server.bench.workload import LengthRange
 
-COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "trace", "kernels")
+COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "soak", "trace", "kernels")
 
 
 def test_help_imports_nothing_slow():
@@ -61,6 +61,8 @@ def test_serve_takes_several_rates_and_concurrencies():
         ["interference", "--cases", "turn,other"],
         ["interference", "--turn-len", "1"],
         ["interference", "--timeout", "inf"],
+        ["soak"],
+        ["soak", "--server-pid", "1", "--minutes", "0"],
         ["kernels", "--peer", "vllm"],
         [],
     ],

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve": _run_serve,
         "grammars": _run_grammars,
         "interference": _run_interference,
+        "soak": _run_soak,
         "trace": _run_trace,
         "kernels": _run_kernels,
     }
@@ -123,6 +124,30 @@ def _run_interference(flags: argparse.Namespace) -> None:
 
     options = interference_flags.interference_options(flags, DEFAULT_URL, os.environ.get(API_KEY_VARIABLE))
     interference_command.run(options)
+
+
+def _run_soak(flags: argparse.Namespace) -> None:
+    from nanovllm_server.bench.report import InvalidSettingsError
+    from nanovllm_server.bench.soak import soak_command
+
+    if flags.warm_up_minutes >= flags.minutes:
+        raise InvalidSettingsError(
+            f"--warm-up-minutes {flags.warm_up_minutes:g} must be less than --minutes {flags.minutes:g}"
+        )
+    options = soak_command.SoakOptions(
+        endpoint=_endpoint(flags),
+        model=flags.served_model,
+        server_pid=flags.server_pid,
+        num_clients=flags.clients,
+        max_prompt_words=flags.max_prompt_words,
+        duration_s=60 * flags.minutes,
+        warm_up_s=60 * flags.warm_up_minutes,
+        sample_interval_s=flags.sample_interval,
+        max_growth_percent=flags.max_growth,
+        seed=flags.seed,
+        files=_output_files(flags),
+    )
+    soak_command.run(options)
 
 
 def _run_trace(flags: argparse.Namespace) -> None:

@@ -82,12 +82,17 @@ def parse_base_url(url: str, api_key: str | None) -> Endpoint:
 
 async def list_models(endpoint: Endpoint) -> list[str]:
     """Asks the server for the names of its models. Raises ExchangeError."""
-    async with _open_exchange(endpoint, "GET", "/models", b"") as body_parts:
-        body = b"".join([part async for part in body_parts])
+    body = await fetch(endpoint, "/models")
     try:
         return [model["id"] for model in orjson.loads(body)["data"]]
     except (ValueError, LookupError, TypeError) as error:
         raise ExchangeError(f"the server's list of models is not in OpenAI's format: {_shorten(body)}") from error
+
+
+async def fetch(endpoint: Endpoint, path: str) -> bytes:
+    """Returns the body at `path`. Raises ExchangeError."""
+    async with _open_exchange(endpoint, "GET", path, b"") as body_parts:
+        return b"".join([part async for part in body_parts])
 
 
 def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperature: float) -> dict[str, JSON]:

@@ -10,11 +10,13 @@ from nanovllm_server.bench.argument_types import (
     integer_at_least_1,
     integer_at_least_2,
     length_range,
+    minutes,
     request_rate,
 )
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.workload import LengthRange
 from nanovllm_server.engine_flags import add_engine_flags
+from nanovllm_server.flag_types import seconds
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
@@ -84,6 +86,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     interference = add_command("interference", interference_flags.SUMMARY)
     interference_flags.add_flags(interference, DEFAULT_URL, API_KEY_VARIABLE)
+
+    soak = add_command("soak", "memory, blocks and errors of a server of this machine under random and hostile traffic")
+    _add_server_flags(soak)
+    add = soak.add_argument
+    add("--server-pid", type=integer_at_least_1, required=True, help="process id of nanovllm-server; Linux only")
+    add("--clients", type=integer_at_least_1, default=64, help="simultaneous clients")
+    add("--max-prompt-words", type=integer_at_least_2, default=500, help="words of the longest valid prompt")
+    add("--minutes", type=minutes, default=30.0, help="time of the traffic, with the warm-up")
+    add("--warm-up-minutes", type=minutes, default=10.0, help="time until caches are full; memory is measured after it")
+    add("--sample-interval", type=seconds, default=2.0, metavar="SECONDS", help="time between samples of memory")
+    add("--max-growth", type=float, default=2.0, metavar="PERCENT", help="a process must grow by less")
+    add("--seed", type=int, default=0, help="seed of the random traffic")
+    add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     trace = add_command("trace", "times of steps on host and device, and idle times of the device, from a trace file")
     trace.add_argument("file", type=Path, help="file that --trace wrote")

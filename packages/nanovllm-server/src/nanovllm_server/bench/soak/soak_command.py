@@ -1,0 +1,226 @@
+"""The command `soak`: sends random traffic to a server, and checks memory, blocks, statuses and answers."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from nanovllm_server.bench.client import Endpoint, ExchangeError, fetch, list_models
+from nanovllm_server.bench.report import BenchError, OutputFiles, Table, print_message, report
+from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
+from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, run_exchange
+
+MIB = 1 << 20
+PROGRESS_INTERVAL_S = 60.0
+# Time in which a server without requests must give back all blocks.
+IDLE_TIMEOUT_S = 120.0
+IDLE_POLL_INTERVAL_S = 0.5
+IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+MAX_SHOWN_FAILURES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakOptions:
+    """Settings of a soak.
+
+    model: None for the first model that the server lists.
+    server_pid: the server's parent process, on this machine.
+    duration_s: time of the traffic, with the warm-up.
+    warm_up_s: time until caches are full. Memory is sampled afterwards.
+    max_growth_percent: a process that grows by this or more is a violation.
+    """
+
+    endpoint: Endpoint
+    model: str | None
+    server_pid: int
+    num_clients: int
+    max_prompt_words: int
+    duration_s: float
+    warm_up_s: float
+    sample_interval_s: float
+    max_growth_percent: float
+    seed: int
+    files: OutputFiles
+
+
+@dataclass(slots=True)
+class TrafficCounts:
+    """Numbers of exchanges. num_5xx: from the server's metrics, which include exchanges that a client left."""
+
+    exchanges_by_kind: Counter[str] = field(default_factory=Counter[str])
+    answers_by_status: Counter[int] = field(default_factory=Counter[int])
+    failures: list[str] = field(default_factory=list[str])
+    num_5xx: int = 0
+
+    def add(self, kind: str, outcome: Outcome) -> None:
+        """Counts one exchange."""
+        self.exchanges_by_kind[kind] += 1
+        if outcome.status is not None:
+            self.answers_by_status[outcome.status] += 1
+        if outcome.failure is not None:
+            self.failures.append(f"{kind}: {outcome.failure}")
+
+
+@dataclass(frozen=True, slots=True)
+class SoakResult:
+    """lasting, passing: see `ServerProcesses`. busy_gauges: gauges that did not return to 0 on the idle server."""
+
+    model: str
+    counts: TrafficCounts
+    lasting: list[ProcessMemory]
+    passing: list[ProcessMemory]
+    busy_gauges: dict[str, float]
+
+    def violations(self, max_growth_percent: float) -> list[str]:
+        """The rules that the server broke, in words."""
+        counts = self.counts
+        grown = [memory for memory in self.lasting if memory.growth_percent >= max_growth_percent]
+        return [
+            *(f"process {memory.pid} ({memory.role}) grew by {memory.growth_percent:.2f}%" for memory in grown),
+            *(f"{name} is {value:g} on the idle server" for name, value in self.busy_gauges.items()),
+            *([f"{counts.num_5xx} answers with a status of 5xx"] if counts.num_5xx else []),
+            *([f"{len(counts.failures)} failed exchanges"] if counts.failures else []),
+        ]
+
+
+def run(options: SoakOptions) -> None:
+    """Runs the soak and reports it. Raises BenchError if the server breaks a rule."""
+    result = uvloop.run(soak(options))
+    violations = result.violations(options.max_growth_percent)
+    counts = result.counts
+    report(
+        "soak",
+        f"soak: {result.model}; {options.num_clients} clients, {options.duration_s / 60:g} minutes, of which "
+        f"{options.warm_up_s / 60:g} are the warm-up",
+        [
+            _memory_table(result),
+            [["status", "answers"], *([str(key), str(num)] for key, num in sorted(counts.answers_by_status.items()))],
+            [["exchange", "number"], *([key, str(num)] for key, num in sorted(counts.exchanges_by_kind.items()))],
+        ],
+        {
+            "model": result.model,
+            "num_clients": options.num_clients,
+            "duration_s": options.duration_s,
+            "warm_up_s": options.warm_up_s,
+            "processes": [
+                {
+                    "pid": memory.pid,
+                    "parent_pid": memory.parent_pid,
+                    "role": memory.role,
+                    "is_lasting": memory in result.lasting,
+                    "growth_percent": memory.growth_percent,
+                    "rss_bytes": [*memory.rss_bytes],
+                }
+                for memory in (*result.lasting, *result.passing)
+            ],
+            "statuses": {str(status): num for status, num in counts.answers_by_status.items()},
+            "exchanges": {**counts.exchanges_by_kind},
+            "num_5xx": counts.num_5xx,
+            "failures": [*counts.failures],
+            "violations": [*violations],
+        },
+        options.files,
+    )
+    for failure in counts.failures[:MAX_SHOWN_FAILURES]:
+        print_message(failure)
+    if violations:
+        raise BenchError("; ".join(violations))
+
+
+def _memory_table(result: SoakResult) -> Table:
+    header = ["pid", "parent", "process", "samples", "start MiB", "max MiB", "end MiB", "growth %"]
+    return [
+        header,
+        *(
+            [
+                *map(str, (memory.pid, memory.parent_pid, memory.role, len(memory.rss_bytes))),
+                *(f"{size / MIB:.1f}" for size in (memory.start_bytes, max(memory.rss_bytes), memory.end_bytes)),
+                f"{memory.growth_percent:.2f}" if memory in result.lasting else "not lasting",
+            ]
+            for memory in (*result.lasting, *result.passing)
+        ),
+    ]
+
+
+async def soak(options: SoakOptions) -> SoakResult:
+    """Sends the traffic and samples memory. Raises BenchError if the server does not answer at all."""
+    if options.endpoint.uses_tls:
+        raise BenchError("soak sends malformed requests over plain HTTP: give a base URL with http://")
+    processes = ServerProcesses(options.server_pid)
+    try:
+        model = options.model or (await list_models(options.endpoint))[0]
+        previous_5xx = _count_5xx(await _read_metrics(options.endpoint))
+    except ExchangeError as error:
+        raise BenchError(f"the server doesn't answer: {error}") from error
+    counts = TrafficCounts()
+    end_time = time.monotonic() + options.duration_s
+    # The group waits for the last answer of each client.
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(options.num_clients):
+            source = TrafficSource(options.endpoint, model, f"{options.seed}-{index}", options.max_prompt_words)
+            tasks.create_task(_run_client(source, counts, end_time))
+        await _sample_memory(options, processes, counts, end_time)
+    try:
+        busy_gauges = await wait_until_idle(options.endpoint)
+        counts.num_5xx = _count_5xx(await _read_metrics(options.endpoint)) - previous_5xx
+    except ExchangeError as error:
+        raise BenchError(f"the server doesn't answer after the traffic: {error}") from error
+    return SoakResult(model, counts, *processes.split_by_lifetime(), busy_gauges)
+
+
+async def _run_client(source: TrafficSource, counts: TrafficCounts, end_time: float) -> None:
+    while time.monotonic() < end_time:
+        kind, exchange = source.draw()
+        counts.add(kind, await run_exchange(source, exchange))
+
+
+async def _sample_memory(
+    options: SoakOptions, processes: ServerProcesses, counts: TrafficCounts, end_time: float
+) -> None:
+    warm_time = end_time - options.duration_s + options.warm_up_s
+    next_progress_time = 0.0
+    while (now := time.monotonic()) < end_time:
+        if now >= warm_time:
+            processes.sample()
+        if now >= next_progress_time:
+            next_progress_time = now + PROGRESS_INTERVAL_S
+            sizes = ", ".join(f"{pid}: {size / MIB:.1f}" for pid, size in processes.current_rss_bytes().items())
+            num_exchanges = counts.exchanges_by_kind.total()
+            print_message(
+                f"{(end_time - now) / 60:.1f} minutes left, {num_exchanges} exchanges, "
+                f"{len(counts.failures)} failures; MiB by process: {sizes}"
+            )
+        await asyncio.sleep(min(options.sample_interval_s, max(end_time - now, 0)))
+    processes.sample()
+
+
+async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
+    """Returns the gauges that are not 0 at the end of the time limit."""
+    end_time = time.monotonic() + IDLE_TIMEOUT_S
+    while True:
+        busy_gauges = {
+            sample.name: sample.value
+            for sample in await _read_metrics(endpoint)
+            if sample.name.partition(":")[2] in IDLE_GAUGES and sample.value
+        }
+        if not busy_gauges or time.monotonic() >= end_time:
+            return busy_gauges
+        await asyncio.sleep(IDLE_POLL_INTERVAL_S)
+
+
+async def _read_metrics(endpoint: Endpoint) -> list[Sample]:
+    text = (await fetch(replace(endpoint, path_prefix=""), "/metrics")).decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def _count_5xx(samples: list[Sample]) -> int:
+    return sum(int(sample.value) for sample in _http_samples(samples) if sample.labels["status"].startswith("5"))
+
+
+def _http_samples(samples: list[Sample]) -> Iterator[Sample]:
+    return (sample for sample in samples if sample.name.partition(":")[2] == "http_requests_total")

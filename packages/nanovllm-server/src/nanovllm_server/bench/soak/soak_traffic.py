@@ -1,0 +1,286 @@
+"""Random requests of `soak`, valid and hostile, and their exchange over a socket."""
+
+import asyncio
+import re
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from random import Random
+from typing import TypeAlias
+
+import orjson
+
+from nanovllm_server.bench.client import Endpoint
+from nanovllm_server.bench.workload import SINGLE_TOKEN_WORDS
+from nanovllm_server.protocol.json import JSON
+
+EXCHANGE_TIMEOUT_S = 300.0
+OK = frozenset([200])
+REFUSED = frozenset(range(400, 500))
+MAX_OUTPUT_TOKENS = 24
+# Prompts with a shared beginning use the prefix cache.
+NUM_SHARED_PREFIXES = 8
+READ_BYTES = 1 << 16
+SLOW_READ_BYTES = 256
+SLOW_READ_PAUSE_S = 0.2
+MAX_SLOW_READS = 25
+CONTENT_LENGTH = re.compile(rb"^content-length:\s*(\d+)", re.IGNORECASE | re.MULTILINE)
+
+
+class Reading(Enum):
+    """How the client reads the answer."""
+
+    WHOLE = auto()
+    SLOW = auto()
+    DISCONNECT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and its allowed answers.
+
+    data: bytes to send.
+    statuses: allowed statuses.
+    may_close: whether the server may close the connection without an answer.
+    is_stream: whether a complete answer ends with [DONE].
+    """
+
+    data: bytes
+    statuses: frozenset[int] = OK
+    reading: Reading = Reading.WHOLE
+    may_close: bool = False
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """status: None if the answer has no status line. failure: the violated rule, or None."""
+
+    status: int | None
+    failure: str | None
+
+
+BuildExchange: TypeAlias = Callable[["TrafficSource"], Exchange]
+
+
+class TrafficSource:
+    """Draws random exchanges with one model."""
+
+    def __init__(self, endpoint: Endpoint, model: str, seed: int | str, max_prompt_words: int):
+        self.endpoint = endpoint
+        self.random = Random(seed)
+        self._model = model
+        self._max_prompt_words = max_prompt_words
+
+    def draw(self) -> tuple[str, Exchange]:
+        """Returns the kind of the exchange, a key of EXCHANGES, and the exchange."""
+        kind = self.random.choice(KINDS)
+        return kind, EXCHANGES[kind](self)
+
+    def chat(self, **fields: JSON) -> bytes:
+        """Encodes a valid chat completion request. fields: further or other fields."""
+        random = self.random
+        words = random.choices(SINGLE_TOKEN_WORDS, k=random.randint(1, self._max_prompt_words))
+        if random.random() < 0.5:
+            prefix_words = Random(random.randrange(NUM_SHARED_PREFIXES)).choices(
+                SINGLE_TOKEN_WORDS, k=self._max_prompt_words // 2
+            )
+            words = prefix_words + words[: self._max_prompt_words // 2]
+        return orjson.dumps(
+            {
+                "model": self._model,
+                "messages": [{"role": "user", "content": " ".join(words)}],
+                "max_tokens": random.randint(1, MAX_OUTPUT_TOKENS),
+                "temperature": random.choice([0, 0.6, 1.0]),
+                **fields,
+            }
+        )
+
+    def post(self, body: bytes, *headers: str, content_length: int | None = None) -> bytes:
+        """Adds a request's head to `body`. content_length: the announced length; None for the real one."""
+        length = len(body) if content_length is None else content_length
+        return self.head("POST", "/chat/completions", f"Content-Length: {length}", *headers) + body
+
+    def head(self, method: str, path: str, *headers: str) -> bytes:
+        """The head of a request. The server closes the connection after its answer."""
+        key = self.endpoint.api_key
+        lines = [
+            f"{method} {self.endpoint.path_prefix}{path} HTTP/1.1",
+            "Host: localhost",
+            "Connection: close",
+            "Content-Type: application/json",
+            *([f"Authorization: Bearer {key}"] if key else []),
+            *headers,
+            "\r\n",
+        ]
+        return "\r\n".join(lines).encode()
+
+
+def _valid(source: TrafficSource, **fields: JSON) -> Exchange:
+    is_stream = source.random.random() < 0.5
+    return Exchange(source.post(source.chat(stream=is_stream, **fields)), is_stream=is_stream)
+
+
+def _tools(source: TrafficSource) -> Exchange:
+    parameters: JSON = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tool: JSON = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    return _valid(source, tools=[tool], tool_choice=source.random.choice(["auto", "required"]))
+
+
+def _with_schema(source: TrafficSource, schema: JSON, statuses: frozenset[int]) -> Exchange:
+    response_format: JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    body = source.chat(response_format=response_format)
+    return Exchange(source.post(body), statuses)
+
+
+def _schema(source: TrafficSource) -> Exchange:
+    # Few different names, so that some schemas are new and others are known to the server.
+    name = f"field{source.random.randrange(200)}"
+    value: JSON = {"type": source.random.choice(["integer", "boolean", "string"])}
+    return _with_schema(source, {"type": "object", "properties": {name: value}, "required": [name]}, OK)
+
+
+def _hostile_schema(source: TrafficSource) -> Exchange:
+    random = source.random
+    number = random.randrange(1_000_000)
+    branches: list[JSON] = [
+        {"type": "object", "properties": {f"p{branch}": {"const": number}}} for branch in range(200)
+    ]
+    nested: JSON = {"type": "string"}
+    # The body may have at most 254 levels for this client's JSON encoder.
+    for _ in range(random.randint(20, 110)):
+        nested = {"type": "object", "properties": {f"p{number}": nested}}
+    schemas: list[JSON] = [{"oneOf": branches}, nested, {"const": "a" * 5000, "pattern": f"(a*)*{number}"}, number]
+    return _with_schema(source, random.choice(schemas), OK | REFUSED)
+
+
+def _disconnect(source: TrafficSource) -> Exchange:
+    exchange = _valid(source, n=source.random.randint(1, 3))
+    return Exchange(exchange.data, reading=Reading.DISCONNECT)
+
+
+def _slow_reader(source: TrafficSource) -> Exchange:
+    body = source.chat(stream=True, logprobs=True, top_logprobs=5)
+    return Exchange(source.post(body), reading=Reading.SLOW, is_stream=True)
+
+
+def _incomplete_body(source: TrafficSource) -> Exchange:
+    body = source.chat()
+    data = source.post(body[: source.random.randrange(len(body))], content_length=len(body))
+    return Exchange(data, reading=Reading.DISCONNECT)
+
+
+def _malformed_json(source: TrafficSource) -> Exchange:
+    body = source.chat()
+    # Without the last brace, every part of the body is malformed.
+    malformed_bodies = (body[: source.random.randrange(len(body))], b"[" * source.random.randint(1, 100_000))
+    return Exchange(source.post(source.random.choice(malformed_bodies)), REFUSED)
+
+
+def _wrong_field(source: TrafficSource) -> Exchange:
+    name = source.random.choice(["messages", "max_tokens", "temperature", "tools", "stop", "response_format", "n"])
+    values: list[JSON] = [{"a": 1}, [[1]], "x" * source.random.randint(1, 10_000) + "\0", -1.5, [None]]
+    value = source.random.choice(values)
+    if name == "stop" and isinstance(value, str):
+        value = -1
+    return Exchange(source.post(source.chat(**{name: value})), REFUSED)
+
+
+def _too_long(source: TrafficSource) -> Exchange:
+    content = "time year " * source.random.randint(50_000, 200_000)
+    return Exchange(source.post(source.chat(messages=[{"role": "user", "content": content}])), REFUSED)
+
+
+def _oversize_body(source: TrafficSource) -> Exchange:
+    return Exchange(source.post(b"{", content_length=1 << 34), REFUSED, may_close=True)
+
+
+def _ambiguous_length(source: TrafficSource) -> Exchange:
+    return Exchange(source.post(source.chat(), "Transfer-Encoding: chunked"), REFUSED, may_close=True)
+
+
+def _garbage(source: TrafficSource) -> Exchange:
+    data = source.random.randbytes(source.random.randint(1, 4000)) + b"\r\n\r\n"
+    return Exchange(data, REFUSED, may_close=True)
+
+
+def _unknown_path(source: TrafficSource) -> Exchange:
+    return Exchange(source.head("GET", f"/{source.random.randrange(1_000_000)}"), REFUSED)
+
+
+EXCHANGES: Mapping[str, BuildExchange] = {
+    "plain": _valid,
+    "choices": lambda source: _valid(source, n=source.random.randint(2, 3), stop=["\n"]),
+    "log-probabilities": lambda source: _valid(source, logprobs=True, top_logprobs=3),
+    "tools": _tools,
+    "schema": _schema,
+    "disconnect": _disconnect,
+    "slow reader": _slow_reader,
+    "hostile schema": _hostile_schema,
+    "incomplete body": _incomplete_body,
+    "malformed JSON": _malformed_json,
+    "wrong field": _wrong_field,
+    "unknown model": lambda source: Exchange(source.post(source.chat(model="none")), REFUSED),
+    "prompt too long": _too_long,
+    "oversize body": _oversize_body,
+    "ambiguous length": _ambiguous_length,
+    "garbage": _garbage,
+    "unknown path": _unknown_path,
+}
+KINDS = tuple(EXCHANGES)
+
+
+async def run_exchange(source: TrafficSource, exchange: Exchange) -> Outcome:
+    """Sends one request on a new connection, and checks the answer."""
+    try:
+        async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(source.endpoint.host, source.endpoint.port)
+            try:
+                answer = await _send_and_read(source.random, exchange, reader, writer)
+            finally:
+                # An abort leaves no connection open, even if the server does not read the rest of the request.
+                writer.transport.abort()
+    except TimeoutError:
+        return Outcome(None, f"no complete answer within {EXCHANGE_TIMEOUT_S:g} s")
+    except OSError as error:
+        return Outcome(None, None if exchange.may_close else f"the connection broke: {error}")
+    return _check_answer(exchange, answer)
+
+
+async def _send_and_read(random: Random, exchange: Exchange, reader: StreamReader, writer: StreamWriter) -> bytes:
+    writer.write(exchange.data)
+    await writer.drain()
+    if exchange.reading is Reading.DISCONNECT:
+        await asyncio.sleep(random.random() * 3)
+        return b""
+    answer = bytearray()
+    if exchange.reading is Reading.SLOW:
+        for _ in range(MAX_SLOW_READS):
+            answer += await reader.read(SLOW_READ_BYTES)
+            await asyncio.sleep(SLOW_READ_PAUSE_S)
+    while not _has_whole_body(answer) and (part := await reader.read(READ_BYTES)):
+        answer += part
+    return bytes(answer)
+
+
+def _has_whole_body(answer: bytearray) -> bool:
+    """Whether the answer has all bytes of its Content-Length. False for an answer without this header."""
+    # After a refusal, the server keeps the connection open for the rest of the body: the client must not wait.
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = CONTENT_LENGTH.search(head)
+    return length is not None and len(body) >= int(length[1])
+
+
+def _check_answer(exchange: Exchange, answer: bytes) -> Outcome:
+    if exchange.reading is Reading.DISCONNECT:
+        return Outcome(None, None)
+    first_line = answer.partition(b"\r\n")[0].split()
+    if len(first_line) < 2 or not first_line[1].isdigit():
+        return Outcome(None, None if exchange.may_close else "the server closed the connection without an answer")
+    status = int(first_line[1])
+    if status not in exchange.statuses:
+        return Outcome(status, f"unexpected status {status}: {answer[-200:].decode(errors='replace')}")
+    if exchange.is_stream and (b"data: [DONE]" not in answer or b'data: {"error"' in answer):
+        return Outcome(status, f"the stream is incomplete: {answer[-200:].decode(errors='replace')}")
+    return Outcome(status, None)

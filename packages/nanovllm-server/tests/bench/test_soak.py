@@ -1,0 +1,109 @@
+"""`nanovllm-bench soak` over a real socket. The test's own process is the server."""
+
+import os
+
+import pytest
+
+from nanovllm_server.bench import bench_cli
+from nanovllm_server.bench.client import parse_base_url
+from nanovllm_server.bench.report import BenchError, OutputFiles
+from nanovllm_server.bench.soak import soak_command, soak_traffic
+from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
+from nanovllm_server.bench.soak.soak_command import SoakOptions, SoakResult, TrafficCounts
+from nanovllm_server.bench.soak.soak_traffic import Exchange, TrafficSource, run_exchange
+
+MIB = 1 << 20
+MAX_PROMPT_WORDS = 20
+# The context of the scripted engine is too short for tools as text.
+QUICK_KINDS = [kind for kind in soak_traffic.KINDS if kind not in ("tools", "slow reader")]
+ANSWERED_KINDS = [kind for kind in QUICK_KINDS if kind not in ("disconnect", "incomplete body")]
+
+
+@pytest.fixture
+def source(url, engine) -> TrafficSource:
+    engine.delay = 0.001
+    return TrafficSource(parse_base_url(f"{url}/v1", None), "scripted", 0, MAX_PROMPT_WORDS)
+
+
+@pytest.fixture
+def options(url, engine, monkeypatch) -> SoakOptions:
+    engine.delay = 0.001
+    monkeypatch.setattr(soak_traffic, "KINDS", QUICK_KINDS)
+    return SoakOptions(
+        endpoint=parse_base_url(f"{url}/v1", None),
+        model=None,
+        server_pid=os.getpid(),
+        num_clients=4,
+        max_prompt_words=MAX_PROMPT_WORDS,
+        duration_s=2,
+        warm_up_s=0.5,
+        sample_interval_s=0.1,
+        max_growth_percent=2,
+        seed=0,
+        files=OutputFiles(),
+    )
+
+
+@pytest.mark.parametrize("kind", ANSWERED_KINDS)
+async def test_each_kind_of_exchange_gets_an_allowed_answer(source, kind):
+    for _ in range(3):
+        outcome = await run_exchange(source, soak_traffic.EXCHANGES[kind](source))
+        assert outcome.failure is None
+
+
+async def test_disconnects_leave_no_request(source, engine, monkeypatch):
+    engine.endless = True
+    exchange = soak_traffic.EXCHANGES["disconnect"](source)
+    monkeypatch.setattr(source.random, "random", lambda: 0.05)
+    assert (await run_exchange(source, exchange)).failure is None
+    assert not await soak_command.wait_until_idle(source.endpoint)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "failure"),
+    [
+        (Exchange(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", frozenset([404])), "200"),
+        (
+            Exchange(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", is_stream=True),
+            "incomplete",
+        ),
+    ],
+)
+async def test_other_answers_are_failures(source, exchange, failure):
+    assert failure in ((await run_exchange(source, exchange)).failure or "")
+
+
+async def test_traffic_is_counted_and_memory_is_sampled(options):
+    result = await soak_command.soak(options)
+    assert result.counts.exchanges_by_kind.total() >= options.num_clients
+    assert result.counts.failures == []
+    assert result.counts.num_5xx == 0
+    assert result.busy_gauges == {}
+    assert os.getpid() in {memory.pid for memory in result.lasting}
+
+
+async def test_5xx_of_the_server_are_violations(options, engine):
+    engine.crash = RuntimeError("broken")
+    result = await soak_command.soak(options)
+    assert result.counts.num_5xx > 0
+    violations = result.violations(1000)
+    assert any("5xx" in violation for violation in violations)
+    assert any("failed exchanges" in violation for violation in violations)
+
+
+def test_growth_compares_the_first_and_last_samples():
+    steady = ProcessMemory(1, 0, "steady", [100 * MIB, 300 * MIB, *[100 * MIB] * 8])
+    grown = ProcessMemory(2, 1, "grown", [size * MIB for size in (100, 100, *range(100, 106), 102, 102)])
+    result = SoakResult("model", TrafficCounts(), [steady, grown], [], {"kv_cache_usage_perc": 0.5})
+    assert result.violations(2) == ["process 2 (grown) grew by 2.00%", "kv_cache_usage_perc is 0.5 on the idle server"]
+    assert result.violations(2.5) == ["kv_cache_usage_perc is 0.5 on the idle server"]
+
+
+def test_unknown_server_process_is_an_error():
+    with pytest.raises(BenchError, match="--server-pid"):
+        ServerProcesses(1 << 30)
+
+
+def test_warm_up_must_be_shorter_than_the_soak(capsys):
+    assert bench_cli.main(["soak", "--server-pid", "1", "--minutes", "1", "--warm-up-minutes", "1"]) == 2
+    assert "--warm-up-minutes 1 must be less than --minutes 1" in capsys.readouterr().err
