@@ -135,7 +135,7 @@ def _run_soak(flags: argparse.Namespace) -> None:
             f"--warm-up-minutes {flags.warm_up_minutes:g} must be less than --minutes {flags.minutes:g}"
         )
     options = soak_command.SoakOptions(
-        endpoint=_endpoint(flags),
+        endpoint=_parse_endpoint(flags),
         model=flags.served_model,
         server_pid=flags.server_pid,
         num_clients=flags.clients,
@@ -145,7 +145,7 @@ def _run_soak(flags: argparse.Namespace) -> None:
         sample_interval_s=flags.sample_interval,
         max_growth_percent=flags.max_growth,
         seed=flags.seed,
-        files=_output_files(flags),
+        files=_make_output_files(flags),
     )
     soak_command.run(options)
 
