@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 async def tab(url):
-    """A tab that shows the page of the scripted server. Fails if anything was wrong with the page's requests or code."""
+    """A tab that shows the page of the scripted server. Fails if a request or a script of the page failed."""
     async with browser.open_tab() as tab:
         await tab.set_screen(1300, 850)
         await tab.open(url)

@@ -148,20 +148,22 @@ async def test_finished_blocks_keep_their_elements(tab):
     assert await tab.evaluate(same) == [True] * 4
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        "Some *text* with `code` and a [link](https://a.b).\n\n",
-        "## Heading\n\n- item\n- item\n\n| a | b |\n|---|---|\n| c | d |\n\n",
-        "```py\n" + "x = 1\n" * 50 + "```\n\n",
-    ],
-    ids=["paragraphs", "mixed", "code"],
-)
-async def test_work_for_an_answer_of_100_kb_is_linear(tab, block):
-    """An update after every 20 characters parses each character a bounded number of times."""
-    text = (block * (100_000 // len(block) + 1))[:100_000]
-    ratio = f"({RENDER})({json.dumps(text)}, 4, 5).numParsedCharacters / {len(text)}"
-    assert await tab.evaluate(ratio) < 2 * len(block) / 20 + 10 if "```" not in block else await tab.evaluate(ratio) < 4
+BLOCKS = [
+    "Some *text* with `code` and a [link](https://a.b).\n\n",
+    "## Heading\n\n- item\n- item\n\n| a | b |\n|---|---|\n| c | d |\n\n",
+    "```py\n" + "x = 1\n" * 50 + "```\n\n",
+]
+
+
+async def test_work_for_an_answer_grows_linearly_with_its_length(tab):
+    """The number of parsed characters per character of the answer does not depend on the answer's length."""
+    for block in BLOCKS:
+        counts = []
+        for length in (10_000, 100_000):
+            text = (block * (length // len(block) + 1))[:length]
+            counts.append(await tab.evaluate(f"({RENDER})({json.dumps(text)}, 4, 10).numParsedCharacters"))
+        assert 9 < counts[1] / counts[0] < 11, block
+        assert counts[1] < 100_000 * 10, block
 
 
 async def test_one_open_code_block_of_100_kb_is_parsed_once(tab):
@@ -170,86 +172,125 @@ async def test_one_open_code_block_of_100_kb_is_parsed_once(tab):
 
 
 async def test_updates_leave_most_of_the_time_to_the_browser(tab):
-    """A list of 100 KB is one block. The pause after an update is several times as long as the update."""
-    share = f"""(async () => {{
+    """A list of 30 KB is one block. The pause after an update is several times as long as the update."""
+    share = """(async () => {
       let duration = 0, numUpdates = 0;
-      const view = new MarkdownView(document.createElement('div'), (update) => {{
+      const view = new MarkdownView(document.createElement('div'), (update) => {
         const start = performance.now();
         update();
         duration += performance.now() - start;
         numUpdates++;
-      }});
-      view.append('- an *item* of a list\\n'.repeat(5000));
+      });
+      view.append('- an *item* of a list\\n'.repeat(1500));
       view.update();
       const start = performance.now();
       duration = numUpdates = 0;
-      while (numUpdates < 3) {{
+      while (numUpdates < 3) {
         view.append('- more\\n');
         await new Promise((resolve) => setTimeout(resolve, 1));
-      }}
+      }
       return duration / (performance.now() - start);
-    }})()"""
+    })()"""
     assert await tab.evaluate(share) < 0.5
 
 
 HOSTILE_TEXTS = {
-    "script": "<script>document.title='owned'</script>\n\n<img src=x onerror=\"document.title='owned'\">\n\n<svg/onload=alert(1)>",
-    "schemes": "[a](javascript:alert(1)) [b](JaVaScRiPt:alert(1)) [c](data:text/html,x) <javascript:alert(1)> [d](vbscript:x) "
-    "[e](file:///etc/passwd) [f](&#106;avascript:alert(1)) [g](//evil.example) [h](java\tscript:x) ![i](javascript:x)",
-    "reference": "[a]\n\n[a]: javascript:alert(1)",
+    "html": "<script>document.title='owned'</script>\n\n<img src=x onerror=\"document.title='owned'\">"
+    "\n\n<svg/onload=alert(1)>",
     "fence": "```<img src=x onerror=alert(1)>\n<script>\n```",
+    "attribute": '[a](https://x.y"onmouseover="alert(1)) `<b onclick=alert(1)>`',
 }
+REFUSED_LINKS = [
+    "[a](javascript:alert(1))",
+    "[a](JaVaScRiPt:alert(1))",
+    "[a](data:text/html,x)",
+    "[a](vbscript:x)",
+    "[a](file:///etc/passwd)",
+    "[a](//evil.example)",
+    "[a](relative)",
+    "![a](javascript:x)",
+    "<javascript:alert(1)>",
+    "[a]: javascript:alert(1)",
+]
 
 
-async def test_hostile_markdown_is_shown_as_text(tab, engine):
+async def test_hostile_html_is_shown_as_text(tab, engine):
     for number, text in enumerate(HOSTILE_TEXTS.values(), 1):
         engine.reply = [*text.encode()]
         await send_message(tab, "hi")
         await wait_for_answers(tab, number)
-    assert await tab.evaluate("document.querySelectorAll('.turn :is(img, script, svg, a, iframe)').length") == 0
-    handlers = "[...document.querySelectorAll('.turn *')].flatMap((e) => e.getAttributeNames()).filter((n) => /^on|src/.test(n))"
-    assert await tab.evaluate(handlers) == []
-    script, schemes, *_ = await read_texts(tab, ".assistant .text")
-    assert script == HOSTILE_TEXTS["script"].replace("\n\n", "")
-    assert schemes == HOSTILE_TEXTS["schemes"].replace("&#106;", "j") or "(javascript:alert(1))" in schemes
+    assert await tab.evaluate("document.querySelectorAll('.turn :is(img, script, svg, iframe, b)').length") == 0
+    names = "[...document.querySelectorAll('.turn *')].flatMap((element) => element.getAttributeNames())"
+    assert not {name for name in await tab.evaluate(names) if name.startswith(("on", "src", "style"))}
+    assert (await read_texts(tab, ".assistant .text"))[0] == HOSTILE_TEXTS["html"].replace("\n\n", "")
+    assert await read_texts(tab, ".assistant pre") == ["<script>\n"]
     assert await tab.evaluate("document.title") == "nanovllm"
 
 
-async def test_remote_image_is_only_a_link(tab, url):
-    await tab.evaluate(f"$('log').append(({RENDER})('![x](https://example.com/x.png)', 1e6, 1).element)")
-    assert await tab.evaluate("[...document.querySelectorAll('#log img, #log a')].map((e) => e.tagName)") == ["A"]
+async def test_links_of_other_schemes_stay_text(tab):
+    for link in REFUSED_LINKS:
+        html = await render(tab, link)
+        assert html == f"<p>{link.replace('<', '&lt;').replace('>', '&gt;')}</p>"
+    # A character reference can't hide the scheme.
+    assert "<a" not in await render(tab, "[a](&#106;avascript:alert(1)) [b](java\tscript:x)")
 
 
-# A text of n repetitions, and the text that its elements have; None: the source.
-REPEATED = {
-    "asterisks": ("*", ""),
-    "words after asterisks": ("**a ", ""),
-    "backticks": ("`", ""),
-    "single backticks": ("`a``", ""),
-    "brackets": ("[", ""),
-    "links in links": ("[a](", ""),
-    "angle brackets": ("<", ""),
-    "comments": ("<!--", ""),
-    "ampersands": ("&", ""),
-    "quotes": ("> ", "end"),
-    "lists": ("- ", "end"),
-    "numbered lists": ("1. ", "end"),
-    "pipes": ("|", "\n|-|"),
-    "tildes": ("~~a", ""),
-    "lines": ("a\n", "="),
-}
+async def test_remote_image_is_only_a_link(tab):
+    html = await render(tab, "![x](https://example.com/x.png)")
+    assert html.startswith('<p>!<a href="https://example.com/x.png"')
 
 
-@pytest.mark.parametrize("name", REPEATED)
-async def test_hostile_repetition_is_shown_quickly(tab, name):
-    repeated, end = REPEATED[name]
-    timed = f"""(() => {{
-      const text = {json.dumps(repeated)}.repeat(10000) + {json.dumps(end)};
-      const start = performance.now();
-      const view = ({RENDER})(text, text.length, 1);
-      return {{ms: performance.now() - start, text: view.element.textContent, depth: view.element.querySelectorAll('*').length}};
-    }})()"""
-    result = await tab.evaluate(timed)
-    # It takes less than 100 ms; work that grows with the square of the length would take minutes.
-    assert result["ms"] < 5000
-    assert result["text"].endswith(end.strip("\n=")) or name == "pipes"
+# Markdown that is repeated 10,000 times, the text after it, and a text that the page then shows.
+REPETITIONS = [
+    # A line of only asterisks is a rule, a line of only backticks opens a code block.
+    ("*", "", ""),
+    ("`", "", ""),
+    ("*", "a", "*" * 10_000 + "a"),
+    ("a*", "end", "end"),
+    ("**a ", "", "**a " * 9_000),
+    ("`", "a`", "`" * 10_000 + "a`"),
+    ("[", "", "[" * 10_000),
+    ("[a](", "", "[a](" * 9_000),
+    ("<", "", "<" * 10_000),
+    ("<!--", "", "<!--" * 10_000),
+    ("&", "", "&" * 10_000),
+    ("> ", "end", "> " * 9_000 + "end"),
+    (">", "end", ">" * 9_000 + "end"),
+    ("- ", "end", "- " * 9_000 + "end"),
+    ("1. ", "end", "1. " * 9_000 + "end"),
+    ("> - ", "end", "> - " * 9_000 + "end"),
+    ("~~a", "", "a" * 100),
+    ("|", "\n|-|", "|" * 10_000),
+    ("a\n", "=", "a\n" * 9_000 + "a"),
+    ("```\n", "", ""),
+]
+
+
+async def test_hostile_repetitions_are_shown_as_text_quickly(tab):
+    for repeated, end, shown in REPETITIONS:
+        timed = f"""(() => {{
+          const text = {json.dumps(repeated)}.repeat(10000) + {json.dumps(end)};
+          const start = performance.now();
+          const {{ element }} = ({RENDER})(text, text.length, 1);
+          return [performance.now() - start, element.textContent];
+        }})()"""
+        milliseconds, text = await tab.evaluate(timed)
+        # Each takes about 50 ms. Work that grows with the square of the length would take minutes.
+        assert milliseconds < 5000, repeated
+        assert shown in text, repeated
+
+
+async def test_deep_nesting_has_a_limit(tab):
+    for text in ("> " * 10_000 + "end", "".join(f"{'  ' * depth}- a\n" for depth in range(300)), "*a **b " * 1000):
+        depth = f"""(() => {{
+          let depth = 0;
+          for (const element of ({RENDER})({json.dumps(text)}, 1e6, 1).element.querySelectorAll('*')) {{
+            let level = 0;
+            for (let parent = element; parent; parent = parent.parentElement) level++;
+            depth = Math.max(depth, level);
+          }}
+          return depth;
+        }})()"""
+        assert await tab.evaluate(depth) < 50
+    nested = await render(tab, "".join(f"{'  ' * depth}- item{depth}\n" for depth in range(300)))
+    assert all(f"item{depth}" in nested for depth in range(300))
