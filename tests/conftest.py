@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -54,11 +54,32 @@ class ServerProcess:
         return self.process.wait(60)
 
 
+# Run last, because pytest sorts tests by their shared fixtures in the same hook.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the tests that wait for work in the background to the end of the run."""
+    items.sort(key=lambda item: item.get_closest_marker("waits") is not None)
+
+
 @contextmanager
-def start_server(model: Path, *flags: str, nice: int = 0) -> Iterator[ServerProcess]:
-    server = [sys.executable, "-m", "nanovllm_server", str(model), "--port", "0", "--device", "cpu", *flags]
-    command = ["nice", "-n", str(nice), *server]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def start_server(
+    model: Path | str | None,
+    *flags: str,
+    nice: int = 0,
+    program: Sequence[str | Path] = (sys.executable, "-m", "nanovllm_server"),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[ServerProcess]:
+    """Runs a server while the context lasts.
+
+    model: a checkpoint directory or a name; None for the program's default model.
+    program: the command without arguments.
+    environment: the variables of its environment; None for those of this process.
+    """
+    arguments = [] if model is None else [model]
+    command = ["nice", "-n", str(nice), *program, *arguments, "--port", "0", "--device", "cpu", *flags]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         errors: list[str] = []

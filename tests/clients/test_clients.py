@@ -3,8 +3,8 @@
 Each folder has one client's lock file and `session.*`, a script of typical uses. Sessions check the form of answers,
 not their content: the default model is too small for correct answers.
 
-Sessions take minutes, and most other tests leave a core idle. So the first test here starts the sessions, and
-`conftest` moves the tests that wait for them to the end of the run.
+Sessions take minutes, and most other tests leave a core idle. So the first test here starts the sessions, and the tests
+that wait for them run at the end.
 """
 
 import json
@@ -117,6 +117,7 @@ def test_sessions_start(sessions, server, thinking_server):
     assert thinking_server.process.poll() is None
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("name", [*PACKAGE_BY_FOLDER, "openai_node"])
 def test_session(name, sessions):
     status, output = sessions[name].result()

@@ -62,6 +62,23 @@ async def test_stop_string_across_tokens_is_found(sdk):
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_answers_consist_of_allowed_tokens(sdk, default_model):
+    tokenizer = load_tokenizer(default_model)
+    allowed = [tokenizer.encode(word, add_special_tokens=False).tolist()[0] for word in (" Paris", " London", " the")]
+    extra = {"allowed_token_ids": allowed, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = (await create(sdk, max_tokens=8, logprobs=True, extra_body=extra)).choices
+    assert set(choice.token_ids) <= {*allowed}
+    assert choice.finish_reason == "length"
+    assert [entry.token for entry in choice.logprobs.content] == [f"token_id:{token}" for token in choice.token_ids]
+    # The end of a structured output needs no permission.
+    extra = {"allowed_token_ids": allowed, "structured_outputs": {"choice": [" Rome", " Paris"]}}
+    (choice,) = (await create(sdk, max_tokens=8, extra_body=extra)).choices
+    assert (choice.message.content, choice.finish_reason) == (" Paris", "stop")
+    extra["structured_outputs"] = {"choice": ["Rome", "Berlin"]}
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids has no token that the grammar allows"):
+        await create(sdk, max_tokens=8, extra_body=extra)
+
+
 async def test_logprobs(sdk):
     answer = await create(sdk, max_tokens=8, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
     entries = answer.choices[0].logprobs.content

@@ -176,7 +176,8 @@ async def test_choices_share_one_computed_prompt(server):
         assert prompt > words
         assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert body["usage"]["completion_tokens"] == 4 * n
-        computed = after["iteration_tokens_total"] - before["iteration_tokens_total"]
+        computed = after["iteration_tokens_total_sum"] - before["iteration_tokens_total_sum"]
+        assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == prompt
         assert prompt < computed <= prompt + (n - 1) * 16 + 4 * n
         assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= (n - 1) * (prompt - 16)
 

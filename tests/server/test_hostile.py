@@ -111,6 +111,8 @@ def make_wire_cases() -> list[Case]:
         Case("another server's path", head("Host: x", "Connection: close", start="GET http://else/x HTTP/1.1")),
         Case("a proxy", head("Host: x", "Connection: close", start="CONNECT else:443 HTTP/1.1")),
         Case("a star", head("Host: x", "Connection: close", start="OPTIONS * HTTP/1.1"), closed=True),
+        Case("a model's name of 8 kB",
+             head("Host: x", "Connection: close", start=f"GET /v1/models/{'a%2F' * 2000} HTTP/1.1")),
         Case("TRACE", head("Host: x", "Connection: close", start="TRACE / HTTP/1.1")),
         Case("DELETE", head("Host: x", "Connection: close", start="DELETE /v1/chat/completions HTTP/1.1")),
         Case("a made-up method", head("Host: x", "Connection: close", start="BREW /v1/chat/completions HTTP/1.1")),
@@ -262,6 +264,9 @@ def make_field_cases() -> list[Case]:
         "response_format": {"response_format": nested(400)},
         "response_format of no kind": {"response_format": {"type": "x"}},
         "request_id": {"request_id": "a\r\nSet-Cookie: x"}, "cache_salt": {"cache_salt": "x" * 10**6},
+        "allowed_token_ids": {"allowed_token_ids": [1] * 10**5}, "allowed lists": {"allowed_token_ids": nested(400)},
+        "allowed ids beyond the vocabulary": {"allowed_token_ids": [2**31]}, "reasoning": {"reasoning": nested(300)},
+        "reasoning of lists": {"reasoning": {"effort": nested(300)}}, "xargs": {"vllm_xargs": {"a": nested(400)}},
         "reasoning_effort": {"reasoning_effort": nested(300)}, "prompt_logprobs": {"prompt_logprobs": 10**9},
     }  # fmt: skip
     recursive = {"$ref": "#"}

@@ -32,9 +32,9 @@ async def open_stream(sdk, max_tokens):
     return chunks
 
 
-def health(server):
+def readiness(server):
     try:
-        with urllib.request.urlopen(f"{server.url}/health") as response:
+        with urllib.request.urlopen(f"{server.url}/ready") as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -53,7 +53,7 @@ async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
             assert int(refused.value.response.headers["Retry-After"]) >= 1
             server.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(5):
-                while (await asyncio.to_thread(health, server))[0] == 200:
+                while (await asyncio.to_thread(readiness, server))[0] == 200:
                     await asyncio.sleep(0.01)
             with pytest.raises(openai.InternalServerError) as refused:
                 await sdk.chat.completions.create(model="tiny", messages=MESSAGES)
@@ -65,6 +65,27 @@ async def test_a_full_queue_is_drained_on_sigterm(run_server, tiny_model):
         assert await asyncio.to_thread(server.process.wait, 60) == 0
     lines = [json.loads(line) for line in server.errors if line.startswith("{")]
     assert any(line["event"] == "request" and line.get("completion_tokens") == 900 for line in lines)
+    assert not any("Traceback" in line for line in server.errors)
+
+
+async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
+    long = ("--max-model-len", "2048", "--drain-timeout", "300", "--log-format", "json")
+    with run_server(tiny_model, *FLAGS, *long) as server:
+        async with client(server) as sdk:
+            chunks = await open_stream(sdk, 1900)
+            server.process.send_signal(signal.SIGINT)
+            async with asyncio.timeout(10):
+                while (await asyncio.to_thread(readiness, server))[0] == 200:
+                    await asyncio.sleep(0.01)
+            server.process.send_signal(signal.SIGINT)
+
+            async def read():
+                async for _ in chunks:
+                    pass
+
+            with pytest.raises(openai.APIError, match="shutting down"):
+                await read()
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
     assert not any("Traceback" in line for line in server.errors)
 
 
@@ -80,7 +101,7 @@ async def test_dead_engine_ends_the_server(run_server, tiny_model):
 
             with pytest.raises(openai.APIError, match="engine"):
                 await read()
-            status, body = await asyncio.to_thread(health, server)
+            status, body = await asyncio.to_thread(readiness, server)
             assert status == 503
             assert "engine" in body["reason"]
         assert await asyncio.to_thread(server.process.wait, 30) == 1
@@ -95,7 +116,7 @@ async def test_dead_engine_ends_the_server(run_server, tiny_model):
         (["MODEL", "--port", "TAKEN"], "in use"),
     ],
 )
-def test_start_that_fails_is_one_line(tiny_model, arguments, said):
+def test_a_start_that_fails_ends_with_one_line(tiny_model, arguments, said):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"MODEL": str(tiny_model), "TAKEN": str(taken.getsockname()[1])}
         arguments = [values.get(argument, argument) for argument in arguments]
@@ -108,5 +129,6 @@ def test_start_that_fails_is_one_line(tiny_model, arguments, said):
         )
     assert done.returncode == 2
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    *log_lines, line = done.stderr.splitlines()
     assert said in line
+    assert all("start-up phase" in log_line for log_line in log_lines)

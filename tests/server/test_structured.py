@@ -95,6 +95,21 @@ async def test_required_tool_calls_are_made(sdk, choice, reason):
     assert await create_streamed(sdk, **fields) == whole
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_required_call_that_is_cut_off_has_no_content(sdk, choice):
+    async def check(max_tokens: int) -> bool:
+        fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": max_tokens}
+        whole = summarize(await create(sdk, **fields))
+        content, calls, reason = whole
+        assert (content, reason) == (None, "length")
+        assert await create_streamed(sdk, **fields) == whole
+        return bool(calls)
+
+    # The first tokens are the begin of the call's markup, the last of these its arguments.
+    has_calls = await asyncio.gather(*map(check, (1, 2, 5, 8, 11, 16)))
+    assert has_calls[0] < has_calls[-1]
+
+
 async def test_a_round_trip_with_a_tool(sdk):
     answer = await create(sdk, tools=TOOLS, tool_choice=NAMED)
     message = answer.choices[0].message

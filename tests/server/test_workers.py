@@ -1,6 +1,7 @@
 """Two HTTP workers in front of one engine behave like one worker."""
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -30,6 +31,10 @@ FLAGS = (
     "float32",
     "--served-model-name",
     "tiny",
+    "--api-key",
+    "any",
+    "--api-key",
+    "other",
 )
 
 
@@ -41,13 +46,13 @@ def pair(run_server, tiny_model):
         assert server.stop() == 0
 
 
-def client(server):
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60)
+def client(server, api_key="any"):
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0, timeout=60)
 
 
-async def send_request(server, **fields):
+async def send_request(server, api_key="any", **fields):
     """Send a request on a new connection, so that either worker may get it."""
-    async with client(server) as sdk:
+    async with client(server, api_key) as sdk:
         return await sdk.chat.completions.create(
             **{"model": "tiny", "messages": MESSAGES, "temperature": 0, "extra_body": {"ignore_eos": True}} | fields
         )
@@ -91,11 +96,33 @@ async def test_two_workers_give_the_same_answers_and_metrics(pair):
         assert answer.choices[0].message.content == texts[number]
     # Each scrape is a new connection; either worker reports the numbers of both.
     names = ("request_generation_tokens_sum", 'request_success_total{finished_reason="length",model_name="tiny"}')
+    expected = (
+        f'{names[0]}{{model_name="tiny"}} {19 * 20}.0',
+        f"{names[1]} 19.0",
+        'generation_tokens_total{model_name="tiny"} 380.0',
+    )
+    async with asyncio.timeout(10):
+        # A worker counts a request only after the client has read the whole answer.
+        while not all(line in get(pair, "/metrics")[1] for line in expected):
+            await asyncio.sleep(0.05)
     for _ in range(8):
         text = get(pair, "/metrics")[1]
-        assert f'{names[0]}{{model_name="tiny"}} {19 * 20}.0' in text
-        assert f"{names[1]} 19.0" in text
-        assert 'generation_tokens_total{model_name="tiny"} 380.0' in text
+        assert [line for line in expected if line not in text] == []
+
+
+async def test_cached_tokens_tell_nothing_about_prompts_of_another_key(pair):
+    messages = [{"role": "user", "content": "a secret " * 50}]
+
+    async def num_cached_tokens(api_key, **extra_body):
+        answer = await send_request(pair, api_key, messages=messages, max_tokens=1, extra_body=extra_body)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    num_cached_template_tokens = await num_cached_tokens("any")
+    assert await num_cached_tokens("any") > num_cached_template_tokens
+    # A salt can't be chosen so that the other key's blocks are found.
+    digest = hashlib.sha256(b"any").hexdigest()
+    assert [await num_cached_tokens("other", cache_salt=salt) for salt in ("", digest)] == [0, 0]
+    assert await num_cached_tokens("other") > 0
 
 
 async def test_workers_share_one_queue_limit(pair):
@@ -142,6 +169,28 @@ async def test_a_dead_worker_is_replaced(pair):
     assert [line["exit_code"] for line in lines if line["event"] == "HTTP worker died"] == [-9]
 
 
+async def test_a_worker_that_does_not_respond_is_replaced(run_server, tiny_model):
+    with run_server(tiny_model, *FLAGS, "--worker-timeout", "2", "--log-format", "json") as server:
+        pids = set(server.worker_pids())
+        # The parent misses answers while it is stopped itself.
+        server.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        server.process.send_signal(signal.SIGCONT)
+        assert metric_value(server, "http_event_loop_lag_seconds_count") > 0
+        victim = min(pids)
+        os.kill(victim, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            # A killed worker's successor serves once it has loaded the tokenizer.
+            while victim in (found := set(server.worker_pids())) or len(found) < 2:
+                await asyncio.sleep(0.05)
+        assert pids - found == {victim}
+        for _ in range(8):
+            assert (await send_request(server, max_tokens=1)).usage.completion_tokens == 1
+        lines = [json.loads(line) for line in server.errors if line.startswith("{")]
+        events = [line["event"] for line in lines if line["level"] == "error"]
+        assert events == ["HTTP worker does not respond", "HTTP worker died"]
+
+
 async def test_workers_that_share_encodings_give_the_same_answer(pair):
     assert all(has_rings(pid) for pid in pair.worker_pids())
     assert not has_rings(pair.engine_pid())
@@ -175,7 +224,7 @@ async def test_both_workers_drain_on_sigterm(run_server, tiny_model):
         async with asyncio.timeout(60):
             refusals = 0
             while refusals < 6:
-                refusals = refusals + 1 if get(server, "/health")[0] == 503 else 0
+                refusals = refusals + 1 if get(server, "/ready")[0] == 503 else 0
                 await asyncio.sleep(0.01)
         assert not all(stream.done() for stream in streams)
         texts = await asyncio.gather(*streams)

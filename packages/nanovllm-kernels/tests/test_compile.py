@@ -42,7 +42,8 @@ ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM":
 STATES = (
     dict.fromkeys(["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
     | dict.fromkeys(
-        ["conv_weight_ptr", "weight_ptr", "decay_rate_ptr", "dt_bias_ptr", "norm_ptr", "log_decays_ptr"], FLOAT
+        ["conv_weight_ptr", "weight_ptr", "decay_rate_ptr", "dt_bias_ptr", "norm_ptr", "cumulative_log_decays_ptr"],
+        FLOAT,
     )
     | {"recurrent_ptr": FLOAT, "eps": "fp32"}
 )
@@ -241,7 +242,7 @@ def attention_constants(config, head_dim, group):
 
 
 LENGTHS = dict.fromkeys(["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
-WORK_LIST = {"tile_starts_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": INT64}
+WORK_LIST = {"tile_first_blocks_ptr": INT64, "tiles_ptr": INT32, "parts_ptr": INT64}
 
 
 def compile_tile(kernel, types, constants, config):
@@ -364,7 +365,7 @@ def test_few_row_kernel_loads_weights_before_waiting(num_rows, gated, num_column
         "K": width,
         "ROWS": num_rows,
         "BLOCK_N": config.block_n,
-        "NUM_CHUNKS": 32 * config.num_warps,
+        "NUM_VECTORS": 32 * config.num_warps,
         "VECTOR": 8,
         "NORM": True,
         "BIAS": False,

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.elementwise import QKNorm, pack_norm, plan_rotation, rms_norm, rope_and_cache, silu_and_mul
+from nanovllm_kernels.elementwise import (
+    QKNorm,
+    plan_rotation,
+    prepare_norm_weight,
+    rms_norm,
+    rope_and_cache,
+    silu_and_mul,
+)
 from nanovllm_kernels.platform import runs_in_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,7 +53,7 @@ def test_rms_norm_accepts_strided_heads():
 def test_packed_norm_weight_gives_same_result(dtype):
     x, weight = torch.randn(5, 576), torch.randn(576).to(dtype)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), normed(x, weight, 1e-5), rtol=1e-6, atol=1e-7)
-    assert torch.equal(rms_norm(x, pack_norm(weight), 1e-5), rms_norm(x, weight, 1e-5))
+    assert torch.equal(rms_norm(x, prepare_norm_weight(weight), 1e-5), rms_norm(x, weight, 1e-5))
 
 
 @settings(max_examples=40, deadline=None)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm_kernels import gemm
-from nanovllm_kernels.elementwise import pack_norm, rms_norm, silu_and_mul
+from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
 from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, can_pack_bf16, has_numba, runs_in_float32
 
@@ -51,8 +51,8 @@ def test_compiled_layer_matches_eager_layer(dtype, with_bias, device):
     x, norm, *others = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     *weights, gate_up_bias, down_bias = (each * 0.3 for each in others)
     biases = (gate_up_bias, down_bias) if with_bias else (None, None)
-    expected = layer(x.clone(), pack_norm(norm), *weights, *biases)
-    seen = torch.compile(layer, fullgraph=True, backend="eager")(x, pack_norm(norm), *weights, *biases)
+    expected = layer(x.clone(), prepare_norm_weight(norm), *weights, *biases)
+    seen = torch.compile(layer, fullgraph=True, backend="eager")(x, prepare_norm_weight(norm), *weights, *biases)
     tolerance = {"rtol": 2**-5, "atol": 8e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     assert seen.dtype == dtype
     torch.testing.assert_close(seen, expected, **tolerance)
@@ -73,7 +73,7 @@ def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
     tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for form in (weight, pack_linear(weight)):
         for product, wanted in ((norm_linear, expected), (norm_gate_up, functional.silu(gate) * up)):
-            out = product(x, pack_norm(norm_weight), 1e-5, form, bias)
+            out = product(x, prepare_norm_weight(norm_weight), 1e-5, form, bias)
             assert out.dtype in (dtype, torch.float32)
             assert (out.double() - wanted).norm() < tolerance * wanted.norm()
 
@@ -83,7 +83,7 @@ def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
     if dtype == torch.bfloat16 and runs_in_float32(num_rows):
         pytest.skip("one kernel, which rounds nothing in between, takes them")
     x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
-    packed, norm = pack_linear(weight), pack_norm(norm_weight)
+    packed, norm = pack_linear(weight), prepare_norm_weight(norm_weight)
     pieces = linear(rms_norm(x, norm, 1e-5), packed)
     assert torch.equal(norm_linear(x, norm, 1e-5, packed), pieces)
     assert torch.equal(norm_gate_up(x, norm, 1e-5, packed), silu_and_mul(pieces))
@@ -149,7 +149,7 @@ def test_panel_products_are_summed_in_float32(num_rows, num_columns, width, with
     plain = x.double() @ weight.double().T + added
     normed = functional.rms_norm(x.double(), (width,), norm_weight.double(), 1e-5) @ weight.double().T + added
     gate, up = normed.chunk(2, -1)
-    packed_norm, packed, packed_half = pack_norm(norm_weight), pack_linear(weight), pack_linear(half)
+    packed_norm, packed, packed_half = prepare_norm_weight(norm_weight), pack_linear(weight), pack_linear(half)
     pairs = [
         (linear(x, packed, bias), plain),
         (linear(x, packed_half, half_bias, residual.clone()), plain[:, :num_columns] + residual),
@@ -168,7 +168,7 @@ def test_panel_products_are_summed_in_float32(num_rows, num_columns, width, with
 def test_panel_result_does_not_depend_on_other_rows(num_columns, width):
     torch.manual_seed(0)
     x, residual = torch.randn(300, width), torch.randn(300, num_columns)
-    norm_weight, weight = pack_norm(torch.randn(width)), torch.randn(2 * num_columns, width).bfloat16()
+    norm_weight, weight = prepare_norm_weight(torch.randn(width)), torch.randn(2 * num_columns, width).bfloat16()
     packed, half = pack_linear(weight), pack_linear(weight[:num_columns])
 
     def project(rows: slice) -> torch.Tensor:

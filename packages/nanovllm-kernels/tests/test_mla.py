@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm_kernels import fp8
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
-from nanovllm_kernels.elementwise import latent_rope_and_cache, pack_norm, plan_rotation
+from nanovllm_kernels.elementwise import latent_rope_and_cache, plan_rotation, prepare_norm_weight
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -98,7 +98,7 @@ def test_latent_rope_and_cache_matches_float64(dtype, is_fp8, latent_dim, rope_d
     expected = torch.cat((normed, rotate_exactly(latents[:, latent_dim:])), -1)
 
     rotation = plan_rotation(cos_sin, positions)
-    latent_rope_and_cache(q, latents, pack_norm(weight), 1e-5, rotation, slots, kv_cache, kv_scales)
+    latent_rope_and_cache(q, latents, prepare_norm_weight(weight), 1e-5, rotation, slots, kv_cache, kv_scales)
 
     tolerance = {"rtol": {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype], "atol": 1e-5}
     torch.testing.assert_close(q.double(), expected_q, **tolerance)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nanovllm_kernels.elementwise import norm_parts, pack_norm
+from nanovllm_kernels.elementwise import norm_parts, prepare_norm_weight
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe import ChosenExperts, PackedExperts, Routing, fused_experts, pack_experts, policy, route
 
@@ -172,7 +172,7 @@ def test_norm_parts_matches_two_norms(dtype):
         ),
         -1,
     )
-    for weights in ((first, second), (pack_norm(first), pack_norm(second))):
+    for weights in ((first, second), (prepare_norm_weight(first), prepare_norm_weight(second))):
         found = x.clone()
         norm_parts(found, (8, 6), weights, 1e-5)
         torch.testing.assert_close(found.double(), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

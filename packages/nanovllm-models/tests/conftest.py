@@ -42,9 +42,16 @@ class Session:
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype = torch.float32, num_blocks: int = 32, *, compiled: bool = False
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype = torch.float32,
+        num_blocks: int = 32,
+        *,
+        compiled: bool = False,
+        uses_mtp: bool = False,
     ):
-        self.model: CausalLM = spec.build(BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled))
+        build = BuildContext(torch.device("cpu"), dtype, ParallelContext(), compiled, uses_mtp)
+        self.model: CausalLM = spec.build(build)
         self._free_blocks = list(range(num_blocks))
         specs = self.model.cache_specs()
         self._paged = [spec for spec in specs if not isinstance(spec, StateSpec)]

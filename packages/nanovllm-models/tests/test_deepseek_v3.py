@@ -39,11 +39,14 @@ def add_mtp_layer(path: Path) -> dict[str, torch.Tensor]:
     return layer
 
 
-def test_layers_for_multi_token_prediction_are_loaded_and_change_nothing(tmp_path, session):
+def test_layers_for_multi_token_prediction_are_loaded_on_request_and_change_nothing(tmp_path, session):
     make_checkpoint(tmp_path, "deepseek_v3")
     expected = session(nanovllm_models.load(tmp_path)).step(PROMPTS)
     layer = add_mtp_layer(tmp_path)
-    ours = session(nanovllm_models.load(tmp_path))
+    without_mtp = session(nanovllm_models.load(tmp_path))
+    assert len(without_mtp.model.model.layers) == 3
+    assert all(torch.equal(a, b) for a, b in zip(without_mtp.step(PROMPTS), expected, strict=True))
+    ours = session(nanovllm_models.load(tmp_path), uses_mtp=True)
     assert len(ours.model.cache_specs()) == 3
     assert all(torch.equal(a, b) for a, b in zip(ours.step(PROMPTS), expected, strict=True))
     mtp = ours.model.model.layers[3]
@@ -60,7 +63,7 @@ def test_missing_and_unexpected_tensors_are_refused(tmp_path, session):
     for name in ("model.layers.3.enorm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"):
         save_file({other: tensor for other, tensor in tensors.items() if other != name}, file)
         with pytest.raises(WeightError, match=rf"lacks 1 of \d+ tensors: {name}"):
-            session(nanovllm_models.load(tmp_path))
+            session(nanovllm_models.load(tmp_path), uses_mtp=True)
     for name in ("model.layers.4.enorm.weight", "model.layers.0.self_attn.kv_b_proj.bias"):
         save_file(tensors | {name: torch.zeros(3)}, file)
         with pytest.raises(WeightError, match=f"tensor {name} .* the model has no such weight"):
@@ -131,7 +134,7 @@ def test_experts_of_block_fp8_checkpoints(tmp_path, session):
     write_twin(tmp_path / "fp8", tmp_path / "twin")
     prompts = [PROMPTS[0], list(range(40))]
     exact = torch.cat(session(nanovllm_models.load(tmp_path / "twin")).step(prompts))
-    ours = session(nanovllm_models.load(tmp_path / "fp8"))
+    ours = session(nanovllm_models.load(tmp_path / "fp8"), uses_mtp=True)
     found = torch.cat(ours.step(prompts))
     assert 2**-8 < (found - exact).norm() / exact.norm() < 0.15
     last = ours.model.model.layers[3]
@@ -190,7 +193,7 @@ def test_random_weights_for_a_config_as_published(tmp_path, session):
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    model = session(nanovllm_models.load(tmp_path, load_format="dummy"), torch.bfloat16)
+    model = session(nanovllm_models.load(tmp_path, load_format="dummy"), torch.bfloat16, uses_mtp=True)
     assert model.model.model.layers[3].self_attn.q_b_proj.weight.data.dtype == fp8.DTYPE
     assert model.model.model.layers[0].self_attn.kv_b_proj.weight.dtype == torch.bfloat16
     assert model.step(PROMPTS)[0].isfinite().all()

@@ -65,14 +65,16 @@ def test_cache_specs_of_each_layer(tmp_path, session):
     assert specs == (state, state, state, PagedSpec(2, 16, 4))
 
 
-def test_a_head_for_multi_token_prediction_is_loaded_and_changes_nothing(tmp_path, session):
+def test_a_head_for_multi_token_prediction_is_loaded_on_request_and_changes_nothing(tmp_path, session):
     model = make_model("qwen3_next")
     write_checkpoint(tmp_path / "without", model)
     write_checkpoint(tmp_path / "with", model, mtp=True, old_config=True)
-    plain, ours = (session(nanovllm_models.load(tmp_path / name)) for name in ("without", "with"))
-    for found, expected in zip(ours.step(PROMPTS), plain.step(PROMPTS), strict=True):
-        assert torch.equal(found, expected)
-    assert plain.model.mtp is None
+    plain, ours = (session(nanovllm_models.load(tmp_path / name), uses_mtp=True) for name in ("without", "with"))
+    unused = session(nanovllm_models.load(tmp_path / "with"))
+    expected = plain.step(PROMPTS)
+    for found in (ours.step(PROMPTS), unused.step(PROMPTS)):
+        assert all(torch.equal(*logits) for logits in zip(found, expected, strict=True))
+    assert plain.model.mtp is unused.model.mtp is None
     stored = read_tensors(tmp_path / "with")
     head = ours.model.mtp
     assert torch.equal(head.fc.weight.data, stored["mtp.fc.weight"])
@@ -83,7 +85,7 @@ def test_a_head_for_multi_token_prediction_is_loaded_and_changes_nothing(tmp_pat
     del tensors["mtp.fc.weight"]
     save_file(tensors, file)
     with pytest.raises(WeightError, match="lacks 1 of .*: mtp.fc.weight"):
-        session(nanovllm_models.load(tmp_path / "with"))
+        session(nanovllm_models.load(tmp_path / "with"), uses_mtp=True)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_block_fp8_weights_are_loaded_into_the_rows_of_the_float32_weights(share
     model = make_model("qwen3_next", head_dim=128, shared_expert_intermediate_size=shared_width, **changes)
     write_checkpoint(tmp_path / "fp8", model, fp8=True, mtp=True, old_config=True)
     write_twin(tmp_path / "fp8", tmp_path / "twin")
-    ours, twin = (session(nanovllm_models.load(tmp_path / name)) for name in ("fp8", "twin"))
+    ours, twin = (session(nanovllm_models.load(tmp_path / name), uses_mtp=True) for name in ("fp8", "twin"))
     delta, plain_delta = (each.model.model.layers[0].linear_attn for each in (ours, twin))
     full, plain_full = (each.model.model.layers[1] for each in (ours, twin))
     sparse, plain_sparse = (each.model.model.layers[0].mlp for each in (ours, twin))

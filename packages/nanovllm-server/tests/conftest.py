@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from nanovllm_core.outputs import PromptLogprobs, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
+from nanovllm_models.length_bound import find_length_bound
 from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.rendering import Renderer
@@ -66,6 +68,11 @@ class ScriptedTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         return np.array(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+
+    def min_num_tokens(self, text: str) -> int:
+        bound = find_length_bound(self.backend)
+        assert bound is not None
+        return bound.min_num_tokens(text)
 
     def render_chat(
         self,
@@ -112,6 +119,8 @@ class ScriptedEngine(Engine):
         self.burst = 1
         self.delay = 0.0
         self.num_cached_tokens = 8
+        # Time at which all requests left the queue; None for the time of their first token.
+        self.scheduled_time: float | None = None
         self.endless = False
         self.crash: Exception | None = None
         # How long a grammar takes to compile, and error messages of grammars that contain the text of the key.
@@ -190,7 +199,7 @@ class ScriptedEngine(Engine):
                 num_generated -= len(new_tokens) - new_tokens.index(stop) - 1
                 new_tokens = new_tokens[: new_tokens.index(stop) + 1]
             reason = "stop" if stop is not None else "length" if num_generated >= limit else None
-            num_top = sampling.logprobs
+            num_top, scheduled_time = sampling.logprobs, self.scheduled_time or time.monotonic()
             self._output_buffers.dispatch(
                 StepOutputs(
                     keys=[key] * len(new_tokens),
@@ -201,7 +210,7 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
                         for token in new_tokens
                     ],
-                    starts=[(key, self.num_cached_tokens)] if num_generated == len(new_tokens) else [],
+                    starts=[(key, self.num_cached_tokens, scheduled_time)] if num_generated == len(new_tokens) else [],
                     finishes=[(key, reason, stop)] if reason is not None else [],
                     prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )

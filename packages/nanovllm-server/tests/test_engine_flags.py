@@ -1,6 +1,5 @@
-"""The flags that are made of the fields of `EngineConfig`, and the README's table of flags."""
+"""The flags that are made of the fields of `EngineConfig`."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +7,6 @@ import pytest
 
 from nanovllm_core import EngineConfig
 from nanovllm_server import cli
-
-README = Path(__file__).parent.parent / "README.md"
 
 
 def parse(*arguments: str) -> EngineConfig:
@@ -46,21 +43,3 @@ def test_an_invalid_value_is_refused_by_the_parser(arguments, capsys):
     with pytest.raises(SystemExit):
         parse(*arguments.split())
     assert arguments.split()[0] in capsys.readouterr().err
-
-
-def test_every_flag_is_in_the_readme_and_has_a_description():
-    actions = [action for action in cli.parser()._actions if action.dest not in ("help", "version")]
-    documented = set(re.findall(r"`(--[a-z-]+)", README.read_text()))
-    for action in actions:
-        assert action.help
-        assert action.option_strings == [] or documented & set(action.option_strings), action.option_strings
-
-
-def test_the_readme_lists_only_flags_that_exist():
-    flags = {flag for action in cli.parser()._actions for flag in action.option_strings}
-    table_rows = [
-        line for line in README.read_text().split("## Benchmarks")[0].splitlines() if line.startswith("| `--")
-    ]
-    assert len(table_rows) > 20
-    for row in table_rows:
-        assert set(re.findall(r"`(--[a-z-]+)", row.split("|")[1])) <= flags

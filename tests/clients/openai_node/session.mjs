@@ -44,6 +44,8 @@ async function collect(stream) {
 test("models", async () => {
   const { data } = await sdk.models.list();
   assert.ok(data.some((model) => model.id === MODEL));
+  assert.equal((await sdk.models.retrieve(MODEL)).id, MODEL);
+  await assert.rejects(sdk.models.retrieve("org/name"), OpenAI.NotFoundError);
 });
 
 test("chat", async () => {

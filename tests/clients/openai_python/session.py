@@ -81,6 +81,9 @@ def create(client, **fields):
 
 def test_models(sdk):
     assert MODEL in [model.id for model in sdk.models.list()]
+    assert sdk.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        sdk.models.retrieve("org/name")
 
 
 def test_chat(sdk):

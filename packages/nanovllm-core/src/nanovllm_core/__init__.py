@@ -1,4 +1,4 @@
-"""The nanovllm engine: token ids in, token ids out.
+"""The nanovllm engine, which continues sequences of token ids.
 
 To serve a model, implement `CausalLM`, describe the model with a `ModelSpec`, and start an `AsyncEngine`.
 """

@@ -20,9 +20,10 @@ GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
-# Default time limits of a step with prompts only, and of a step with prompts and decodes. A shorter limit reduces the
-# throughput of prompts. A longer limit delays new requests, which may wait for two steps.
+# Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
+# new requests, which may wait for two steps.
 PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
+# Default time limit of a step with prompts and decodes.
 MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 
@@ -30,7 +31,7 @@ MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 class IndependentSettings:
     """Settings that depend neither on the device nor on the model. None leaves the choice to the engine.
 
-    The server makes a flag from each field of this class and of `EngineConfig`. The string is the flag's help text.
+    The server makes a flag from each field of this class and of `EngineConfig`. The annotation is the flag's help text.
     """
 
     target_step_ms: Annotated[
@@ -98,7 +99,7 @@ class ResolvedConfig(IndependentSettings):
     """`EngineConfig` with a value for every setting that depends on the device or the model.
 
     `cache.memory.choose_block_size` replaces a `block_size` of None once the model is built.
-    may_shorten_context: whether `max_model_len` is lowered if the cache is too small.
+    may_shorten_context: whether the engine may lower `max_model_len` if the cache is too small.
     """
 
     device: Device
@@ -114,17 +115,17 @@ class ResolvedConfig(IndependentSettings):
 
     @property
     def torch_dtype(self) -> "torch.dtype":
-        """dtype of weights and activations."""
+        """The dtype of weights and activations."""
         return _torch_dtype(self.dtype)
 
     @property
     def torch_kv_cache_dtype(self) -> "torch.dtype":
-        """dtype of keys and values."""
+        """The dtype of the KV cache."""
         return _torch_dtype("float8_e4m3fn" if self.kv_cache_dtype == "fp8" else self.dtype)
 
     @property
     def torch_state_dtype(self) -> "torch.dtype":
-        """dtype of the states of recurrent layers."""
+        """The dtype of recurrent states."""
         return _torch_dtype(self.state_dtype)
 
 
@@ -141,8 +142,12 @@ def resolve(
 ) -> ResolvedConfig:
     """Choose a value for every setting that is None, and check all settings. Raises ConfigError.
 
-    max_position, model_dtype, cuda_dtype: see `ModelSpec`.
-    has_flash_attention, has_cute: whether FlashAttention and CuTe DSL are installed and support the GPU.
+    max_position: maximum number of tokens that the model supports.
+    model_dtype: dtype of the checkpoint.
+    cuda_dtype: default dtype on a GPU; None for `model_dtype`.
+    has_flash_attention: whether FlashAttention is installed and supports the GPU.
+    has_cute: whether CuTe DSL is installed and supports the GPU.
+    has_fp8: whether the GPU supports FP8.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
@@ -229,14 +234,14 @@ def _resolve_compile(use_compile: bool | None, backend: AttentionBackend) -> boo
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
-    """`max_num_seqs` and `max_num_batched_tokens`. Their defaults depend on each other."""
+    """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
     max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     block_size = config.block_size or BLOCK_SIZES[0]
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64
         max_num_seqs = default if budget is None else max(min(default, budget - block_size), 1)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    # With a smaller budget, decodes could leave less than one block for prompts. Prompts would then starve.
+    # With a smaller budget, decodes could always leave less than one block for prompts, which would then never run.
     min_budget = max_num_seqs + block_size
     if budget is None:
         budget = max(8192 if device == "cuda" else 1024, min_budget)

@@ -1,10 +1,10 @@
-"""The exceptions that callers of the engine handle."""
+"""Exceptions that callers of the engine handle."""
 
 from typing import Literal
 
 
 class RequestError(ValueError):
-    """A request that can't be served. field: name of the invalid field. The message states the valid values."""
+    """A request has an invalid field. The message states the valid values. field: name of the invalid field."""
 
     def __init__(self, field: str, message: str):
         super().__init__(message)
@@ -17,9 +17,9 @@ GrammarErrorCode = Literal["invalid_grammar", "invalid_schema", "unsupported_sch
 
 
 class GrammarError(ValueError):
-    """A grammar that can't be used. The message is one line that says why and what to change.
+    """A grammar can't be used. The message is one line that says why and what to change.
 
-    `GrammarError(*error.args)` copies `error`.
+    `GrammarError(*error.args)` copies an error.
     place: JSON pointer of the faulty keyword of a JSON schema; None if no JSON schema is at fault.
     """
 
@@ -34,7 +34,7 @@ class GrammarError(ValueError):
 
 
 class ConfigError(ValueError):
-    """An invalid setting. The message names the setting, its value and the valid values."""
+    """A setting is invalid. The message names the setting, its value and the valid values."""
 
 
 class EngineDeadError(RuntimeError):

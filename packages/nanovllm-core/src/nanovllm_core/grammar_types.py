@@ -1,4 +1,4 @@
-"""The description of a grammar, and the interfaces of compiled grammars. `grammar/` implements the interfaces."""
+"""Describes grammars, and defines the interfaces of compiled grammars, which `grammar/` implements."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -23,7 +23,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# A JSON schema of the values' types per format "xml_parameters" of a structural tag, by the JSON pointer of the format.
+# Schemas that state only the types of XML parameters. The key is the JSON pointer to the parameters' original schema.
 ParameterTypes = dict[str, dict[str, Any]]
 
 
@@ -45,7 +45,7 @@ class GrammarMatcher(Protocol):
 
     @staticmethod
     def accept_all(matchers: "Sequence[GrammarMatcher]", tokens: Sequence[int]) -> list[bool]:
-        """Call `accept` of each matcher. After a RuntimeError, some matchers may have advanced."""
+        """Call `accept` of each matcher with its token. After a RuntimeError, some matchers may have advanced."""
         ...
 
     @staticmethod
@@ -55,7 +55,7 @@ class GrammarMatcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """A compiled GrammarSpec, made by `nanovllm_core.grammar`."""
+    """A compiled GrammarSpec."""
 
     def start(self) -> GrammarMatcher:
         """A matcher in the initial state."""

@@ -1,4 +1,4 @@
-"""The interface between engine and model. The engine serves any model that implements `CausalLM`."""
+"""Defines the interface between the engine and a model. The engine serves any model that implements `CausalLM`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,23 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
 from nanovllm_kernels.linear_attention import StateBatch
 
-# Computes one layer's attention: (queries, batch) -> result.
+# Computes one layer's attention from the queries and the batch.
 AttentionFunction = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class LaunchAttention(Protocol):
-    """Computes a layer's attention outside of captured graphs, see `ForwardContext.launch_attention`."""
+    """Computes a layer's attention outside of captured graphs."""
 
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """Maps `q` [T, heads, head_dim] to [T, heads, value_dim]. value_dim: None for head_dim."""
+        """Call `attention` with q [num_tokens, heads, head_dim]; returns [num_tokens, heads, value_dim].
+
+        value_dim: None for head_dim.
+        """
         ...
 
 
 class PagedSpec(NamedTuple):
-    """The KV cache of one attention layer, per rank. num_heads: number of query heads."""
+    """This rank's part of an attention layer's KV cache. num_heads: number of query heads."""
 
     num_kv_heads: int
     head_dim: int
@@ -32,7 +35,7 @@ class PagedSpec(NamedTuple):
 
 
 class MLASpec(NamedTuple):
-    """The cache of one MLA layer: per token, the latent vector followed by the rotated key, shared by all heads."""
+    """The cache of one MLA layer. All heads share one entry per token: the latent vector and the rotated key."""
 
     latent_dim: int
     rope_dim: int
@@ -43,7 +46,7 @@ class StateSpec(NamedTuple):
     """Shapes of the state that one recurrent layer keeps per sequence and rank.
 
     recurrent: the recurrent state, whose dtype is `EngineConfig.state_dtype`.
-    conv_inputs: the last inputs of the convolution, in the model's dtype.
+    conv_inputs: the latest inputs of the convolution, in the model's dtype.
     """
 
     recurrent: tuple[int, int, int]
@@ -54,7 +57,7 @@ CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """The states of a recurrent layer, each [num_slots, *shape] with the shape in the layer's StateSpec."""
+    """The states of a recurrent layer: [num_slots, *shape], where the layer's StateSpec gives each shape."""
 
     recurrent: Tensor
     conv_inputs: Tensor
@@ -65,14 +68,14 @@ class ForwardContext:
     """The batch of one forward pass. The tokens of each request are contiguous. Decodes come before prompts.
 
     attention_batch: lengths and block tables for the attention kernels.
-    slot_mapping: int64 [num_tokens], the cache slot (block * block_size + offset) of each token.
+    slot_mapping: int64 [num_tokens], each token's slot in the KV cache: block * block_size + offset.
     kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`.
         PagedSpec: [num_blocks, block_size, 2 * num_kv_heads, head_dim], key heads before value heads.
         MLASpec: [num_blocks, block_size, 1, latent_dim + rope_dim].
     kv_scales: one per cache if the caches are FP8, else empty; uint8 [num_blocks, cache.shape[2], block_size], see
         `nanovllm_kernels.fp8`.
-    launch_attention: set while a step is captured in pieces, because attention runs between the captured graphs. A
-        layer then passes its attention and its queries to this function instead of computing attention. None otherwise.
+    launch_attention: computes attention between CUDA graphs while a step is captured in pieces. Layers must call this
+        function with their attention and queries. None: layers compute attention themselves.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
     state_batch: state slots of the requests; None for a model without recurrent layers.
     """
@@ -90,11 +93,11 @@ class CausalLM(Protocol):
     """A language model with loaded weights."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]; positions: int64 [num_tokens]."""
+        """Returns hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]; positions: int64 [num_tokens]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks; preferably float32."""
+        """Returns logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks, preferably in float32."""
         ...
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
@@ -104,12 +107,17 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Options for building a model. compile: use torch.compile between attention operators; a model may ignore this."""
+    """Options for building a model.
+
+    compile: use torch.compile between attention operators if the model can.
+    uses_mtp: build the heads for multi-token prediction, if the weights include such heads.
+    """
 
     device: torch.device
     dtype: torch.dtype
     parallel: ParallelContext
     compile: bool = False
+    uses_mtp: bool = False
 
 
 class Vocabulary(NamedTuple):
@@ -130,8 +138,8 @@ class ModelSpec:
     vocab_size: number of logits per token.
     max_position: maximum number of tokens of a sequence.
     dtype: dtype of the checkpoint.
-    build: creates the model with its weights; a module-level function or a functools.partial of such a function.
-    vocabulary: returns the vocabulary when the first grammar is compiled; None for a model without grammars.
+    build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
+    vocabulary: reads the vocabulary for the first grammar; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
     """
 

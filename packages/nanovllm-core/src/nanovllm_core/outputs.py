@@ -1,4 +1,4 @@
-"""Outputs of requests: tokens, their log-probabilities, and why requests finished."""
+"""Defines outputs of requests: tokens, log-probabilities and finish reasons."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -8,18 +8,24 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 
 
-# Types that one process sends to another are msgspec structs, because msgspec creates and encodes structs fast.
+# Types that one process sends to another are msgspec structs, which are fast to create and encode.
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of the chosen token. top: pairs (id, log-probability) of the likeliest tokens, best first."""
+    """Log-probabilities for one output token.
+
+    logprob: log-probability of the chosen token.
+    top: pairs (id, log-probability) of the likeliest tokens, best first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class PromptTokenLogprobs(NamedTuple):
-    """Log-probabilities at one prompt token. logprob, top: see `TokenLogprobs`.
+    """Log-probabilities for one prompt token.
 
+    logprob: log-probability of the prompt token.
     rank: rank of the prompt token by probability; the likeliest token has rank 1.
+    top: pairs (id, log-probability) of the likeliest tokens, best first.
     """
 
     logprob: float
@@ -30,8 +36,11 @@ class PromptTokenLogprobs(NamedTuple):
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of n consecutive prompt tokens. Iteration yields a `PromptTokenLogprobs` per token.
 
-    The fields are bytes, because creating an object per token of a long prompt would delay other requests.
-    logprobs: float32 [n]. ranks: int32 [n]. top_ids: int32 [n, num_top]. top_logprobs: float32 [n, num_top].
+    The fields are bytes of arrays, because creating an object per token of a long prompt would delay other requests.
+    logprobs: float32 [n].
+    ranks: int32 [n].
+    top_ids: int32 [n, num_top].
+    top_logprobs: float32 [n, num_top].
     """
 
     num_top: int
@@ -42,7 +51,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def concatenate(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
-        """The log-probabilities of consecutive `parts` of a prompt."""
+        """Concatenate the log-probabilities of consecutive parts of a prompt."""
         columns = cls.__struct_fields__[1:]
         return cls(num_top, *(b"".join([getattr(part, column) for part in parts]) for column in columns))
 
@@ -58,14 +67,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """A request whose first output token is in the step. num_cached_tokens: see `RequestOutput`."""
+    """The first output token of a request is in the step. num_cached_tokens, scheduled_time: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
+    scheduled_time: float
 
 
 class RequestFinish(NamedTuple):
-    """A request whose last output token is in the step. stop_token: see `RequestOutput`."""
+    """The last output token of a request is in the step. stop_token: token that stopped the request, or None."""
 
     key: int
     reason: FinishReason
@@ -73,20 +83,20 @@ class RequestFinish(NamedTuple):
 
 
 class RequestFailure(NamedTuple):
-    """A request that failed. reason: text for the client."""
+    """A request failed. reason: text for the client."""
 
     key: int
     reason: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """The outputs of one step for all requests. The fields are columns, because an object per request is slow.
+    """The outputs of one step. The fields are lists over all requests, because creating an object per request is slow.
 
     keys: request key of each new token.
-    tokens: id of each new token; the tokens of one request are in order.
-    logprobs: pairs (request key, log-probabilities of a new token) of requests with log-probabilities.
-    prompt_logprobs: pairs (request key, log-probabilities of a part of the prompt), in order. The last part comes with
-        the first output token or earlier.
+    tokens: id of each new token. The tokens of one request are in order.
+    logprobs: pairs (request key, log-probabilities for a new token), only for requests with this option.
+    prompt_logprobs: pairs (request key, log-probabilities of consecutive prompt tokens), in order. The last pair of a
+        request comes with the first output token or earlier.
     """
 
     keys: list[int] = []
@@ -101,12 +111,14 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one request since its previous `RequestOutput`.
 
-    new_token_ids: ids of one token, or of several tokens if the reader was slow.
+    new_token_ids: id of one token, or ids of several tokens if the reader was slow.
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     logprobs: one entry per new token; None if not requested.
     finish_reason: None except on the last output.
     stop_token: id of the token that stopped the request; None if no token stopped the request.
-    prompt_logprobs: log-probabilities of all prompt tokens but the first; None if not requested, or on later outputs.
+    prompt_logprobs: log-probabilities of all prompt tokens except the first, in the first output; None if not
+        requested and in later outputs.
+    scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
     """
 
     id: str
@@ -118,3 +130,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    scheduled_time: float = 0.0

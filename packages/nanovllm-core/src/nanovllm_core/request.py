@@ -13,12 +13,12 @@ from nanovllm_core.token_ids import TokenIds, as_token_ids
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt with options for its output. Requests are immutable: `RequestState` has the progress of a request.
+    """A prompt with options for its output. Requests are immutable.
 
     id: unique among the client's open requests.
     token_ids: the prompt; stored as `prompt_ids`.
     cache_salt: requests with different salts never share cached blocks.
-    priority: requests with lower numbers are served first, and requests with equal numbers in order of arrival.
+    priority: requests with lower numbers run first. Requests with equal numbers run in order of arrival.
     arrival_time: in seconds, on any clock that all requests of the engine share.
     """
 

@@ -1,4 +1,4 @@
-"""The engine's state of a request."""
+"""Defines the engine's state of a request."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +12,7 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import TokenIds
 
 BlockHash = int | bytes
-MAX_CHECKPOINTS = 16  # maximum number per prompt
+MAX_CHECKPOINTS = 16  # per prompt
 
 
 class Checkpoint(NamedTuple):
@@ -23,7 +23,7 @@ class Checkpoint(NamedTuple):
 
 
 class RequestStatus(Enum):
-    """The status of a request. Preemption changes RUNNING to WAITING."""
+    """Tells what a request waits for. Preemption changes RUNNING to WAITING."""
 
     WAITING_GRAMMAR = "waiting for its grammar"
     WAITING = "waiting"
@@ -33,21 +33,22 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in the engine. The scheduler's `RowTable` keeps the numbers that change in every step.
+    """One request in the engine, without the numbers that change in every step.
 
     key: the engine's id of the request; unique in an engine.
     compiled_grammar: set before the request is scheduled; None without a grammar.
     output_ids: ids of the output tokens that have reached the host.
-    seed: seed of the random numbers: the client's seed, or a seed that the engine draws.
+    seed: the client's seed, or a seed that the engine draws.
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    num_scored_tokens: number of prompt tokens whose log-probabilities planned steps compute.
-    row: row in the scheduler's and the device's tables; -1 without a row.
+    scheduled_time: value of `time.monotonic` at the first admission.
+    num_scored_tokens: number of prompt tokens whose log-probabilities are planned or computed.
+    row: index of the request in the tables of the scheduler and of the device; -1 while not running.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
-    state_slot: state slot of a recurrent model; 0 for other models.
-    source_state_slot: checkpoint slot that is copied to `state_slot` at the start; 0 for a state of zeros.
-    checkpoints: checkpoints that no finished step has saved yet, by rising position.
+    state_slot: slot that holds the state of a recurrent model; 0 for other models.
+    source_state_slot: slot of the checkpoint that becomes the initial state; 0 for an initial state of zeros.
+    checkpoints: checkpoints that are planned but not saved yet, in order of position.
     """
 
     key: int
@@ -60,6 +61,7 @@ class RequestState:
     max_total_tokens: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    scheduled_time: float = 0.0
     num_scored_tokens: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list[int])
@@ -86,7 +88,7 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt tokens, and of output tokens that have reached the host."""
+        """Number of prompt tokens and output tokens. Counts only output tokens that have reached the host."""
         return len(self.client_request.prompt_ids) + len(self.output_ids)
 
     @property

@@ -12,6 +12,7 @@ from nanovllm_core.grammar_types import GrammarSpec
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 64
+MAX_ALLOWED_TOKENS = 4096
 MAX_REASONING_END_TOKENS = 64
 MAX_FORBIDDEN_SEQUENCES = 256
 MAX_FORBIDDEN_SEQUENCE_TOKENS = 16
@@ -20,9 +21,9 @@ _MIN_POSITIVE = 1e-6
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True):
-    """A limit on the reasoning with which an output begins.
+    """A limit on the reasoning at the start of an output.
 
-    num_tokens: number of output tokens after which the engine forces `end`, unless the output contains `end` already.
+    num_tokens: number of output tokens after which the engine forces `end`, unless the output already contains `end`.
         If the output ends with the first tokens of `end`, the engine forces only the missing tokens.
     end: token ids that close the reasoning.
     """
@@ -35,26 +36,30 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
 class SamplingParams:
     """Options for sampling the tokens of one request.
 
-    max_tokens: maximum number of output tokens; None for as many as the context holds.
+    max_tokens: maximum number of output tokens; None for no limit but the maximum context length.
     temperature: 0 for greedy sampling.
     top_k: 0 for off. Filters apply in the order top-k, top-p, min-p.
-    top_p: 1 for off (Holtzman et al. 2020).
+    top_p: 1 for off; 0 keeps only the likeliest tokens (Holtzman et al. 2020).
     min_p: minimum probability relative to the likeliest token; 0 for off (Nguyen et al. 2024).
     seed: seed of the random numbers; None for a seed that the engine draws.
-    presence_penalty, frequency_penalty: penalties on output tokens, as OpenAI defines them; 0 for off.
+    presence_penalty: OpenAI's penalty on tokens that the output contains; 0 for off.
+    frequency_penalty: OpenAI's penalty on each occurrence of a token in the output; 0 for off.
     repetition_penalty: penalty on prompt and output tokens; 1 for off (Keskar et al. 2019).
-    logit_bias: number to add to a token's logit, by token id.
+    logit_bias: numbers to add to logits, by token id.
     min_tokens: the first `min_tokens` output tokens can't be end-of-sequence or stop tokens.
     ignore_eos: do not stop at the model's end-of-sequence tokens.
-    stop_token_ids: further token ids that stop the request. The output includes the stop token.
+    stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
-    logprobs: number of likeliest tokens to report per output token (0..20); None for no log-probabilities. Penalties
-        and temperature do not change log-probabilities.
+    allowed_token_ids: the only token ids that the output may contain, besides the end of `grammar`; empty for all. If
+        the grammar allows none of them, the request fails. Overrides all other options but `grammar`.
+    logprobs: number of likeliest tokens to report per output token; None for no log-probabilities. Penalties and
+        temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no
-        log-probabilities. The engine then computes the whole prompt, even if the prefix is cached.
+        log-probabilities. With this option, the engine computes the whole prompt even if its prefix is cached.
     grammar: grammar that the output must match; overrides all other options. The end of the grammar ends the request,
-        even with ignore_eos. A token of stop_token_ids stops the request only where the grammar allows the token.
-    reasoning_budget: limit on the reasoning; ignored if the grammar forbids the tokens that close the reasoning.
+        even with ignore_eos. Tokens of stop_token_ids stop the request only where the grammar allows them.
+    reasoning_budget: limit on the reasoning; ignored if `grammar` or `allowed_token_ids` forbids the tokens that close
+        the reasoning.
     """
 
     max_tokens: int | None = None
@@ -71,6 +76,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     forbidden_sequences: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
@@ -87,6 +93,9 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise RequestError("stop_token_ids", f"stop_token_ids may have at most {MAX_STOP_TOKENS} entries")
         _require_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise RequestError("allowed_token_ids", f"allowed_token_ids may have at most {MAX_ALLOWED_TOKENS} entries")
+        _require_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
         if (budget := self.reasoning_budget) is not None:
             _require_int("reasoning_budget", budget.num_tokens, 0, None)
             if not 1 <= len(budget.end) <= MAX_REASONING_END_TOKENS:
@@ -110,7 +119,7 @@ class SamplingParams:
 
     def _validate_numbers(self) -> None:
         _require_float("temperature", self.temperature, 0, 100)
-        _require_float("top_p", self.top_p, _MIN_POSITIVE, 1)
+        _require_float("top_p", self.top_p, 0, 1)
         _require_float("min_p", self.min_p, 0, 1)
         _require_float("presence_penalty", self.presence_penalty, -2, 2)
         _require_float("frequency_penalty", self.frequency_penalty, -2, 2)
@@ -129,8 +138,9 @@ def _require_float(name: str, value: float, low: float, high: float) -> None:
 
 
 def _require_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for token in token_ids:
-        _require_int(name, token, 0, vocab_size - 1)
+    if token_ids:
+        _require_int(name, min(token_ids), 0, vocab_size - 1)
+        _require_int(name, max(token_ids), 0, vocab_size - 1)
 
 
 def _require_int(name: str, value: int | None, low: int, high: int | None) -> None:

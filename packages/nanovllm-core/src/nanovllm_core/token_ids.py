@@ -1,4 +1,4 @@
-"""Token ids as read-only int32 arrays."""
+"""Stores token ids as read-only int32 arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ TokenIds = NDArray[np.int32]
 
 
 def as_token_ids(ids: Sequence[int] | NDArray[Any]) -> TokenIds:
-    """A read-only int32 array of `ids`. Raises ValueError unless `ids` is one-dimensional and has int32 integers."""
+    """Convert `ids` to a read-only array. Raises ValueError unless `ids` is a sequence of int32 integers."""
     array = np.asarray(ids)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int32)

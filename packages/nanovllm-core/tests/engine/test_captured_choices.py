@@ -28,6 +28,8 @@ SPECIAL = [
     {"temperature": 0.0, "logprobs": 3},
     {"temperature": 1.0, "top_k": 5, "logprobs": 0},
     {"temperature": 0.0, "reasoning_budget": ReasoningBudget(7, (11, 12, 13))},
+    {"temperature": 0.0, "allowed_token_ids": (*range(20, 40), 70)},
+    {"temperature": 1.0, "top_p": 0.9, "allowed_token_ids": tuple(range(0, 97, 3)), "logprobs": 2},
     {"temperature": 0.7, "frequency_penalty": 1.0, "reasoning_budget": ReasoningBudget(4, (14,)), "logprobs": 2},
 ]
 

@@ -146,6 +146,12 @@ async def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     assert together[2] != alone
 
 
+async def test_top_p_0_keeps_only_the_likeliest_token(engine, oracle):
+    prompt = make_prompts(1)[0]
+    sampling = SamplingParams(temperature=2.0, top_p=0.0, max_tokens=20, ignore_eos=True)
+    assert await collect(engine, Request("a", prompt, sampling)) == oracle(prompt, 20)
+
+
 async def test_penalties_and_biases_reach_the_sampler(engine, oracle):
     prompt = make_prompts(1)[0]
     tokens = oracle(prompt, 20)
@@ -241,7 +247,7 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("max_tokens", Request("x", [1], SamplingParams(max_tokens=0))),
         ("max_tokens", Request("x", [1], SamplingParams(max_tokens=256))),
         ("temperature", Request("x", [1], SamplingParams(temperature=float("nan")))),
-        ("top_p", Request("x", [1], SamplingParams(top_p=0.0))),
+        ("top_p", Request("x", [1], SamplingParams(top_p=-0.1))),
         ("min_p", Request("x", [1], SamplingParams(min_p=1.5))),
         ("top_k", Request("x", [1], SamplingParams(top_k=-2))),
         ("repetition_penalty", Request("x", [1], SamplingParams(repetition_penalty=0.0))),
@@ -249,6 +255,9 @@ async def test_duplicate_request_id_is_refused_without_affecting_others(engine, 
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={97: 1.0}))),
         ("logit_bias", Request("x", [1], SamplingParams(logit_bias={1: float("inf")}))),
         ("stop_token_ids", Request("x", [1], SamplingParams(stop_token_ids=(99,)))),
+        ("allowed_token_ids", Request("x", [1], SamplingParams(allowed_token_ids=(3, 97)))),
+        ("allowed_token_ids", Request("x", [1], SamplingParams(allowed_token_ids=(-1, 3)))),
+        ("allowed_token_ids", Request("x", [1], SamplingParams(allowed_token_ids=(1,) * 4097))),
         ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,), (2, 97))))),
         ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((),)))),
         ("forbidden_sequences", Request("x", [1], SamplingParams(forbidden_sequences=((1,) * 17,)))),

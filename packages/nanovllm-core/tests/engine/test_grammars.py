@@ -47,6 +47,7 @@ SETTINGS = [
     {"temperature": 2.0, "top_p": 0.7, "min_tokens": 30},
     {"temperature": 0.8, "ignore_eos": True, "frequency_penalty": 1.0},
     {"temperature": 0.0, "logit_bias": {toy_model.EOS: -100.0, 3: 50.0}, "logprobs": 2},
+    {"temperature": 1.0, "allowed_token_ids": tuple({*range(toy_model.VOCAB)} - {toy_model.EOS})},
 ]
 OUTPUT = 60
 

@@ -129,15 +129,15 @@ def test_unread_outputs_are_taken_as_one():
     buffers.open(9, buffer)
     logprobs = [TokenLogprobs(-0.5, ()), TokenLogprobs(-0.25, ()), TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ())]
     assert buffer.take() is None
-    buffers.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], starts=[(9, 2)]))
+    buffers.dispatch(StepOutputs([9], [7], [(9, logprobs[0])], starts=[(9, 2, 1.5)]))
     assert listener.num_wakes == 1
     # Two tokens of this request, and one token of a request that is not open.
     buffers.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
-    assert buffer.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]))
+    assert buffer.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]), scheduled_time=1.5)
     assert buffer.take() is None
     buffers.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], finishes=[(9, "stop", 5)]))
     buffers.dispatch(StepOutputs([9], [6]))
-    assert buffer.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5)
+    assert buffer.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5, scheduled_time=1.5)
     assert buffer.take() is None
     assert not buffers.close(9), "the last output had come"
     buffers.fail_all("gone")
@@ -170,7 +170,7 @@ def test_outputs_of_a_step_are_split_by_client():
     # Keys of clients 0 and 2.
     first_key, other_key = 5, 2 * wire.KEYS_PER_CLIENT + 5
     logprobs = TokenLogprobs(-0.5, ())
-    keys, starts, finishes = [first_key, other_key, first_key], [(first_key, 16)], [(first_key, "length", None)]
+    keys, starts, finishes = [first_key, other_key, first_key], [(first_key, 16, 1.5)], [(first_key, "length", None)]
     assert split_by_client(StepOutputs(keys, [7, 8, 9], [(other_key, logprobs)], starts, finishes)) == {
         0: StepOutputs([first_key, first_key], [7, 9], [], starts, finishes),
         2: StepOutputs([other_key], [8], [(other_key, logprobs)]),

@@ -141,6 +141,28 @@ def test_step_waits_only_if_a_mask_depends_on_the_previous_step():
     assert not constraints._constraint_by_row
 
 
+def test_allowed_ids_need_a_mask_but_no_wait():
+    constraints = Constraints(4, VOCAB, torch.device("cpu"))
+    sampling = SamplingParams(allowed_token_ids=(0, 31, 32, 69))
+    new = NewRow(2, as_token_ids([1, 2]), 2, 0, sampling, seed=0, stop_ids=())
+    assert constraints.begin_step(make_plan([0, 2], [make_new_row(0, None), new]))
+    events = []
+    for _ in range(3):
+        which, bits = constraints.fill_masks(np.arange(2))
+        assert which.tolist() == [1]
+        assert allowed_tokens(bits) == [[0, 31, 32, 69]]
+        step_handle, event = make_handle([1, 31])
+        constraints.end_step(step_handle)
+        events.append(event)
+        assert constraints.begin_step(make_plan([0, 2]))
+    assert [event.num_waits for event in events] == [0, 0, 0]
+    # Finished steps are forgotten, although no step waits for them.
+    for event in events:
+        event.is_over = True
+    constraints.end_step(make_handle([1, 31])[0])
+    assert len(constraints._in_flight) == 1
+
+
 def test_skipped_and_reassigned_rows_are_not_advanced():
     constraints = Constraints(2, VOCAB, torch.device("cpu"))
     budget = ReasoningBudget(0, (9,))

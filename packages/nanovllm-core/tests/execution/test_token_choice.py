@@ -110,14 +110,14 @@ def test_operations_of_other_rows_do_not_change_tokens(seed):
             )
             assert alone.tolist() == found[single_row].tolist(), OPTIONS
         # A captured sampling graph changes the counts of all rows.
-        table.counts[rows.long(), found.long()] += 1
+        table.token_counts[rows.long(), found.long()] += 1
 
 
 def test_counts_of_a_new_request_do_not_include_earlier_requests():
     table = RequestTable(2, 32, 16, VOCAB, 1, torch.device("cpu"))
-    table.counts.random_(-(2**31), 2**31)
+    table.token_counts.random_(-(2**31), 2**31)
     assign_rows(table, [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.5}])
-    counts = table.counts[1]
+    counts = table.token_counts[1]
     prompt, output = table.tokens[1, :5].tolist(), table.tokens[1, 5:9].tolist()
     for token in range(VOCAB):
         assert int(counts[token]) == output.count(token) + (IN_PROMPT_BIT if token in prompt else 0)

@@ -7,7 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.layers import compilation as module
-from nanovllm_core.layers.compilation import compile_for_rows
+from nanovllm_core.layers.compilation import compile_for_rows, set_cache_directories
+
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +18,7 @@ def counter(monkeypatch, tmp_path) -> CompileCounterWithBackend:
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(module, "BACKEND", counter)
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+    for name in (*CACHE_VARIABLES, "TORCHINDUCTOR_COMPILE_THREADS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -58,8 +60,16 @@ def test_each_function_is_compiled_separately(counter):
 
 def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypatch):
     compile_for_rows(mixed, 9)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert [os.environ[name] for name in CACHE_VARIABLES] == [str(tmp_path / "inductor"), str(tmp_path / "triton")]
+    for name in CACHE_VARIABLES:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
     compile_for_rows(mixed, 9)
-    assert not os.environ.get("TORCHINDUCTOR_CACHE_DIR", "").startswith("/proc")
+    assert not any(os.environ.get(name, "").startswith("/proc") for name in CACHE_VARIABLES)
+
+
+def test_cache_directories_of_the_user_are_kept(monkeypatch):
+    for name in CACHE_VARIABLES:
+        monkeypatch.setenv(name, "/somewhere")
+    set_cache_directories()
+    assert [os.environ[name] for name in CACHE_VARIABLES] == ["/somewhere"] * 2

@@ -1,5 +1,7 @@
 """The Python work of a steady decode step does not grow with the number of requests."""
 
+import time
+
 import numpy as np
 import pytest
 from counting import count_calls
@@ -128,8 +130,11 @@ def test_consecutive_decode_steps_of_the_same_requests_share_their_rows():
     assert scheduler.complete(second, results).keys == [0]
     newcomer = RequestState(1, Request("r1", [9], SamplingParams()))
     scheduler.add(newcomer)
+    before_s = time.monotonic()
     mixed = scheduler.schedule()
-    assert scheduler.complete(mixed, results).starts == [(1, 0)]
+    ((key, num_cached_tokens, scheduled_time),) = scheduler.complete(mixed, results).starts
+    assert (key, num_cached_tokens) == (1, 0)
+    assert before_s <= scheduled_time <= time.monotonic()
     third = scheduler.schedule()
     assert third.plan.scheduled.rows.tolist() == first.plan.scheduled.rows.tolist()
     assert third.plan.scheduled is not first.plan.scheduled

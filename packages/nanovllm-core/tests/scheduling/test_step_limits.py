@@ -100,7 +100,7 @@ class SimulatedEngine:
         self.scheduler.observe(step, self.steps[len(self.steps) - len(self.in_flight) - 1][1])
         num_samples = int(step.plan.scheduled.is_sampled.sum())
         outputs = self.scheduler.complete(step, StepResults(np.full(num_samples, 7, np.int32), ()))
-        for key, _ in outputs.starts:
+        for key, *_ in outputs.starts:
             self.first_token_times[key] = self.now
         return True
 

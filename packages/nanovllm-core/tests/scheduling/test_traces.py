@@ -258,7 +258,7 @@ class Trace:
             for key, token in zip(outputs.keys, outputs.tokens, strict=True):
                 assert key not in self.aborted
                 assert key not in self.reasons, "an output after the last one"
-                assert (key in dict(outputs.starts)) == (not self.outputs[key])
+                assert (key in {start.key for start in outputs.starts}) == (not self.outputs[key])
                 self.outputs[key].append(token)
             for key, reason, stop_token in outputs.finishes:
                 assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)

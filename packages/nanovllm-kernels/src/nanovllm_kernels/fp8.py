@@ -1,6 +1,7 @@
-"""FP8 keys and values in plain torch: e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P] for N pages of P tokens.
+"""Converts keys and values to FP8 and back, in plain torch.
 
-A scale is a power of two, stored as its biased float32 exponent (uint8, E8M0).
+N pages of P tokens have e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P]. A scale is a power of two, stored as its
+biased float32 exponent (uint8, E8M0).
 """
 
 import torch
@@ -16,9 +17,9 @@ E4M3_EXPONENT_BIAS = 7
 MAX_E4M3 = 448.0
 MAX_E4M3_EXPONENT = 8
 CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
-# A head of zeros gets the smallest scale, 2^-40. Kernels can then divide by any scale.
+# The smallest scale is 2^-40 instead of 0, so that kernels can divide by any scale.
 MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
-# Block FP8 raises a group's largest magnitude to at least this number: a group of zeros then has a nonzero scale.
+# Block FP8 computes a group's scale from at least this magnitude, so that no scale is 0.
 MIN_GROUP_MAGNITUDE = 1e-10
 
 
@@ -29,7 +30,7 @@ def make_scales(kv_cache: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` [..., D] to e4m3 with the smallest possible scales. Returns e4m3 values and uint8 exponents [...]."""
+    """Round `x` [..., D] to e4m3. Returns the values and uint8 exponents [...] of the smallest possible scales."""
     x = x.float()
     exponents = (x.abs().amax(-1).view(torch.int32) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23
     exponents = (exponents - MAX_E4M3_EXPONENT).clamp_(min=MIN_SCALE_EXPONENT)
@@ -46,7 +47,7 @@ def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert e4m3 to float32 or bfloat16. On a CPU torch's own conversion takes four times as long."""
+    """Convert e4m3 to float32 or bfloat16, on a CPU four times as fast as torch's own conversion."""
     int_dtype, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
     # The shift puts exponent and mantissa in place. The mask clears four bits that sign extension has set.
     bits = values.view(torch.int8).to(int_dtype).bitwise_left_shift_(shift).bitwise_and_(~(0x78 << (shift + 4)))

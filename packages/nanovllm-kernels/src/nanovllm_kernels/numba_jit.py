@@ -30,15 +30,17 @@ LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 # Fast-math flags that let the compiler reorder sums, as vectorised sums require. NaN and infinities stay valid.
 _FAST_MATH = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-# For `exp`: its range of inputs, 1 / ln 2, ln 2 in two parts, and coefficients of the sixth to the third power.
+# `exp` clamps its input to this range.
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
+# ln 2 is the sum of LN2_PARTS.
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
+# Coefficients of r^6, r^5, r^4 and r^3 in a polynomial for exp(r).
 EXP_TERMS = (np.float32(1.3888889e-3), np.float32(8.3333333e-3), np.float32(4.1666667e-2), np.float32(1.6666667e-1))
 _MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
-# Addresses of OpenMP functions. Kernels get this table's address as an argument: a cached kernel cannot contain it.
+# Addresses of OpenMP functions. Kernels get the table's address as an argument, because Numba caches kernels on disk.
 _OPENMP = np.array(
     [
         ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
@@ -106,7 +108,7 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 @intrinsic
 def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
-    """Run a region from `compile_region` on `num_threads` threads. args: the address that its function receives."""
+    """Run a region from `compile_region` on `num_threads` threads. args: the argument of the region's function."""
     if (region_address, args, num_threads) != (types.int64,) * 3:
         return None
 
@@ -124,13 +126,13 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
 
 @intrinsic
 def thread_index(_typing: Any, args: Any) -> Any:
-    """Return the index of the calling thread. args: address that the function of `run_region` received."""
+    """Return the index of the calling thread. args: the argument of the region's function."""
     return _call_openmp(args, 1)
 
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
-    """Return the number of threads, possibly fewer than `run_region` requested. args: as for `thread_index`."""
+    """Return the number of threads, possibly fewer than requested. args: the argument of the region's function."""
     return _call_openmp(args, 2)
 
 
@@ -148,7 +150,7 @@ def _call_openmp(args: Any, table_index: int) -> Any:
 
 
 def _openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
-    """Emit code that loads a pointer to a function from the table OPENMP, whose address is the first of `args`."""
+    """Emit code that loads a function pointer from the table OPENMP. args: address of the table's address."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
     address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))
@@ -157,7 +159,7 @@ def _openmp_function(builder: Any, args: Any, table_index: int, function_type: i
 
 @kernel
 def keep_alive(array):
-    """Keep `array` alive until this call. Numba does not see uses of its address, and would free the array earlier."""
+    """Keep `array` alive until this call. Numba does not see uses of an array's address, and would free the array."""
     return array.size
 
 
@@ -200,9 +202,9 @@ def to_bf16(number):
 
 @ordered_kernel
 def exp(x):
-    """Return exp of a float32 with an error of at most 2 ulp, clamped to [e^-87, e^88] (the method of Cephes' expf).
+    """Return exp of a float32 with an error of at most 2 ulp, by the method of Cephes' expf.
 
-    The compiler vectorises this function, but not the library's exp.
+    The compiler vectorises this function, but not the C library's exp.
     """
     x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
     n = np.floor(x * LOG2_E + _HALF)

@@ -1,6 +1,6 @@
 """Numba intrinsics for float32 products on a CPU: a few rows times a panel (PANEL columns of a weight [N, K]).
 
-Each sum runs over K in order. Hence a row's result does not depend on the other rows.
+Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, LOG2_E, prefetch_line
 
-# Columns of a panel: for one k, the columns' bf16 values fill a cache line.
+# Columns of a panel. A panel's bf16 values for one k fill a cache line.
 PANEL = 32
 # Bytes of a cache line.
 LINE = 64
@@ -21,7 +21,7 @@ GROUP = 2 * LANES
 NUM_GROUPS = PANEL // GROUP
 # Maximum rows of a tile: the sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
-# Number of k per pass of the unrolled inner loop.
+# Values of k per pass of the unrolled inner loop.
 UNROLL = 4
 # Rows and columns that `transpose_keys` transposes at once.
 TRANSPOSED_SIZE = 8
@@ -46,9 +46,10 @@ def make_tile(
 
     rows_ptr: float32 [depth, num_rows], or [num_rows, row_stride] if `row_stride` is given.
     panel_ptr: bf16 [depth, PANEL] if `has_bf16_panel`, else float32 [depth, GROUP]. depth: a multiple of UNROLL.
-    sums_ptr: float32 [num_rows, sums_stride]. continues_sums: 0 to overwrite the sums, else products are added.
-    prefetch_ptr: address of the cache lines to prefetch, `num_prefetches` per UNROLL values of k.
-    prefetch_step: number of bytes from these lines to the next lines.
+    sums_ptr: float32 [num_rows, sums_stride].
+    continues_sums: 0 to overwrite the sums, else products are added to the sums.
+    prefetch_ptr: first address to prefetch. Each pass over UNROLL values of k prefetches `num_prefetches` cache lines.
+    prefetch_step: number of bytes by which the address grows per pass.
     """
 
     @intrinsic
@@ -64,7 +65,7 @@ def make_tile(
     ) -> Any:
         def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             strides = (1, row_stride) if row_stride else (num_rows, 1)
-            _lower_tile(builder, values, num_rows, num_groups, has_bf16_panel, num_prefetches, strides, sums_stride)
+            _emit_tile(builder, values, num_rows, num_groups, has_bf16_panel, num_prefetches, strides, sums_stride)
             return context.get_dummy_value()
 
         return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step), lower
@@ -76,14 +77,14 @@ def _typed_pointer(builder: Any, address: Any, element_type: Any, offset: int = 
     return builder.inttoptr(builder.add(address, _INT64(offset)), element_type.as_pointer())
 
 
-def _lower_halves(builder: Any, words: Any) -> list[Any]:
-    """Emit code that converts int32 `words` of two bf16 each to float32 vectors: the lower halves, the upper halves."""
+def _split_words(builder: Any, words: Any) -> list[Any]:
+    """Emit code that splits int32 `words` into float32 vectors: the low bf16 halves, and the high bf16 halves."""
     low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
     high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]
 
 
-def _lower_tile(
+def _emit_tile(
     builder: Any,
     values: Any,
     num_rows: int,
@@ -93,7 +94,7 @@ def _lower_tile(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_tile`. strides: elements of the rows to the next k, and to the next row."""
+    """Emit the code of `make_tile`. strides: distances in elements between a row's values, and between rows."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, prefetch_step = values
     num_vectors = 2 * num_groups
     k_bytes = 2 * PANEL if has_bf16_panel else 4 * GROUP
@@ -120,7 +121,7 @@ def _lower_tile(
             if has_bf16_panel:
                 for group in range(num_groups):
                     element_ptr = _typed_pointer(builder, panel_address, _INT_VECTOR, k * k_bytes + group * 2 * GROUP)
-                    columns += _lower_halves(builder, builder.load(element_ptr, align=4))
+                    columns += _split_words(builder, builder.load(element_ptr, align=4))
             else:
                 for vector in range(num_vectors):
                     element_ptr = _typed_pointer(
@@ -151,7 +152,7 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
                 line = builder.add(panel, builder.mul(loop.index, _INT64(2 * PANEL)))
                 words = builder.load(_typed_pointer(builder, line, _INT_VECTOR, 2 * GROUP * group), align=4)
                 target_address = builder.add(target, builder.mul(loop.index, _INT64(4 * GROUP)))
-                for half, half_values in enumerate(_lower_halves(builder, words)):
+                for half, half_values in enumerate(_split_words(builder, words)):
                     builder.store(
                         half_values, _typed_pointer(builder, target_address, _FLOAT_VECTOR, 4 * LANES * half), align=4
                     )
@@ -161,19 +162,21 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, copy_ptr: Any) -> An
 
 
 @intrinsic
-def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
+def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: Any) -> Any:
     """Transpose TRANSPOSED_SIZE x TRANSPOSED_SIZE bf16 values of keys, and convert the values to float32.
 
-    step: number of bytes from one key to the next. Rows of the output are 4 * GROUP bytes apart.
+    key_stride_bytes: distance between two keys. Rows of the output are 4 * GROUP bytes apart.
     """
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        keys, step, out = values
+        keys, key_stride_bytes, out = values
         scalars = (ir.FloatType(), ir.IntType(32), ir.IntType(16))
         float_vector, int_vector, half_vector = (ir.VectorType(scalar, TRANSPOSED_SIZE) for scalar in scalars)
         rows: list[Any] = []
         for i in range(TRANSPOSED_SIZE):
-            element_ptr = _typed_pointer(builder, builder.add(keys, builder.mul(step, _INT64(i))), half_vector)
+            element_ptr = _typed_pointer(
+                builder, builder.add(keys, builder.mul(key_stride_bytes, _INT64(i))), half_vector
+            )
             bits = builder.zext(builder.load(element_ptr, align=2), int_vector)
             rows.append(
                 builder.bitcast(builder.shl(bits, ir.Constant(int_vector, [16] * TRANSPOSED_SIZE)), float_vector)
@@ -195,7 +198,7 @@ def transpose_keys(_typing: Any, keys_ptr: Any, step: Any, out_ptr: Any) -> Any:
             builder.store(row, _typed_pointer(builder, out, float_vector, 4 * GROUP * i), align=4)
         return context.get_dummy_value()
 
-    return types.void(keys_ptr, step, out_ptr), lower
+    return types.void(keys_ptr, key_stride_bytes, out_ptr), lower
 
 
 @intrinsic
@@ -244,7 +247,7 @@ def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> An
         accumulator = cgutils.alloca_once_value(builder, ir.Constant(_FLOAT_VECTOR, [0.0] * LANES))
         shift = _broadcast(builder, max_number)
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
-            weight = _lower_exp(builder, builder.fsub(_load_lanes(builder, values_ptr, loop.index), shift))
+            weight = _emit_exp(builder, builder.fsub(_load_lanes(builder, values_ptr, loop.index), shift))
             _store_lanes(builder, weight, values_ptr, loop.index)
             builder.store(builder.fadd(builder.load(accumulator), weight), accumulator)
         function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOAT_VECTOR])
@@ -263,7 +266,7 @@ def gate_values(_typing: Any, gates_ptr: Any, up_ptr: Any, out_ptr: Any, count: 
         one = ir.Constant(_FLOAT_VECTOR, [1.0] * LANES)
         with cgutils.for_range(builder, builder.udiv(size, _INT64(LANES))) as loop:
             gate, up = (_load_lanes(builder, values_ptr, loop.index) for values_ptr in (gates, ups))
-            divisor = builder.fadd(one, _lower_exp(builder, builder.fneg(gate)))
+            divisor = builder.fadd(one, _emit_exp(builder, builder.fneg(gate)))
             _store_lanes(builder, builder.fdiv(builder.fmul(up, gate), divisor), out, loop.index)
         return context.get_dummy_value()
 
@@ -286,7 +289,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
 
-def _lower_exp(builder: Any, x: Any) -> Any:
+def _emit_exp(builder: Any, x: Any) -> Any:
     """Emit the code of `numba_jit.exp` for a vector."""
 
     def constant(number: Any) -> Any:

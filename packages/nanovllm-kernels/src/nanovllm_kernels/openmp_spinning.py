@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 SAMPLE_INTERVAL_S = 0.2
-# Number of our threads' cores that others use: above MIN_BUSY_CORES spins get short, below MAX_IDLE_CORES long.
+# Spins become short if other processes use more than this number of our threads' cores.
 MIN_BUSY_CORES = 0.4
+# Spins become long again if other processes use less than this number of our threads' cores.
 MAX_IDLE_CORES = 0.2
 # Environment variables by which a user chooses how threads wait.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -35,7 +36,7 @@ def can_shorten_spins() -> bool:
 
 
 class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
-    """From construction until `__exit__`, threads at a barrier spin for microseconds and then sleep.
+    """Limits spinning at a barrier to microseconds, from construction until `__exit__`. Threads sleep afterwards.
 
     GCC's runtime spins briefly if it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). This
     object makes the runtime start additional threads, which sleep.
@@ -67,8 +68,6 @@ class SpinControl:
     """Shortens spinning while other processes need the cores, from construction until `close`.
 
     A thread samples the use of the cores even during a step, because one step with long spins can take seconds.
-
-    is_on: if False, the object does nothing.
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
@@ -88,9 +87,9 @@ class SpinControl:
         previous = _sample_cpu_use()
         while not self._stop.wait(SAMPLE_INTERVAL_S):
             current = _sample_cpu_use()
-            window_s, others_s = (later - earlier for later, earlier in zip(current, previous, strict=True))
+            window_s, other_processes_s = (later - earlier for later, earlier in zip(current, previous, strict=True))
             previous = current
-            self.adapt(others_s / window_s)
+            self.adapt(other_processes_s / window_s)
 
     def adapt(self, num_busy_cores: float) -> None:
         """Shorten or restore spinning. num_busy_cores: number of cores that other processes use."""

@@ -64,7 +64,7 @@ def has_flash_attention() -> bool:
 
 @functools.cache
 def has_cute() -> bool:
-    """Whether CuTe DSL is installed and this machine's GPU is Hopper, for which our CuTe kernels are written."""
+    """Whether CuTe DSL is installed and this machine's GPU is Hopper. Our CuTe kernels support only Hopper."""
     return has_cuda() and _capability() == (9, 0) and importlib.util.find_spec("cutlass") is not None
 
 
@@ -103,8 +103,8 @@ def make_cache_directory(name: str) -> Path | None:
 def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
     """Return the dtype of the residual stream [T, hidden_size] of a model with weights of `dtype` on `device`.
 
-    A float32 stream is chosen where it costs nothing: for narrow models on CUDA, and for bf16 on a CPU. A bf16 stream
-    rounds twice per layer, and the errors often exceed the difference of two logits. float16 overflows in a few models.
+    The stream is float32 if that costs no time: for narrow models on CUDA, and for bf16 on a CPU. A bf16 stream rounds
+    twice per layer, and the errors often exceed the difference of two logits. A float16 stream may overflow.
     """
     uses_float32 = (
         dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < MIN_WIDE_HIDDEN_SIZE
@@ -154,7 +154,7 @@ def has_numba() -> bool:
 def runs_in_float32(num_rows: int) -> bool:
     """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
 
-    True for 1 to MAX_FLOAT32_ROWS rows, and on a CPU without bf16 instructions for more rows too.
+    True for 1 to MAX_FLOAT32_ROWS rows. On a CPU without bf16 instructions, also true for more rows.
     """
     return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not can_pack_bf16())
 
@@ -167,12 +167,12 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     if dtype != torch.bfloat16:
         return f"{dtype_name}, {capability} (torch)"
-    in_float32 = f"float32 from bfloat16 weights, {capability} (torch)"
+    float32_text = f"float32 from bfloat16 weights, {capability} (torch)"
     if has_numba():
         from nanovllm_kernels.numba_jit import VECTOR_INSTRUCTIONS
 
-        in_float32 = f"float32 from bfloat16 weights, {VECTOR_INSTRUCTIONS} (Numba)"
+        float32_text = f"float32 from bfloat16 weights, {VECTOR_INSTRUCTIONS} (Numba)"
     if not can_pack_bf16():
-        return in_float32
-    in_bf16 = f"bfloat16, {_bf16_instructions()} (oneDNN)"
-    return f"{in_bf16}; up to {MAX_FLOAT32_ROWS} tokens {in_float32}" if has_numba() else in_bf16
+        return float32_text
+    bf16_text = f"bfloat16, {_bf16_instructions()} (oneDNN)"
+    return f"{bf16_text}; up to {MAX_FLOAT32_ROWS} tokens {float32_text}" if has_numba() else bf16_text

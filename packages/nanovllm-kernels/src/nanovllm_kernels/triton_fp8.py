@@ -25,10 +25,10 @@ def quantize_groups(x, axis: tl.constexpr):
 def divide_max_e4m3(magnitude):
     """Return 448 / magnitude, rounded like torch, for magnitudes below 2^126.
 
-    `tl.div_rn` rounds equally but branches, which slows experts of one token by 15 %.
+    `tl.div_rn` rounds equally but branches, which slows an MoE layer with one token by 15 %.
     Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
     """
-    # Triton's "/" is inexact on a GPU. Each pair of fused operations corrects its result.
+    # Triton's "/" is inexact on a GPU. One pair of `fma` corrects the inverse, the other pair the quotient.
     inverse = 1.0 / magnitude
     inverse = tl.fma(tl.fma(-inverse, magnitude, 1.0), inverse, inverse)
     quotient = inverse * MAX_E4M3

@@ -59,7 +59,7 @@ def plan(
 
 
 def list_segments(work):
-    tile_starts, tiles, parts = work.tile_starts.tolist(), work.tiles.tolist(), work.parts.tolist()
+    tile_starts, tiles, parts = work.tile_first_blocks.tolist(), work.tiles.tolist(), work.parts.tolist()
     segments = []
     for part, ((block, tile), (part_end, _)) in enumerate(itertools.pairwise(parts)):
         while block < part_end:

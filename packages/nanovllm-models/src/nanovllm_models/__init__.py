@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from nanovllm_models.chat_formats import ChatFormat, read_format
 from nanovllm_models.default_model import default_model_path
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
+from nanovllm_models.hub import ModelDirectory, find_model
 from nanovllm_models.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -12,11 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatFormat",
+    "ModelDirectory",
     "ModelError",
     "TemplateError",
     "TemplateValueError",
     "Tokenizer",
     "default_model_path",
+    "find_model",
     "load",
     "load_tokenizer",
     "read_format",

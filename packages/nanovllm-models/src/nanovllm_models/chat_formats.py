@@ -1,4 +1,4 @@
-"""Data that describes how models write reasoning and tool calls."""
+"""Describes how models write reasoning and tool calls."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from nanovllm_models.fields import read_fields
 class ReasoningFormat:
     """Reasoning at the beginning of an answer, between two tags.
 
-    begin: tag before the reasoning; some templates write this tag into the prompt.
+    begin: tag before the reasoning. Some templates write this tag into the prompt.
     """
 
     name: str
@@ -20,7 +20,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallFormat:
-    """The fields that all formats of tool calls have.
+    """The fields of all formats of tool calls.
 
     template_markers: texts that every chat template of this format contains.
     separator: text that may stand between two calls, besides whitespace.
@@ -177,7 +177,7 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     calls.name: calls for calls in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
-# The format of tool calls that each architecture learned. Used if the chat template does not mention tools.
+# Formats of tool calls by architecture, for chat templates that do not mention tools.
 FORMAT_BY_ARCHITECTURE: dict[str, ToolCallFormat] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,
@@ -202,6 +202,6 @@ def detect_format(architecture: str | None, template: str) -> ChatFormat:
 
 
 def read_format(path: Path, template: str) -> ChatFormat:
-    """Return the formats of the model in the directory `path`. template: see `detect_format`. Raises ModelError."""
+    """Return the formats of the model in `path`. template: its chat template; "" for none. Raises ModelError."""
     architectures = read_fields(path / "config.json").texts("architectures")
     return detect_format(architectures[0] if architectures else None, template)

@@ -1,4 +1,4 @@
-"""The sources of a model's weights: safetensors files, or random numbers."""
+"""Provides a model's weights: from safetensors files, or random numbers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class CheckpointWeights:
 
         Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
 
-        can_skip: takes the name of a tensor that the module does not use; returns whether to ignore the tensor.
+        can_skip: returns whether the module does not need a tensor. Takes the name of a tensor that the module lacks.
         """
         load_weights(module, self.tensors(), can_skip)
 
@@ -88,9 +88,9 @@ WeightSource = CheckpointWeights | RandomWeights
 
 
 def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
-    """Find the safetensors files of a model directory. Raises ModelError if no file is found or one is missing.
+    """Find the safetensors files of a model directory. Raises ModelError if there is no file, or if a file is missing.
 
-    progress: see `CheckpointWeights`.
+    progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """
     if (path / INDEX_NAME).exists():
         shard_names = sorted(set(read_fields(path / INDEX_NAME).string_mapping("weight_map").values()))

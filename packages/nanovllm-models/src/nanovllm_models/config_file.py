@@ -9,7 +9,7 @@ from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig, YarnScaling
 from nanovllm_models.fields import JsonFields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# MiniMax uses the second name.
+# MiniMax's checkpoints have the second name.
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
 # The default of transformers.
@@ -34,17 +34,17 @@ def parse_quantization(config: JsonFields) -> BlockFP8 | None:
         return None
     fields = config.nested("quantization_config")
     if fields.text("quant_method") != "fp8":
-        raise fields.error("quant_method", "fp8: no other quantisation is supported")
+        raise fields.error("quant_method", expected="fp8: no other quantisation is supported")
     if fields.text("fmt", "e4m3") not in E4M3_NAMES:
         raise fields.error("fmt", f"one of {', '.join(E4M3_NAMES)}")
     if fields.text("activation_scheme", "dynamic") != "dynamic":
         raise fields.error("activation_scheme", "dynamic: activation scales are computed at run time, not loaded")
     if fields.positive_integers("weight_block_size") != (128, 128):
         raise fields.error("weight_block_size", "[128, 128]")
-    unquantized = fields.texts("modules_to_not_convert")
-    if any(set(name) & PATTERN_CHARACTERS for name in unquantized):
+    unquantized_modules = fields.texts("modules_to_not_convert")
+    if any(set(name) & PATTERN_CHARACTERS for name in unquantized_modules):
         raise fields.error("modules_to_not_convert", "a list of modules' names without patterns")
-    return BlockFP8(unquantized)
+    return BlockFP8(unquantized_modules)
 
 
 def parse_eos_token_ids(path: Path, config: JsonFields) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def parse_rotary(
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
     head_dim: size of a head, if only a part of each head may be rotated; None if whole heads are rotated.
-    default_fraction: rotated fraction of each head if config.json does not give the fraction.
+    default_fraction: fraction of each head to rotate if config.json does not give the fraction.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")
     theta = rope.positive_number("rope_theta", config.positive_number("rope_theta", default_theta))

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
+from nanovllm_models.mtp import find_mtp_heads
 
 SHARED_EXPERT = SharedExpert("shared_experts")
 
@@ -157,8 +158,10 @@ class DeepseekV3MoE(nn.Module):
         quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_experts", *MLP_LINEAR_NAMES)
         shared_width = moe.num_shared_experts * width
-        is_alike = shared_quantization == quantization
-        shared = SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=is_alike) else None
+        has_same_format = shared_quantization == quantization
+        shared = (
+            SHARED_EXPERT if can_fuse_shared_expert(width, shared_width, build, same_format=has_same_format) else None
+        )
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared, bias_name=bias_name)
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
@@ -174,9 +177,9 @@ class DeepseekV3MoE(nn.Module):
 
 
 class DeepseekV3Layer(nn.Module):
-    """Attention and a feed-forward layer, which callers run as `before_attention`, `self_attn`, `after_attention`.
+    """Attention and a feed-forward layer. Callers run `before_attention`, `self_attn`, then `after_attention`.
 
-    The three are separate so that one compiled function can span from one layer's `after_attention` to the next layer.
+    One compiled function runs a layer's `after_attention` and the next layer's `before_attention`.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -218,7 +221,7 @@ class MTPOutputHead(nn.Module):
 
 
 class MTPLayer(DeepseekV3Layer):
-    """A layer for multi-token prediction. Its weights are loaded, but nothing runs it yet.
+    """A layer for multi-token prediction. Nothing runs it yet.
 
     `eh_proj` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
     """
@@ -287,15 +290,23 @@ class DeepseekV3ForCausalLM(DecoderWithHead):
         return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
 
 
-def can_skip_tensor(name: str, *, is_head_tied: bool) -> bool:
+def can_skip_tensor(name: str, *, is_head_tied: bool, skipped_prefixes: tuple[str, ...]) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
-    return (is_head_tied and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
+    is_tied_head = is_head_tied and name == "lm_head.weight"
+    return is_tied_head or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
 
 
 def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
+    num_layers, num_mtp_layers = config.num_hidden_layers, config.num_mtp_layers
+    mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_layers))
+    if find_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp:
+        mtp_prefixes = ()
+    else:
+        config = replace(config, num_mtp_layers=0)
     model = DeepseekV3ForCausalLM(config, build)
-    weights.load_into(model, partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings))
+    can_skip = partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings, skipped_prefixes=mtp_prefixes)
+    weights.load_into(model, can_skip)
     return model
 
 

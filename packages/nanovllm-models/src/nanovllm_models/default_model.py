@@ -39,7 +39,7 @@ def cache_directory() -> Path:
 
 
 def is_default_model(directory: Path) -> bool:
-    """Return whether `default_model_path` made this directory. Someone may have moved the directory."""
+    """Return whether `default_model_path` made this directory. The directory may have been moved since."""
     manifest = directory / MANIFEST_NAME
     return manifest.is_file() and SOURCE_SHA256.encode() in manifest.read_bytes()
 
@@ -47,7 +47,7 @@ def is_default_model(directory: Path) -> bool:
 def default_model_path(progress: bool | None = None) -> Path:
     """Return the directory of the default model. Converts the model if the directory is missing or damaged.
 
-    Of several processes that call this function at once, one converts and the others wait.
+    If several processes call this function at once, one process converts and the others wait.
     Raises ModelError if the package is missing, if its file is not the expected file, or if the cache can't be written.
 
     progress: whether to show a progress bar on stderr while converting; None: show it if stderr is a terminal.

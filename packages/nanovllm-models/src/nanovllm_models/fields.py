@@ -12,15 +12,16 @@ from typing import Any
 
 from nanovllm_models.errors import ModelError
 
-MAX_SHOWN_LENGTH = 100
+# Maximum length of a value in an error message.
+MAX_VALUE_CHARACTERS = 100
 
 
 class JsonFields:
     """The fields of one JSON object. A field with the value null counts as absent.
 
-    Each method that reads a field raises ModelError if the field is invalid, or if it is absent and has no default.
+    Methods that read a field raise ModelError if the field is invalid, or if the field is absent without a default.
 
-    source: name of the object in error messages.
+    source: name of the JSON object in error messages.
     """
 
     def __init__(self, values: dict[str, object], source: str):
@@ -92,7 +93,7 @@ class JsonFields:
         """Return the error for a field with an invalid value. expected: description of the valid values."""
         if not self.has(name):
             return ModelError(f"{name} of {self.source} is missing: it must be {expected}")
-        value_text = textwrap.shorten(json.dumps(self._values[name]), MAX_SHOWN_LENGTH, placeholder=" ...")
+        value_text = textwrap.shorten(json.dumps(self._values[name]), MAX_VALUE_CHARACTERS, placeholder=" ...")
         return ModelError(f"{name} of {self.source} is {value_text}, but must be {expected}")
 
     def _read(self, name: str, is_valid: Callable[[Any], bool], expected: str, default: Any = None) -> Any:

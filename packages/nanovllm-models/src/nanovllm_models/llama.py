@@ -32,7 +32,7 @@ class LlamaConfig:
     """The fields of config.json that define the model.
 
     attention_bias: whether the projections of queries, keys and values have a bias.
-    output_bias: whether the output projection of attention has a bias.
+    o_proj_bias: whether the output projection of attention has a bias.
     qk_norm: whether each query and key head is normed before its rotation.
     quantization: None for unquantised weights.
     """
@@ -48,7 +48,7 @@ class LlamaConfig:
     rms_norm_eps: float
     rotary: RotaryConfig
     attention_bias: bool
-    output_bias: bool
+    o_proj_bias: bool
     tie_word_embeddings: bool
     mlp_bias: bool = False
     qk_norm: bool = False
@@ -113,7 +113,7 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
         rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
         rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, head_dim=partly_rotated_dim),
         attention_bias=attention_bias,
-        output_bias=attention_bias,
+        o_proj_bias=attention_bias,
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         quantization=parse_quantization(config),
     )
@@ -137,7 +137,7 @@ class LlamaAttention(nn.Module):
         self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, config.hidden_size, build, bias=config.output_bias, quantization=o_quantization
+            num_heads * head_dim, config.hidden_size, build, bias=config.o_proj_bias, quantization=o_quantization
         )
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, config.rms_norm_eps, build) if config.qk_norm else None for _ in range(2)
@@ -153,9 +153,9 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward layer, which callers run as `before_attention`, `self_attn`, `after_attention`.
+    """Attention and a feed-forward layer. Callers run `before_attention`, `self_attn`, then `after_attention`.
 
-    The three are separate so that one compiled function can span from one layer's `after_attention` to the next layer.
+    One compiled function runs a layer's `after_attention` and the next layer's `before_attention`.
 
     mlp: the feed-forward layer; None for a GatedMLP.
     """
@@ -238,18 +238,26 @@ class LlamaForCausalLM(DecoderWithHead):
         return tuple(layer.self_attn.heads.cache_spec for layer in self.model.layers)
 
 
-def can_skip_tensor(name: str) -> bool:
+def can_skip_tensor(name: str, skipped_prefixes: tuple[str, ...] = ()) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
     # Some checkpoints with a tied head store its weight again. Old checkpoints have rotary frequencies.
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
 
 
 def build_llama(
-    build: BuildContext, *, config: LlamaConfig, weights: WeightSource, make_layer: MakeLayer = LlamaLayer
+    build: BuildContext,
+    *,
+    config: LlamaConfig,
+    weights: WeightSource,
+    make_layer: MakeLayer = LlamaLayer,
+    skipped_prefixes: tuple[str, ...] = (),
 ) -> LlamaForCausalLM:
-    """Build the model on its device and load its weights. Raises WeightError, ModelError."""
+    """Build the model on its device and load its weights. Raises WeightError, ModelError.
+
+    skipped_prefixes: prefixes of the names of tensors that the model does not need.
+    """
     model = LlamaForCausalLM(config, build, make_layer)
-    weights.load_into(model, can_skip_tensor)
+    weights.load_into(model, partial(can_skip_tensor, skipped_prefixes=skipped_prefixes))
     return model
 
 

@@ -1,6 +1,6 @@
 """MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, and every layer has experts.
 
-config.json mentions modules for multi-token prediction (`num_mtp_modules`), but their weights are not published.
+config.json declares modules for multi-token prediction (`num_mtp_modules`), but their weights are not published.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,16 @@ from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import norm_parts
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.fields import JsonFields
-from nanovllm_models.llama import ConfigDefaults, LlamaAttention, LlamaConfig, make_llama_spec, parse_llama_fields
+from nanovllm_models.llama import (
+    ConfigDefaults,
+    LlamaAttention,
+    LlamaConfig,
+    LlamaForCausalLM,
+    build_llama,
+    parse_llama_fields,
+)
+from nanovllm_models.model_spec import make_model_spec
+from nanovllm_models.mtp import find_mtp_heads
 
 EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
@@ -52,7 +61,7 @@ def parse_config(config: JsonFields) -> LlamaConfig:
         raise config.error("qk_norm_type", "per_layer")
     if any(attention_type != 1 for attention_type in config.non_negative_integers("attn_type_list")):
         raise config.error("attn_type_list", "1 for each layer: only full attention is supported")
-    return replace(parse_llama_fields(config, CONFIG_DEFAULTS), attention_bias=False, output_bias=False)
+    return replace(parse_llama_fields(config, CONFIG_DEFAULTS), attention_bias=False, o_proj_bias=False)
 
 
 def parse_moe_config(config: JsonFields) -> MiniMaxM2MoEConfig:
@@ -85,7 +94,7 @@ class MiniMaxM2Attention(LlamaAttention):
 
 
 class MiniMaxM2Layer(nn.Module):
-    """Attention and experts; see `LlamaLayer`."""
+    """Attention and experts, which callers run like a `LlamaLayer`."""
 
     has_experts = True
 
@@ -111,7 +120,22 @@ class MiniMaxM2Layer(nn.Module):
         return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
 
 
+def build_minimax_m2(
+    build: BuildContext, *, config: LlamaConfig, moe: MiniMaxM2MoEConfig, num_mtp_modules: int, weights: WeightSource
+) -> LlamaForCausalLM:
+    """Build the model on its device and load its weights. Raises WeightError, ModelError."""
+    num_layers = config.num_hidden_layers
+    mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_modules))
+    find_mtp_heads(weights, mtp_prefixes, num_mtp_modules)
+    make_layer = partial(MiniMaxM2Layer, moe=moe)
+    return build_llama(build, config=config, weights=weights, make_layer=make_layer, skipped_prefixes=mtp_prefixes)
+
+
 def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
     """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""
-    make_layer = partial(MiniMaxM2Layer, moe=parse_moe_config(fields))
-    return make_llama_spec(path, fields, parse_config(fields), name, weights, make_layer)
+    config = parse_config(fields)
+    num_mtp_modules = fields.non_negative_integer("num_mtp_modules", 0) if fields.boolean("use_mtp", True) else 0
+    build = partial(
+        build_minimax_m2, config=config, moe=parse_moe_config(fields), num_mtp_modules=num_mtp_modules, weights=weights
+    )
+    return make_model_spec(path, fields, config, name, build)

@@ -1,4 +1,4 @@
-"""What all families share: the output head of a model, and the ModelSpec of a checkpoint."""
+"""Makes what all families share: the output head of a model, and the ModelSpec of a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +41,7 @@ class SizedConfig(Protocol):
 class DecoderWithHead(nn.Module):
     """A decoder and its output head. A subclass adds `cache_specs` to implement `nanovllm_core.model.CausalLM`.
 
-    model: the decoder; has the token embedding `embed_tokens`.
+    model: the decoder, with the token embedding as attribute `embed_tokens`.
     """
 
     def __init__(self, model: nn.Module, config: SizedConfig, build: BuildContext):

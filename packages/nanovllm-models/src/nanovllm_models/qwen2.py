@@ -22,13 +22,13 @@ CONFIG_DEFAULTS = ConfigDefaults(
 def parse_config(config: JsonFields) -> LlamaConfig:
     """Parse config.json. Raises ModelError for a wrong or unsupported value."""
     llama_config = parse_llama_fields(config, CONFIG_DEFAULTS)
-    # Only layers with an index from max_window_layers on have sliding windows.
+    # Layers below max_window_layers have no sliding windows.
     if (
         config.boolean("use_sliding_window", False)
         and config.positive_integer("max_window_layers", 28) < llama_config.num_hidden_layers
     ):
-        raise config.error("use_sliding_window", "false: sliding windows are not supported")
-    return replace(llama_config, attention_bias=True, output_bias=False)
+        raise config.error("use_sliding_window", expected="false: sliding windows are not supported")
+    return replace(llama_config, attention_bias=True, o_proj_bias=False)
 
 
 def build_spec(path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:

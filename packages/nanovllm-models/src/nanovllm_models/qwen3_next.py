@@ -28,6 +28,7 @@ from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.llama import can_skip_tensor
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
+from nanovllm_models.mtp import find_mtp_heads
 from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
 LAYER_TYPES = LINEAR_ATTENTION, FULL_ATTENTION = ("linear_attention", "full_attention")
@@ -41,6 +42,7 @@ class Qwen3NextConfig:
 
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
+    num_mtp_heads: number of heads for multi-token prediction. Published checkpoints have a head without this field.
     """
 
     vocab_size: int
@@ -60,6 +62,7 @@ class Qwen3NextConfig:
     shared_intermediate_size: int
     tie_word_embeddings: bool
     quantization: BlockFP8 | None
+    num_mtp_heads: int
 
 
 def parse_config(config: JsonFields) -> Qwen3NextConfig:
@@ -97,6 +100,7 @@ def parse_config(config: JsonFields) -> Qwen3NextConfig:
         shared_intermediate_size=config.positive_integer("shared_expert_intermediate_size", 512),
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         quantization=quantization,
+        num_mtp_heads=config.non_negative_integer("num_nextn_predict_layers", 0),
     )
 
 
@@ -181,9 +185,11 @@ class Qwen3NextMoE(nn.Module):
         hidden_size, moe, width = config.hidden_size, config.moe, config.shared_intermediate_size
         quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *MLP_LINEAR_NAMES)
-        is_alike = shared_quantization == quantization
+        has_same_format = shared_quantization == quantization
         shared_expert = (
-            SHARED_EXPERT if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=is_alike) else None
+            SHARED_EXPERT
+            if can_fuse_shared_expert(moe.intermediate_size, width, build, same_format=has_same_format)
+            else None
         )
         self.gate = Router(hidden_size, moe.num_experts, moe.routing, build, shared=shared_expert)
         self.experts = Experts(
@@ -207,8 +213,8 @@ class Qwen3NextMoE(nn.Module):
 class Qwen3NextLayer(nn.Module):
     """Gated attention or Gated DeltaNet, and a feed-forward layer.
 
-    Callers run `before_mix`, `mix` and `after_mix` in this order. The three are separate so that one compiled function
-    can span from `after_mix` to the next layer's `before_mix`.
+    Callers run `before_mix`, `mix` and `after_mix` in this order. One compiled function runs a layer's `after_mix` and
+    the next layer's `before_mix`.
 
     name: name of this module in the checkpoint.
     cache_index: index of the layer's cache in `ForwardContext.kv_caches` or `ForwardContext.state_caches`.
@@ -293,16 +299,18 @@ class Qwen3NextModel(nn.Module):
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        # Index of the next layer's cache, by has_attention.
-        indices = {True: 0, False: 0}
+        # Index of the next layer's cache. Keys: has_attention.
+        cache_indices = {True: 0, False: 0}
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
             has_attention, has_experts = index in config.attention_layers, index in config.moe.sparse_layers
             name = f"model.layers.{index}"
-            self.layers.append(Qwen3NextLayer(config, name, indices[has_attention], build, has_attention, has_experts))
-            indices[has_attention] += 1
+            self.layers.append(
+                Qwen3NextLayer(config, name, cache_indices[has_attention], build, has_attention, has_experts)
+            )
+            cache_indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # Each kind of pair has its own compiled function.
+        # Each kind of pair of layers has its own compiled function.
         kinds = {_pair_kind(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._between = {
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
@@ -327,7 +335,7 @@ def _pair_kind(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool,
 
 
 class MTPHead(nn.Module):
-    """A head for multi-token prediction. Its weights are loaded, but nothing runs it yet.
+    """A head for multi-token prediction. Nothing runs it yet.
 
     `fc` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
     """
@@ -347,7 +355,7 @@ class MTPHead(nn.Module):
 class Qwen3NextForCausalLM(DecoderWithHead):
     """The complete model.
 
-    make_mtp: makes the head for multi-token prediction; None if the checkpoint has no such head.
+    make_mtp: makes the head for multi-token prediction; None for no head.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, make_mtp: Callable[[], MTPHead] | None = None):
@@ -361,13 +369,14 @@ class Qwen3NextForCausalLM(DecoderWithHead):
 
 def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
-    # No field of config.json says whether the checkpoint has a head for multi-token prediction.
-    mtp_names = [name for name in weights.names() if name.startswith(MTP_PREFIX)]
-    make_mtp = None
-    if mtp_names:
-        make_mtp = partial(MTPHead, config, build, has_experts=any(".mlp.experts." in name for name in mtp_names))
+    make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
+    if find_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
+        # No field of config.json says whether the head has experts.
+        names = weights.names()
+        has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)
+        make_mtp, skipped_prefixes = partial(MTPHead, config, build, has_experts=has_experts), ()
     model = Qwen3NextForCausalLM(config, build, make_mtp)
-    weights.load_into(model, can_skip_tensor)
+    weights.load_into(model, partial(can_skip_tensor, skipped_prefixes=skipped_prefixes))
     return model
 
 

@@ -55,7 +55,10 @@ def load(
     """
     path = Path(path)
     if not path.is_dir():
-        raise ModelError(f"{path} is not a directory: a model is given as a directory with config.json and safetensors")
+        raise ModelError(
+            f"{path} is not a directory: pass a directory with config.json and safetensors files; `find_model` "
+            "downloads repositories of the Hugging Face Hub"
+        )
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory")
     fields = read_fields(path / "config.json")

@@ -1,6 +1,5 @@
 """Encodes a text's segments separately and caches their token ids. A segment is the text between two added tokens."""
 
-import json
 import logging
 import re
 import sys
@@ -10,16 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from os.path import commonprefix
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers.models import BPE, WordLevel
 
+from nanovllm_models.tokenizer_components import component_states
+
 # Maximum size of a tokenizer's cache.
 MAX_CACHE_BYTES = 64 << 20
-# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many others.
+# A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many segments.
 MIN_SEGMENTS = 8
 # Overhead of an entry, for the OrderedDict and the header of a bytes object.
 _ENTRY_OVERHEAD_BYTES = 200
@@ -78,7 +79,7 @@ class SegmentCache:
 
 
 class EncodingExchange(Protocol):
-    """Exchanges encoded segments with other processes that use the same tokenizer. It may lose segments.
+    """Exchanges encoded segments with processes that use the same tokenizer. Segments may get lost.
 
     Token ids are bytes of int32.
     """
@@ -138,7 +139,7 @@ class SegmentEncoder:
         return np.frombuffer(b"".join([ids_by_token.get(part) or known_ids[part] for part in parts if part]), np.int32)
 
     def _receive(self, exchange: EncodingExchange) -> None:
-        # The lock is held until the segments are in the cache, where a waiting thread will look for them.
+        # The lock is held until the cache has the segments, because waiting threads search the cache next.
         with self._receive_lock:
             self._cache.add(exchange.receive())
 
@@ -188,24 +189,13 @@ def _is_independent(backend: tokenizers.Tokenizer) -> bool:
     if not isinstance(model, BPE | WordLevel) or (isinstance(model, BPE) and model.dropout):
         return False
     try:
-        normalizers, pre_tokenizers = _component_states(backend.normalizer), _component_states(backend.pre_tokenizer)
+        normalizers, pre_tokenizers = component_states(backend.normalizer), component_states(backend.pre_tokenizer)
     # A component that is written in Python can't be serialized.
     except Exception:  # noqa: BLE001
         return False
     return all(part["type"] in _INDEPENDENT_NORMALIZERS for part in normalizers) and all(
         part["type"] in _INDEPENDENT_PRE_TOKENIZERS and part.get("prepend_scheme") != "first" for part in pre_tokenizers
     )
-
-
-def _component_states(component: Any) -> list[dict[str, Any]]:
-    return [] if component is None else _flatten_sequences(json.loads(component.__getstate__()))
-
-
-def _flatten_sequences(state: dict[str, Any]) -> list[dict[str, Any]]:
-    if state["type"] != "Sequence":
-        return [state]
-    parts = next(value for key, value in state.items() if key != "type")
-    return [flat_part for part in parts for flat_part in _flatten_sequences(part)]
 
 
 def _self_check_texts(tokens: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The bytes of a tokenizer's tokens."""
-
-import json
+"""Translates a tokenizer's tokens to bytes."""
 
 import tokenizers
+
+from nanovllm_models.tokenizer_components import component_types
 
 
 class VocabularyError(ValueError):
@@ -19,14 +19,14 @@ class TokenBytes:
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
-        decoders = _decoder_names(backend)
+        decoders = component_types(backend.decoder)
         self._is_byte_level = "ByteLevel" in decoders
         if not self._is_byte_level and "ByteFallback" not in decoders:
             raise VocabularyError(f"the tokenizer's decoder must be ByteLevel or ByteFallback, not {decoders}")
         self.strips_leading_space = "Strip" in decoders
 
     def get(self, token_id: int) -> bytes:
-        """Return the bytes of a token: the UTF-8 name of a special token; b"" for an unknown id."""
+        """Return the bytes of a token. A special token's bytes are its name; an unknown id has b""."""
         text = self._backend.id_to_token(token_id)
         return b"" if text is None else self._decode_bytes(text)
 
@@ -40,15 +40,6 @@ class TokenBytes:
         except KeyError:
             # An added token is stored as plain text.
             return text.encode()
-
-
-def _decoder_names(backend: tokenizers.Tokenizer) -> list[str]:
-    if backend.decoder is None:
-        return []
-    # The JSON of the whole backend would contain the vocabulary.
-    decoder = json.loads(backend.decoder.__getstate__())
-    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return [part["type"] for part in parts]
 
 
 def _map_characters_to_bytes() -> dict[str, int]:

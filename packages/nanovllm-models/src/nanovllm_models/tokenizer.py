@@ -11,6 +11,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from nanovllm_models.errors import ModelError, TemplateError, TemplateValueError
+from nanovllm_models.length_bound import find_length_bound
 from nanovllm_models.segments import EncodingExchange, make_segment_encoder
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Tokenizer:
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.has_chat_template = chat_template is not None or hf_tokenizer.chat_template is not None
         self._segment_encoder = make_segment_encoder(self.backend)
+        self._length_bound = find_length_bound(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
         # Template variables are keyword arguments of this function, next to its own parameters.
@@ -75,6 +77,10 @@ class Tokenizer:
         token_ids = np.array(encoding.ids, np.int32)
         token_ids.flags.writeable = False
         return token_ids
+
+    def min_num_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of `text`, much faster than `encode`; 0 without a bound."""
+        return 0 if self._length_bound is None else self._length_bound.min_num_tokens(text)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""

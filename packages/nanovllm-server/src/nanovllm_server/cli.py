@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
+METRICS_PREFIXES = ("nanovllm", "vllm")
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 
 # The driver creates this file on machines with a GPU. Importing torch only to find a GPU would take seconds.
@@ -33,12 +35,22 @@ def parser() -> argparse.ArgumentParser:
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    flags.add_argument("model", nargs="?", type=Path, help="checkpoint directory; without it, a small bundled model")
+    flags.add_argument(
+        "model",
+        nargs="?",
+        help="directory, or repository of the Hugging Face Hub as organisation/name[@revision]; without MODEL, a small "
+        "bundled model",
+    )
     flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
     http.add_argument("--port", type=integer_from(0, 65535), default=8000, help="port to listen on; 0: any free port")
-    http.add_argument("--served-model-name", nargs="+", help="names that requests may use for the model")
+    http.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name that requests may use for the model; repeat for several names",
+    )
     http.add_argument(
         "--api-key",
         action="append",
@@ -46,10 +58,30 @@ def parser() -> argparse.ArgumentParser:
         help=f"key that requests must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
     )
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one per line")
+    http.add_argument(
+        "--allowed-hosts",
+        action="append",
+        metavar="NAME",
+        help="names that requests may use for the server, besides addresses and private names: NAME, *.NAME, or * for "
+        "all; repeat or separate by commas; default: the name of --host and of the machine, or * with an API key",
+    )
+    http.add_argument(
+        "--allowed-origins",
+        action="append",
+        metavar="ORIGIN",
+        help="origins whose web pages may use the server, as in https://example.com, or * for all; repeat or separate "
+        "by commas; default: none",
+    )
     http.add_argument("--http-workers", type=integer_from(1), help="processes that serve HTTP; by device and cores")
     http.add_argument("--max-queue", type=integer_from(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument(
         "--max-body-mib", type=integer_from(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
+    )
+    http.add_argument(
+        "--body-memory-mib",
+        type=integer_from(1),
+        metavar="MIB",
+        help="memory of all large bodies in each HTTP worker; further ones wait; default: twice --max-body-mib",
     )
     http.add_argument(
         "--request-timeout", type=seconds, metavar="SECONDS", help="maximum time; a longer request gets a 504"
@@ -60,6 +92,16 @@ def parser() -> argparse.ArgumentParser:
         default=30.0,
         metavar="SECONDS",
         help="time for running requests to end when the server stops",
+    )
+    http.add_argument(
+        "--allow-priority", action="store_true", help="let requests set `priority`; without it they get a 400"
+    )
+    http.add_argument(
+        "--worker-timeout",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="an HTTP worker that does not respond for this time is replaced",
     )
     http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
@@ -94,8 +136,14 @@ def parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="SHA-256 prefix hashes, which can't be forged, for tenants that do not trust each other",
     )
-    logs = flags.add_argument_group("logs")
+    logs = flags.add_argument_group("logs and metrics")
     add_engine_flags(logs.add_argument, ("trace",))
+    logs.add_argument(
+        "--metrics-prefix",
+        choices=METRICS_PREFIXES,
+        default="nanovllm",
+        help="prefix of /metrics; vllm: also vLLM's labels, for dashboards that were made for vLLM",
+    )
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the log")
     logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level")
     logs.add_argument("--log-prompts", action="store_true", help="write rendered prompts to the log")
@@ -126,13 +174,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def settings(options: argparse.Namespace) -> "Settings":
     """Makes the settings from the flags and the environment. Raises SettingsError."""
-    from nanovllm_server.settings import Settings, check_keys, read_keys
+    from nanovllm_server.http.cross_origin import parse_allowed_origins
+    from nanovllm_server.http.host_check import ANY_NAME, parse_allowed_hosts
+    from nanovllm_server.settings import Settings, SettingsError, check_keys, read_keys
 
     api_keys = tuple(options.api_key or ())
     if options.api_key_file is not None:
         api_keys += read_keys(options.api_key_file)
     if not api_keys and API_KEY_VARIABLE in os.environ:
         api_keys = (os.environ[API_KEY_VARIABLE],)
+    try:
+        allowed_hosts = parse_allowed_hosts(options.allowed_hosts or ())
+        allowed_origins = parse_allowed_origins(options.allowed_origins or ())
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    if not allowed_hosts and api_keys:
+        # A page of an attacker does not know the key.
+        allowed_hosts = (ANY_NAME,)
+    body_memory_mib = options.body_memory_mib or 2 * options.max_body_mib
+    if body_memory_mib < options.max_body_mib:
+        raise SettingsError(
+            f"--body-memory-mib must be at least --max-body-mib, which is {options.max_body_mib}, not {body_memory_mib}"
+        )
     engine = engine_config(options)
     return Settings(
         model=options.model,
@@ -140,6 +203,8 @@ def settings(options: argparse.Namespace) -> "Settings":
         port=options.port,
         model_names=tuple(options.served_model_name) if options.served_model_name else None,
         api_keys=check_keys(api_keys),
+        allowed_hosts=(*allowed_hosts, options.host, socket.gethostname()),
+        allowed_origins=allowed_origins,
         http_workers=options.http_workers or _http_workers(engine.device),
         load_format=options.load_format,
         chat_template=options.chat_template,
@@ -147,11 +212,15 @@ def settings(options: argparse.Namespace) -> "Settings":
         tool_call_parser=None if options.tool_call_parser == "auto" else options.tool_call_parser,
         max_queue=options.max_queue,
         max_body_bytes=options.max_body_mib << 20,
+        body_memory_bytes=body_memory_mib << 20,
         request_timeout_s=options.request_timeout,
         drain_timeout_s=options.drain_timeout,
+        worker_timeout_s=options.worker_timeout,
         log_format=options.log_format,
         log_level=options.log_level,
         log_prompts=options.log_prompts,
+        metrics_prefix=options.metrics_prefix,
+        allow_priority=options.allow_priority,
         engine_config=engine,
     )
 

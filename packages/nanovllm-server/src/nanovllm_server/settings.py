@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import orjson
 
@@ -12,6 +12,9 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_server.observability.logs import LogFormat
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import SamplingDefaults
+
+if TYPE_CHECKING:
+    from nanovllm_server.observability.metrics import MetricsPrefix
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -24,20 +27,27 @@ class SettingsError(ValueError):
 class Settings:
     """The settings from the command line and the environment.
 
-    model: checkpoint directory; None for the bundled model.
-    model_names: names that requests may use for the model; None for the directory's name.
+    model: directory or repository of the Hugging Face Hub, see `find_model`; None for the bundled model.
+    model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted keys; empty: requests need no key.
+    allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
+    allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: argument of `read_template`; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
+    metrics_prefix: prefix of metrics' names.
+    body_memory_bytes: memory of all large bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
+    worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
     """
 
-    model: Path | None
+    model: str | None
     host: str
     port: int
     model_names: tuple[str, ...] | None
     api_keys: tuple[str, ...]
+    allowed_hosts: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
     http_workers: int
     load_format: LoadFormat
     chat_template: str | None
@@ -45,11 +55,15 @@ class Settings:
     tool_call_parser: str | None
     max_queue: int
     max_body_bytes: int
+    body_memory_bytes: int
     request_timeout_s: float | None
     drain_timeout_s: float
+    worker_timeout_s: float
     log_format: LogFormat
     log_level: str
     log_prompts: bool
+    metrics_prefix: "MetricsPrefix"
+    allow_priority: bool
     engine_config: EngineConfig
 
 

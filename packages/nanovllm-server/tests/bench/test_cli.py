@@ -80,6 +80,12 @@ def test_missing_packages_of_the_extra_name_what_to_install(arguments, monkeypat
     assert capsys.readouterr().err == expected
 
 
+def test_a_model_that_is_neither_a_directory_nor_a_repository_is_refused(capsys):
+    assert bench_cli.main(["latency", "Qwen3-0.6B"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nanovllm-bench: 'Qwen3-0.6B' is neither a directory nor the name of a repository")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_kernels_need_a_gpu(capsys):
     assert bench_cli.main(["kernels"]) == 1

@@ -190,7 +190,8 @@ async def test_logprobs_are_returned_per_token(post, engine):
     assert (end["token"], end["bytes"]) == ("<|end|>", None)
 
 
-async def test_sampling_parameters_reach_the_engine(post, engine):
+async def test_sampling_parameters_reach_the_engine(post, engine, service):
+    service.allow_priority = True
     await post(
         temperature=0.5,
         top_p=0.9,

@@ -1,8 +1,10 @@
 """Fields that OpenAI's API does not have: their effects on prompt, engine and answer."""
 
+import asyncio
 import json
 
 import pytest
+from contract import check_refusal
 
 
 def parse_events(data: bytes) -> list[dict]:
@@ -123,3 +125,79 @@ async def test_bad_words_reach_the_engine_with_and_without_leading_space(post, e
 async def test_template_options_reach_the_template(post, tokenizer, fields, expected):
     assert (await post(**fields)).status_code == 200
     assert tokenizer.turns[-1] == expected
+
+
+async def test_allowed_token_ids_reach_the_engine(post, engine):
+    assert (await post(allowed_token_ids=[5, 319.0, 5])).status_code == 200
+    assert engine.requests[0].sampling.allowed_token_ids == (5, 319, 5)
+    assert (await post(allowed_token_ids=None)).status_code == 200
+    assert engine.requests[1].sampling.allowed_token_ids == ()
+
+
+async def test_grammar_without_allowed_tokens_is_a_400_that_says_so(post, engine):
+    task = asyncio.create_task(post(allowed_token_ids=[5], structured_outputs={"choice": ["a"]}))
+    engine.delay = 0.05
+    while not engine.keys:
+        await asyncio.sleep(0.001)
+    engine.refuse_grammar(engine.keys[0], "allowed_token_ids has no token that the grammar allows")
+    error = await check_refusal(await task, 400, "structured_outputs.choice")
+    assert "allowed_token_ids" in error["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "top_logprobs": 2}, {"stop": "lo"}], ids=str)
+async def test_tokens_of_logprobs_may_be_named_by_id(post, fields):
+    by_text, _ = await post_complete_and_streamed(post, logprobs=True, **fields)
+    by_id, chunks = await post_complete_and_streamed(post, logprobs=True, return_tokens_as_token_ids=True, **fields)
+
+    def entries(choice):
+        for entry in (choice["logprobs"] or {}).get("content", []):
+            yield entry
+            yield from entry["top_logprobs"]
+
+    for choice, other in zip(by_text["choices"], by_id["choices"], strict=True):
+        for entry, other_entry in zip(entries(choice), entries(other), strict=True):
+            assert other_entry["token"].startswith("token_id:")
+            # The bytes still are those of the text; the token that ends the sequence has none.
+            assert other_entry["bytes"] == entry["bytes"]
+            if entry["bytes"] and entry["bytes"][0] < 128:
+                assert other_entry["token"] == f"token_id:{entry['bytes'][0]}"
+        streamed = [
+            entry
+            for chunk in chunks
+            if chunk["choices"][0]["index"] == choice["index"]
+            for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", [])
+        ]
+        assert streamed == other["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"return_token_ids": True}], ids=str)
+async def test_every_chunk_has_the_usage_so_far_on_request(post, engine, burst, fields):
+    engine.burst, engine.delay = burst, 0.005
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = parse_events(await (await post(stream=True, stream_options=options, **fields)).get_data())
+    num_characters = previous_count = 0
+    for chunk in chunks:
+        usage = chunk["usage"]
+        num_characters += sum(len(choice["delta"].get("content") or "") for choice in chunk["choices"])
+        # Each character is a token. Chunks of other choices, and the choice's last token, may follow.
+        assert usage["completion_tokens"] >= max(num_characters, previous_count)
+        previous_count = usage["completion_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert chunks[0]["usage"]["completion_tokens"] < previous_count == 6 * fields.get("n", 1)
+    # The last chunk, and no other, has no choices.
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "usages"),
+    [
+        ({"include_usage": True, "continuous_usage_stats": False}, {None}),
+        ({"include_usage": False, "continuous_usage_stats": True}, {"absent"}),
+    ],
+    ids=str,
+)
+async def test_chunks_have_no_usage_without_both_options(post, options, usages):
+    chunks = parse_events(await (await post(stream=True, stream_options=options)).get_data())
+    assert {chunk.get("usage", "absent") for chunk in chunks if chunk["choices"]} == usages

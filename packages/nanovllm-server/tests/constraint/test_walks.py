@@ -6,7 +6,7 @@ import re
 import jsonschema
 import pytest
 
-from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat
+from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat, XmlCalls
 
 ARGUMENTS = {
     "type": "object",
@@ -54,6 +54,9 @@ def goals(form):
     tags = [
         getattr(form, name) for name in ("begin", "end", "call_begin", "parameter_end") if getattr(form, name, None)
     ]
+    if isinstance(form, XmlCalls):
+        # A parser may read this tag as the next parameter, although the value has not ended.
+        tags.append(f"{form.parameter_begin}note{form.key_end}")
     return ("</think>", "</think>", f"\n{tags[-1]}", *tags)
 
 

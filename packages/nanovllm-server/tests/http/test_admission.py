@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+from contract import check_refusal
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_core.engine.status import EngineStats
+from nanovllm_server import __version__
 
 
 @pytest.mark.parametrize(
@@ -23,9 +25,10 @@ async def test_wrong_api_key_is_rejected(post, service, engine, value):
 async def test_right_api_key_is_accepted(post, client, service):
     service.api_keys = ("secret",)
     assert (await post(headers={"Authorization": "Bearer secret"})).status_code == 200
-    assert (await client.get("/v1/models")).status_code == 401
-    assert (await client.get("/health")).status_code == 200
-    assert (await client.get("/metrics")).status_code == 200
+    for path in ("/v1/models", "/v1/models/scripted"):
+        assert (await client.get(path)).status_code == 401
+    for path in ("/health", "/ready", "/ping", "/load", "/version", "/metrics"):
+        assert (await client.get(path)).status_code == 200
 
 
 async def test_full_queue_is_a_429(post, engine, service):
@@ -47,20 +50,25 @@ async def test_draining_server_is_a_503(post, client, service):
     response = await post()
     assert response.status_code == 503
     assert "Retry-After" in response.headers
-    health = await client.get("/health")
-    assert health.status_code == 503
-    assert "shutting down" in (await health.get_json())["reason"]
+    ready = await client.get("/ready")
+    assert ready.status_code == 503
+    assert "shutting down" in (await ready.get_json())["reason"]
+    # A probe of liveness must not end the process before the requests have ended.
+    for path in ("/health", "/ping"):
+        assert (await client.get(path)).status_code == 200
 
 
 async def test_dead_engine_is_a_503(post, client, engine):
-    assert (await client.get("/health")).status_code == 200
+    for path in ("/health", "/ready", "/ping"):
+        assert (await client.get(path)).status_code == 200
     engine.die("out of memory")
     response = await post()
     assert response.status_code == 503
     assert "out of memory" in (await response.get_json())["error"]["message"]
-    health = await client.get("/health")
-    assert health.status_code == 503
-    assert "out of memory" in (await health.get_json())["reason"]
+    for path in ("/health", "/ready", "/ping"):
+        health = await client.get(path)
+        assert health.status_code == 503
+        assert "out of memory" in (await health.get_json())["reason"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -120,6 +128,36 @@ async def test_models_are_listed_under_each_name(client):
     assert body["data"][0]["max_model_len"] == 512
 
 
+async def test_model_is_found_by_each_of_its_names(client, service):
+    service.model_names = ("scripted", "org/name")
+    listed = (await (await client.get("/v1/models")).get_json())["data"]
+    for model, path in zip(listed, ("scripted", "org%2Fname"), strict=True):
+        assert await (await client.get(f"/v1/models/{path}")).get_json() == model
+    assert await (await client.get("/v1/models/org/name")).get_json() == listed[1]
+
+
+@pytest.mark.parametrize("name", ["gpt-9", "org", "a/b/c", "%00"])
+async def test_retrieving_an_unknown_model_is_a_404(client, name):
+    error = await check_refusal(await client.get(f"/v1/models/{name}"), 404, "model")
+    assert error["code"] == "model_not_found"
+    assert "scripted" in error["message"]
+
+
+async def test_load_is_the_number_of_sequences_in_the_server(client, post, service, engine):
+    engine.delay = 0.02
+    assert await (await client.get("/load")).get_json() == {"server_load": 0}
+    task = asyncio.create_task(post(n=3))
+    while not service.admission.num_active:
+        await asyncio.sleep(0.001)
+    assert await (await client.get("/load")).get_json() == {"server_load": 3}
+    assert (await task).status_code == 200
+    assert await (await client.get("/load")).get_json() == {"server_load": 0}
+
+
+async def test_version_is_the_servers(client):
+    assert await (await client.get("/version")).get_json() == {"version": __version__}
+
+
 async def test_alias_is_answered_by_its_name(post):
     assert (await (await post(model="alias")).get_json())["model"] == "alias"
 
@@ -153,7 +191,7 @@ async def test_metrics_report_requests_and_engine(client, post, engine):
     assert values["nanovllm:prefix_cache_hits_total",] == 7
     assert values["nanovllm:step_limit_seconds",] == 0.05
     assert values["nanovllm:step_time_coefficient_seconds", "per_token"] == 2e-5
-    assert values["nanovllm:cache_config_info", "16", "float32", "64"] == 1
+    assert values["nanovllm:cache_config_info", "16", "float32", "True", "64"] == 1
     assert values["nanovllm:request_success_total", "stop"] == 1
     assert values["nanovllm:request_success_total", "length"] == 1
     assert values["nanovllm:time_to_first_token_seconds_count",] == 2

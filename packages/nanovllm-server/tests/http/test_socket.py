@@ -221,6 +221,21 @@ async def test_early_refusal_of_a_large_body_reaches_a_client_that_is_still_send
     writer.close()
 
 
+async def test_503_of_a_drain_is_the_last_response_of_its_connection(url, service):
+    reader, writer = await connect(url)
+    writer.write(request_bytes())
+    assert b"connection: close" not in (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readuntil(b"}")
+    service.admission.shutdown_reason = "the server is shutting down"
+    writer.write(request_bytes())
+    async with asyncio.timeout(5):
+        response = (await reader.read()).lower()
+    _, _, response = response.partition(b"http/1.1 ")
+    assert response.startswith(b"503")
+    assert b"\r\nconnection: close\r\n" in response
+    writer.close()
+
+
 async def test_many_simultaneous_requests_are_answered(sdk, service):
     service.admission.capacity = 100
     answers = await asyncio.gather(

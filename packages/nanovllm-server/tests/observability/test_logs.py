@@ -15,6 +15,7 @@ import logging, sys
 from structlog.contextvars import bind_contextvars
 from nanovllm_server.observability.logs import configure_logs, get_logger
 configure_logs(sys.argv[1], "info")
+logging.getLogger("httpx2").info("a request of a library")
 bind_contextvars(request_id="the-one")
 get_logger("nanovllm").info("request", status=200)
 logging.getLogger("somebody.else").warning("hm")

@@ -5,6 +5,7 @@ import pytest
 from nanovllm_core import EngineStats
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.process_metrics import ProcessMetrics
 from nanovllm_server.observability.shared_counters import MAX_COUNTERS, SharedCounters, allocate_counters
 from nanovllm_server.protocol.error import ApiError
 
@@ -62,6 +63,14 @@ def test_each_worker_reports_the_metrics_of_all_workers(engine):
     assert 'nanovllm:time_to_first_token_seconds_bucket{le="0.005",model_name="m"} 1.0' in text
     assert 'nanovllm:time_to_first_token_seconds_count{model_name="m"} 3.0' in text
     assert 'nanovllm:time_to_first_token_seconds_sum{model_name="m"} 2000.003' in text
+
+
+def test_counters_of_a_worker_leave_a_quarter_of_its_row_free(engine):
+    """If this test fails, raise MAX_COUNTERS. Otherwise, the next metrics would make the start of the server fail."""
+    counters = SharedCounters(allocate_counters(1))
+    AdmissionControl(1, counters)
+    Metrics("m", engine.info, EngineStats, counters, process_metrics=ProcessMetrics(counters, None))
+    assert 1000 < counters.num_claimed <= MAX_COUNTERS * 3 // 4
 
 
 def test_claiming_too_many_counters_is_an_error():

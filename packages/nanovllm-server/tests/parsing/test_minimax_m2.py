@@ -60,7 +60,23 @@ CASES = {
     "tags and quotes": (search("query", '<a b="c"></a>'), "", "", [("search", r'{"query": "<a b=\"c\"></a>"}')]),
     "unicode": (search("clé", "é😀"), "", "", [("search", '{"clé": "é😀"}')]),
     "null": (search("note", "null"), "", "", [("search", '{"note": null}')]),
-    "no schema": (search("other", "1e3"), "", "", [("search", '{"other": 1e3}')]),
+    "no schema": (search("other", "1e3"), "", "", [("search", '{"other": "1e3"}')]),
+    "no schema, an array": (search("other", "[1, 2]"), "", "", [("search", '{"other": "[1, 2]"}')]),
+    "no schema, null": (search("other", "null"), "", "", [("search", '{"other": "null"}')]),
+    "no schema of the function": (
+        block('<invoke name="ping"><parameter name="a">7</parameter></invoke>'),
+        "",
+        "",
+        [("ping", '{"a": "7"}')],
+    ),
+    "a forgotten end of a value": (
+        block(
+            '<invoke name="get_weather">\n<parameter name="city">Rome\n<parameter name="days">2</parameter></invoke>'
+        ),
+        "",
+        "",
+        [("get_weather", '{"city": "Rome", "days": 2}')],
+    ),
     "a function that there isn't": (block('<invoke name="no"></invoke>'), "", "", [("no", "{}")]),
     "no block": (f"Now: {WEATHER}ok", "", "Now:\nok", [CALLED]),
     "no block and no such function": ('<invoke name="no"></invoke>', "", '<invoke name="no"></invoke>', []),
@@ -74,7 +90,7 @@ CASES = {
         block('<invoke name="ping"><parameter name="a">1</parameter>') + ".",
         "",
         ".",
-        [("ping", '{"a": 1}')],
+        [("ping", '{"a": "1"}')],
     ),
     "a name that is too long": (block(f'<invoke name="{"n" * 257}">'), "", block(f'<invoke name="{"n" * 257}">'), []),
     "a name that is not": (block(f'<invoke name="{"n" * 256}"></invoke>'), "", "", [("n" * 256, "{}")]),

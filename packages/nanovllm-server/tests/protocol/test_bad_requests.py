@@ -62,6 +62,18 @@ async def test_unknown_model_is_a_404(post):
     assert "scripted" in error["message"]
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}])
+async def test_a_request_without_a_model_goes_to_the_served_model(client, service, model):
+    service.model_names = ("scripted", "second name")
+    response = await client.post("/v1/chat/completions", json={"messages": [USER], **model})
+    assert response.status_code == 200
+    assert (await response.get_json())["model"] == "scripted"
+
+
+async def test_a_wrong_name_that_begins_with_the_name_is_a_404(post):
+    await check_refusal(await post(model="scripted "), 404, "model")
+
+
 async def test_checks_run_in_order_key_json_fields_model(client, service, engine):
     service.api_keys = ("secret",)
     key, json_type = {"Authorization": "Bearer secret"}, {"Content-Type": "application/json"}

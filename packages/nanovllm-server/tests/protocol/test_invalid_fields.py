@@ -15,6 +15,7 @@ def message(**fields):
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+PAST_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def tool(**fields):
@@ -39,7 +40,6 @@ def nested(depth):
 
 # Fields of the request, and the path that the error names.
 INVALID_FIELDS = [
-    ({"model": None}, "model"),
     ({"model": 7}, "model"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -60,7 +60,7 @@ INVALID_FIELDS = [
     (message(name=3), "messages[0].name"),
     (message(tool_calls="x"), "messages[0].tool_calls"),
     (message(refusal=1), "messages[0].refusal"),
-    ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content"),
+    ({"messages": [USER, {"role": "assistant", "content": []}]}, "messages[1].content"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": "x"}]}, "messages[1].tool_calls"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [1]}]}, "messages[1].tool_calls[0]"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function"),
@@ -68,7 +68,16 @@ INVALID_FIELDS = [
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
         "messages[1].tool_calls[0].function.arguments",
     ),
-    ({"messages": [USER, {"role": "assistant", "content": "", "function_call": {}}]}, "messages[1].function_call"),
+    ({"messages": [USER, {"role": "assistant", "content": "", "function_call": "f"}]}, "messages[1].function_call"),
+    ({"messages": [USER, {"role": "assistant", "function_call": {}}]}, "messages[1].function_call.name"),
+    (
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]},
+        "messages[1].function_call.arguments",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [PAST_CALL], "function_call": PAST_CALL["function"]}]},
+        "messages[1].function_call",
+    ),
     ({"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -87,10 +96,10 @@ INVALID_FIELDS = [
     ({"temperature": "NaN"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": 10**30}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.01}, "top_p"),
     ({"top_k": -2}, "top_k"),
-    ({"top_k": 1.0}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"presence_penalty": 3}, "presence_penalty"),
@@ -110,6 +119,15 @@ INVALID_FIELDS = [
     ({"stop_token_ids": [320]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [1, True]}, "stop_token_ids[1]"),
     ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids"),
+    ({"allowed_token_ids": {"5": 1}}, "allowed_token_ids"),
+    ({"allowed_token_ids": [320]}, "allowed_token_ids[0]"),
+    ({"allowed_token_ids": [5, -1]}, "allowed_token_ids[1]"),
+    ({"allowed_token_ids": [5, "6"]}, "allowed_token_ids[1]"),
+    ({"allowed_token_ids": [5, 6.5]}, "allowed_token_ids[1]"),
+    ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids"),
+    ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"logit_bias": []}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -125,6 +143,7 @@ INVALID_FIELDS = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": "yes"}}, "stream_options.continuous_usage_stats"),
     ({"ignore_eos": "no"}, "ignore_eos"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
@@ -176,6 +195,19 @@ INVALID_FIELDS = [
     ({"reasoning_effort": 1}, "reasoning_effort"),
     ({"include_reasoning": "no"}, "include_reasoning"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"reasoning": "high"}, "reasoning"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+    ({"reasoning": {"exclude": 1}}, "reasoning.exclude"),
+    ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
+    ({"reasoning": {"effort": "none", "enabled": True}}, "reasoning.enabled"),
+    ({"reasoning": {"enabled": False}, "reasoning_effort": "low"}, "reasoning.enabled"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": 5}, "thinking_token_budget": 4}, "reasoning.max_tokens"),
+    ({"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
+    ({"thinking_token_budget": 5, "max_reasoning_tokens": 4}, "thinking_token_budget"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"thinking_token_budget": "5"}, "thinking_token_budget"),
     ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
     ({"max_reasoning_tokens": 1.5}, "max_reasoning_tokens"),
     ({"max_reasoning_tokens": "5"}, "max_reasoning_tokens"),
@@ -195,7 +227,6 @@ INVALID_FIELDS = [
     (json_schema(name="a b"), "response_format.json_schema.name"),
     (json_schema(name="a" * 65), "response_format.json_schema.name"),
     (json_schema(strict="yes"), "response_format.json_schema.strict"),
-    (json_schema(schema=None), "response_format.json_schema.schema"),
     (json_schema(schema="{}"), "response_format.json_schema.schema"),
     (json_schema(schema=[]), "response_format.json_schema.schema"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
@@ -241,7 +272,7 @@ INVALID_FIELDS = [
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": True}, "prompt_logprobs"),
-    ({"prompt_logprobs": 1.0}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1.5}, "prompt_logprobs"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"timeout": 0}, "timeout"),
     ({"timeout": -1}, "timeout"),
@@ -267,6 +298,34 @@ async def test_wrong_field_is_a_400_that_names_the_field(post, engine, service, 
 async def test_unsupported_field_is_refused_by_name(post, name):
     error = await check_refusal(await post(**{name: {"some": "thing"}}), 400, name)
     assert error["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "suggestion"),
+    [
+        ("length_penalty", 0.8, "1"),
+        ("length_penalty", True, "1"),
+        ("early_stopping", True, "false"),
+        ("early_stopping", "never", "false"),
+        ("add_special_tokens", True, "false"),
+        ("add_special_tokens", 0, "false"),
+        ("mm_processor_kwargs", {"num_crops": 4}, "{}"),
+        ("kv_transfer_params", {"do_remote_decode": True}, "{}"),
+        ("vllm_xargs", {"a": 1}, "{}"),
+        ("modalities", ["text", "audio"], '["text"]'),
+        ("lora_request", {"lora_name": "a"}, None),
+        ("lora_request", {}, None),
+    ],
+)
+async def test_error_of_an_unsupported_field_names_its_value_without_effect(post, name, value, suggestion):
+    error = await check_refusal(await post(**{name: value}), 400, name)
+    expected = f"{name} is not supported: leave it out"
+    assert error["message"] == (expected if suggestion is None else f"{expected} or set it to {suggestion}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 1.0), ("length_penalty", 1), ("best_of", 1.0)])
+async def test_numbers_without_effect_may_be_integers_or_floats(post, name, value):
+    assert (await post(**{name: value})).status_code == 200
 
 
 @pytest.mark.parametrize(("name", "replacement"), REPLACEMENTS.items())

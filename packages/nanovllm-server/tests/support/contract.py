@@ -185,6 +185,14 @@ class Health(Strict):
     reason: Text = None
 
 
+class Load(Strict):
+    server_load: Count
+
+
+class Version(Strict):
+    version: Annotated[str, Field(pattern=r"^\d+\.\d+\.\d+")]
+
+
 @dataclass(frozen=True)
 class ObservedResponse:
     """A response that a test received. complete: the response was received to its end."""
@@ -203,7 +211,10 @@ MODELS: dict[str, type[BaseModel]] = {
     "ChatCompletionChunk": Chunk,
     "Error": Error,
     "Health": Health,
+    "Load": Load,
+    "Model": Model,
     "ModelList": ModelList,
+    "Version": Version,
 }
 ADAPTERS = {name: TypeAdapter(model) for name, model in MODELS.items()}
 VALIDATORS = {
@@ -212,7 +223,14 @@ VALIDATORS = {
     )
     for name in MODELS
 }
-SCHEMA_BY_PATH = {"/v1/chat/completions": "ChatCompletion", "/v1/models": "ModelList", "/health": "Health"}
+HEALTH_PATHS = ("/health", "/ready", "/ping")
+SCHEMA_BY_PATH = {
+    "/v1/chat/completions": "ChatCompletion",
+    "/v1/models": "ModelList",
+    "/load": "Load",
+    "/version": "Version",
+    **dict.fromkeys(HEALTH_PATHS, "Health"),
+}
 
 
 def check_body(name: str, data: bytes | str) -> Any:
@@ -229,10 +247,12 @@ def check_response(exchange: ObservedResponse) -> None:
     if exchange.method == "HEAD" or not (exchange.complete or is_stream):
         return
     if exchange.status >= 400:
-        check_body("Health" if exchange.path == "/health" and exchange.status == 503 else "Error", exchange.body)
+        check_body("Health" if exchange.path in HEALTH_PATHS and exchange.status == 503 else "Error", exchange.body)
         assert exchange.content_type == "application/json"
     elif is_stream:
         check_stream(exchange.body, complete=exchange.complete)
+    elif exchange.path.startswith("/v1/models/"):
+        check_body("Model", exchange.body)
     elif exchange.path in SCHEMA_BY_PATH:
         body = check_body(SCHEMA_BY_PATH[exchange.path], exchange.body)
         assert exchange.content_type == "application/json"
@@ -261,8 +281,11 @@ def check_stream(data: bytes, *, complete: bool) -> None:
             assert block.startswith("data: ")
             chunk = check_body("ChatCompletionChunk", block.removeprefix("data: "))
             envelopes.add((chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]))
-            # The chunk with the usage has no choices; every other chunk has one choice.
-            assert len(chunk["choices"]) == (0 if chunk.get("usage") else 1)
+            # The last chunk with the usage has no choices; every other chunk has one choice.
+            if not chunk["choices"]:
+                assert chunk["usage"]
+                assert blocks[number + 1 :] in ([], ["data: [DONE]"])
+            assert len(chunk["choices"]) <= 1
             for choice in chunk["choices"]:
                 index, delta = choice["index"], choice["delta"]
                 assert index not in ended

@@ -20,7 +20,7 @@ class BlockPool:
         self._num_holders = [0] * (num_blocks + 1)
         self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._block_by_hash: dict[BlockHash, int] = {}
-        # Blocks without a holder, in the order of allocation: empty blocks, then cached blocks by time of release.
+        # Blocks without a holder. The first block is allocated first. Empty blocks precede cached blocks.
         self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.num_cached = 0
 
@@ -49,7 +49,7 @@ class BlockPool:
         self._num_holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each block. Blocks that come first are evicted first.
+        """Remove one holder from each block. The first blocks of `blocks` are evicted first.
 
         Raises RuntimeError if a block has no holder.
         """

@@ -110,8 +110,8 @@ class CacheManager:
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of cached tokens at the start of a waiting request.
 
-        last_estimate: result of the last call for this request; None for the first call. The search begins after these
-            tokens, although their blocks may have been evicted.
+        last_estimate: result of the last call for this request; None for the first call. The search skips these tokens,
+            although their blocks may have been evicted.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size
@@ -129,7 +129,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # A token is computed again if its logits are needed: the last token, and each token before an unscored token.
+        # Compute tokens whose logits are needed: the last token, and each token before an unscored token.
         max_cached_tokens = request.num_scored_tokens if request.num_unscored_tokens else request.num_tokens - 1
         for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)

@@ -19,7 +19,7 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# Maximum number of checkpoint slots per running request. A prompt of 8,192 tokens saves as many checkpoints.
+# Maximum number of checkpoint slots per running request: a prompt of 8,192 tokens saves 8 checkpoints.
 CHECKPOINT_SLOTS_PER_ROW = 8
 # Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
@@ -32,7 +32,8 @@ _CACHE_LINE_BYTES = 64
 class CacheLayout:
     """Shapes and dtypes of a model's caches.
 
-    state_dtype, conv_dtype: dtypes of `StateCache.recurrent` and `StateCache.conv_inputs`.
+    state_dtype: dtype of `StateCache.recurrent`.
+    conv_dtype: dtype of `StateCache.conv_inputs`.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -213,7 +214,7 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
 
 
 def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
-    """Bytes for the cache: on a CPU a configured number, on a GPU the memory that the largest step leaves free.
+    """The number of bytes for the cache. On a CPU it is configured; on a GPU it is what the largest step leaves free.
 
     run_largest_step: runs the step that takes the most memory. Allocate weights and tables before this call.
     Raises ConfigError if no memory is free.
@@ -252,7 +253,7 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Order simultaneous copies of slots for execution in sequence: each slot is read before a copy overwrites it.
+    """Order copies of slots such that each slot is read before a copy overwrites it.
 
     copies: pairs (source, target). Each target occurs once. The null slot does not occur.
     In the result, each cycle has an additional pair that saves one state in the null slot.

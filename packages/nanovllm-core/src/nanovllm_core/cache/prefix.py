@@ -1,4 +1,4 @@
-"""Hashes of full blocks. A hash covers the block and all tokens before the block."""
+"""Hashes full blocks. The hash of a block covers the block and all tokens before it."""
 
 import hashlib
 import secrets

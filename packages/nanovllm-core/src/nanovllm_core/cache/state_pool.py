@@ -16,8 +16,8 @@ NULL_SLOT = NULL_BLOCK
 def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) -> list[int]:
     """Positions at which a prompt saves checkpoints, most useful first.
 
-    num_computed: number of cached tokens of the prompt; no checkpoint is saved among these tokens.
-    num_shared: number of leading tokens that earlier prompts had too; later prompts may diverge at the same position.
+    num_computed: number of cached tokens of the prompt. No checkpoint is saved within these tokens.
+    num_shared: number of leading tokens that earlier prompts had too. Later prompts may diverge at the same position.
 
     The first position is the end of the shared tokens. The other positions are near the end of the prompt, where
     continued conversations diverge. Distances from the end double, because large states allow only few checkpoints.
@@ -36,7 +36,7 @@ class StatePool:
         self.slots = BlockPool(num_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
-        # Number of requests that may still start. Each takes a slot.
+        # Each of these rows may start another request, which takes a slot.
         self._num_free_rows = max_running
 
     def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Holding the source slot prevents its eviction below. The release at the end makes the slot the last to evict.
+        # Hold the source slot, so that `allocate` does not evict it. After the release, the slot is evicted last.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncEngine(Engine):
-    """An engine in this process. Create it with `start`."""
+    """An engine in this process. `start` creates an engine."""
 
     def __init__(self, loop: EngineLoop):
         super().__init__(loop.info)

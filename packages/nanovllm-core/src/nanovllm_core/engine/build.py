@@ -17,6 +17,7 @@ from nanovllm_core.model import ModelSpec
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
+from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
@@ -42,7 +43,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         runner = await event_loop.run_in_executor(executor, start_runner, spec, resolved)
         step_time_model = StepTimeModel()
         token_limits = resolved.max_num_batched_tokens, runner.max_model_len
-        await event_loop.run_in_executor(executor, calibrate, step_time_model, runner.time_step, *token_limits)
+        with log_phase("calibration"):
+            await event_loop.run_in_executor(executor, calibrate, step_time_model, runner.time_step, *token_limits)
     except BaseException:
         executor.shutdown(wait=False)
         spin_control.close()

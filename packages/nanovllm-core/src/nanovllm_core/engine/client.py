@@ -53,7 +53,7 @@ class EngineClient(Engine):
         try:
             return await cls._connect(owned_process.address, owned_process)
         except BaseException as error:
-            # A failed engine ends by itself. After a cancelled wait, the engine could continue to load for minutes.
+            # A failed engine ends by itself. If the caller cancels, the engine could continue to load for minutes.
             if not isinstance(error, Exception):
                 owned_process.kill()
             await owned_process.close()
@@ -119,7 +119,6 @@ class EngineClient(Engine):
                     self._die(f"the engine sent {type(other).__name__} while it was serving")
 
     def _on_receive_end(self, receive_task: "asyncio.Task[None]") -> None:
-        """Fail all open requests if reading messages failed."""
         if receive_task.cancelled() or (error := receive_task.exception()) is None:
             return
         _log.error("engine client failed", exc_info=error)
@@ -171,7 +170,7 @@ class EngineSocket:
         self._socket.send(wire.encode(message))
 
     async def receive(self) -> wire.ToClient | None:
-        """The next message; None if the engine's process has ended and no message is left."""
+        """Receive a message. Returns None if the engine's process has ended and no message is left."""
         self._receive_future = future = asyncio.ensure_future(self._socket.recv())
         if not future.done():
             if self._has_process_ended:
@@ -198,7 +197,6 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """The engine recipe of `launch`."""
     return spec, config
 
 

@@ -27,8 +27,8 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# While a step with prompts runs, the next step should be planned after PLANNING_START_SHARE of the predicted time,
-# because few steps end earlier. Planning starts PLANNING_LEAD_S and a time per waiting request earlier to end in time.
+# While a step with prompts runs, the plan of the next step should be ready after PLANNING_START_SHARE of the predicted
+# time, because few steps end earlier. Planning takes about PLANNING_LEAD_S and a time per waiting request.
 PLANNING_START_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001

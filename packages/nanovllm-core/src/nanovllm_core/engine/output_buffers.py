@@ -13,7 +13,7 @@ ValueT = TypeVar("ValueT")
 
 
 class OutputListener(Protocol):
-    """Is notified of the outputs of one request on the event loop's thread. The methods must not raise."""
+    """Receives notifications about one request, on the event loop's thread. The methods must not raise."""
 
     def wake(self) -> None:
         """Called when the request has new output."""
@@ -32,6 +32,7 @@ class OutputBuffer:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
     num_cached_tokens: int = 0
+    scheduled_time: float = 0.0
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     failure: str | None = None
@@ -62,6 +63,7 @@ class OutputBuffer:
             self.finish_reason,
             self.stop_token,
             prompt_logprobs,
+            self.scheduled_time,
         )
 
 
@@ -99,7 +101,7 @@ class OutputBuffers:
         self._buffer_by_key: dict[int, OutputBuffer] = {}
 
     def open(self, key: int, buffer: OutputBuffer) -> None:
-        """Add the outputs of a new request to `buffer` from now on."""
+        """Add all further outputs of a new request to `buffer`."""
         self._buffer_by_key[key] = buffer
 
     def close(self, key: int) -> bool:
@@ -109,8 +111,9 @@ class OutputBuffers:
     def dispatch(self, outputs: StepOutputs) -> None:
         """Add `outputs` to the buffers of open requests, and wake the listeners."""
         buffers = self._buffer_by_key
-        for buffer, num_cached_tokens in self._with_buffers(outputs.starts):
-            buffer.num_cached_tokens = num_cached_tokens
+        for key, num_cached_tokens, scheduled_time in outputs.starts:
+            if (buffer := buffers.get(key)) is not None:
+                buffer.num_cached_tokens, buffer.scheduled_time = num_cached_tokens, scheduled_time
         for buffer, prompt_logprobs in self._with_buffers(outputs.prompt_logprobs):
             buffer.prompt_logprobs.append(prompt_logprobs)
         for buffer, logprobs in self._with_buffers(outputs.logprobs):

@@ -26,7 +26,7 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """A started engine process. recipe: returns model spec and config; pickled, and called in the engine's process."""
+    """A started engine process. recipe: picklable; the engine's process calls it."""
 
     def __init__(self, recipe: EngineRecipe):
         # Only this user may enter the directory, because a process that can write to the socket can use the engine.

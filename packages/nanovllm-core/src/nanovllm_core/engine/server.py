@@ -27,6 +27,7 @@ from nanovllm_core.engine.parent_watch import exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.start_phases import log_phase
 
 if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
@@ -73,9 +74,11 @@ async def _serve(recipe: EngineRecipe, endpoint: str, exits_gracefully: threadin
         socket.bind(endpoint)
         _stop_with_parent(asyncio.current_task())
         try:
-            from nanovllm_core.engine.build import build_loop
+            with log_phase("imports"):
+                from nanovllm_core.engine.build import build_loop
 
-            engine_loop = await build_loop(*recipe())
+                spec, config = recipe()
+            engine_loop = await build_loop(spec, config)
         except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
             is_expected = isinstance(error, ValueError)
             if not is_expected:

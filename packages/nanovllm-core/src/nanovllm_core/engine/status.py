@@ -47,8 +47,11 @@ class EngineStats:
     num_free_blocks: blocks that no request holds, including cached blocks.
     num_cached_blocks: free blocks that later prompts can use.
     num_free_state_slots: state slots that no request holds, including checkpoints.
-    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found in the prefix cache.
-    iteration_tokens: computed tokens of prompts and decodes. generation_tokens: output tokens.
+    prefix_cache_queries: number of prompt tokens that were looked up in the prefix cache.
+    prefix_cache_hits: number of prompt tokens that were found in the prefix cache.
+    iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
+    step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, under the
+        lowest maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
     step_limit_s: time limit of a step with prompts and decodes.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
@@ -69,6 +72,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iteration_tokens: int = 0
+    step_sizes: tuple[tuple[float, int], ...] = ()
     graph_steps: tuple[tuple[str, str, int], ...] = ()
     step_limit_s: float = 0.0
     decode_step_s: float = 0.0

@@ -73,7 +73,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start. is_expected: whether the message is enough for the user, without a traceback."""
+    """The engine could not start. is_expected: whether the user needs no traceback to understand the message."""
 
     message: str
     is_expected: bool

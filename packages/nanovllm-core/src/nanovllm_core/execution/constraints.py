@@ -1,12 +1,12 @@
-"""Restricts the tokens of rows that have a grammar or a reasoning budget.
+"""Restricts the tokens of rows that have a grammar, a reasoning budget or allowed token ids.
 
-The mask of a row depends on the row's previous token. The host launches the forward pass, waits for the tokens of the
-previous step, and fills the masks while the device computes.
+The mask of a grammar or a budget depends on the row's previous token. The host launches the forward pass, waits for the
+tokens of the previous step, and fills the masks while the device computes.
 """
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,8 +20,8 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# Time limit for matching one request: a constant plus a time per output token. All requests wait for each matcher.
-# JSON takes 10 us per token. Only very ambiguous grammars reach the limit.
+# Time limit for matching one request: a constant plus a time per output token. All requests wait for a slow matcher.
+# JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
 # After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
@@ -32,31 +32,39 @@ _NUM_SEPARATE_STEPS = 16
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """The grammar and the reasoning budget of one row.
+    """The grammar, the reasoning budget and the allowed token ids of one row.
 
-    matcher: None without a grammar, and after the output has completed the grammar.
-    budget: None without a budget, after the reasoning was closed, and if the grammar forbids closing the reasoning.
+    matcher: None without a grammar, or after the output has completed the grammar.
+    budget: None without a budget, after the end of the reasoning, or if a mask forbids this end.
+    allowed_mask: int32 [words], mask of the allowed token ids and of the grammar's end; None if all are allowed.
     num_launched_outputs: number of output tokens for which steps were launched.
     match_s: seconds spent in calls for this row alone.
-    failure: why the row cannot sample a token; None if the row can.
+    failure: why the row cannot sample a token; None if it can.
     """
 
     row: int
     grammar: CompiledGrammar | None
     matcher: GrammarMatcher | None
     budget: ReasoningBudget | None
+    allowed_mask: NDArray[np.int32] | None = None
     num_launched_outputs: int = 0
     output_ids: list[int] = field(default_factory=list[int])
     match_s: float = 0.0
     failure: str | None = None
 
     @classmethod
-    def from_row(cls, new: NewRow) -> "Constraint | None":
-        """The constraint of a new row, advanced by existing output tokens; None for an unconstrained row."""
+    def from_row(cls, new: NewRow, num_mask_words: int) -> "Constraint | None":
+        """The constraint of a new row after its existing output tokens; None for an unconstrained row."""
         grammar, budget = new.compiled_grammar, new.sampling.reasoning_budget
-        if grammar is None and budget is None:
+        allowed_ids = new.sampling.allowed_token_ids
+        if grammar is None and budget is None and not allowed_ids:
             return None
-        constraint = cls(new.row, grammar, None if grammar is None else grammar.start(), budget)
+        matcher = None if grammar is None else grammar.start()
+        constraint = cls(new.row, grammar, matcher, budget)
+        if allowed_ids:
+            # Otherwise an output that completes its grammar could not end.
+            end_ids = () if matcher is None else matcher.end_ids
+            constraint.allowed_mask = make_mask((*allowed_ids, *end_ids), num_mask_words)
         for token in new.token_ids[new.num_prompt_tokens :].tolist():
             constraint.num_launched_outputs += 1
             if constraint.append_token(token):
@@ -67,12 +75,17 @@ class Constraint:
     def may_need_mask(self) -> bool:
         """Whether the next token may be restricted. The answer does not depend on the previous token."""
         is_exhausted = self.budget is not None and self.num_launched_outputs >= self.budget.num_tokens
-        return self.matcher is not None or is_exhausted
+        return self.matcher is not None or self.allowed_mask is not None or is_exhausted
+
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether the next mask may depend on the previous token."""
+        return self.matcher is not None or self.budget is not None
 
     @property
     def has_ended(self) -> bool:
         """Whether the remaining tokens of the row are unrestricted."""
-        return self.matcher is None and self.budget is None and self.failure is None
+        return not self.depends_on_output and self.allowed_mask is None and self.failure is None
 
     def append_token(self, token: int) -> bool:
         """Append a sampled token. Returns whether the matcher must advance by the token."""
@@ -105,15 +118,24 @@ class Constraint:
                 self.advance_matcher(token)
 
     def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write the tokens that the grammar allows to masks[index]."""
+        """Set the bits of the tokens that the grammar allows in masks[index]."""
         if (matcher := self.matcher) is not None:
             with self._limit_time():
                 matcher.fill(masks, index)
 
+    def apply_allowed_ids(self, mask: NDArray[np.int32]) -> bool:
+        """Restrict `mask` to the allowed token ids. Returns False if all token ids are allowed."""
+        if self.allowed_mask is None:
+            return False
+        mask &= self.allowed_mask
+        if not np.any(mask):
+            self.failure = "allowed_token_ids has no token that the grammar allows after the output so far"
+        return True
+
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
         """If the budget is exhausted, restrict `mask` to the next token of `ReasoningBudget.end`.
 
-        If the grammar's mask forbids this token, the budget is dropped. Returns whether the mask was changed.
+        If `mask` forbids this token, the budget is dropped. Returns whether the mask was changed.
         """
         required_token = self._next_end_token()
         if required_token is None:
@@ -151,6 +173,13 @@ class Constraint:
         return budget.end[num_matched]
 
 
+def make_mask(token_ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
+    """A mask int32 [num_words] that allows `token_ids`. Format: `nanovllm_kernels.sampling.apply_masks_`."""
+    bits = np.zeros(num_words * 32, np.bool_)
+    bits[np.array(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 class Constraints:
     """The constraints of all rows.
 
@@ -164,7 +193,8 @@ class Constraints:
         self.failures: list[tuple[int, str]] = []
         self._constraint_by_row: dict[int, Constraint] = {}
         self._is_constrained = np.zeros(num_rows, np.bool_)
-        self.mask_buffer = MaskBuffer(num_rows, -(-vocab_size // 32), device)
+        self._num_mask_words = -(-vocab_size // 32)
+        self.mask_buffer = MaskBuffer(num_rows, self._num_mask_words, device)
         # Pairs (index among the step's sampling requests, constraint) of the current step.
         self._step_constraints: list[tuple[int, Constraint]] = []
         self._mask_candidates: list[tuple[int, Constraint]] = []
@@ -194,8 +224,8 @@ class Constraints:
 
         sampling_indices: int64 [n], indices of the step's requests that sample.
         """
-        self._advance_matchers(wait=True)
         candidates = self._mask_candidates
+        self._advance_matchers(wait=any(constraint.depends_on_output for _, constraint in candidates))
         grammar_candidates = [pair for pair in candidates if pair[1].matcher is not None and pair[1].failure is None]
         other_candidates = [pair for pair in candidates if pair[1].matcher is None or pair[1].failure is not None]
         masks = self.mask_buffer.new_masks(len(candidates))
@@ -206,11 +236,13 @@ class Constraints:
             has_grammar_mask = mask_index < len(grammar_candidates)
             if has_grammar_mask and constraint.failure is None and not allows_any_token[mask_index]:
                 constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
-            is_masked = False
+            is_masked = has_grammar_mask
+            if constraint.failure is None:
+                is_masked |= constraint.apply_allowed_ids(masks[mask_index])
+                is_masked |= constraint.force_budget_token(masks[mask_index])
             if constraint.failure is not None:
+                is_masked = False
                 self.failures.append((index, constraint.failure))
-            else:
-                is_masked = constraint.force_budget_token(masks[mask_index]) or has_grammar_mask
             masked_indices.append(int(sampling_indices[index]) if is_masked else -1)
         return None if max(masked_indices) < 0 else self.mask_buffer.send(masked_indices)
 
@@ -222,7 +254,7 @@ class Constraints:
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
-        if (constraint := Constraint.from_row(new)) is not None:
+        if (constraint := Constraint.from_row(new, self._num_mask_words)) is not None:
             self._constraint_by_row[new.row] = constraint
             self._is_constrained[new.row] = True
 
@@ -254,7 +286,7 @@ class Constraints:
             try:
                 results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
             except RuntimeError:
-                # One matcher failed. The other matchers may have advanced or not.
+                # One matcher failed. Each other matcher may have advanced or not.
                 for constraint, _ in new_tokens:
                     constraint.restart_matcher()
                 return

@@ -21,7 +21,7 @@ class BatchBounds(NamedTuple):
     """Bounds of a batch's lengths that the host knows, see `plan_batch`.
 
     num_tokens: tokens of the step, including padding.
-    num_decodes: leading requests with one token in the step; None if unknown.
+    num_decodes: number of requests with one token in the step, which come first; None if unknown.
     max_seq_len: maximum context length after the step, in tokens.
     has_only_whole_prompts: see `BatchShape`.
     """
@@ -78,7 +78,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # Each replay plans the attention between captured pieces again, so plan as little as possible here.
+        # With `launch_attention`, each replay plans attention again. Without decodes, planning here takes less time.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned_bounds)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None

@@ -23,7 +23,7 @@ from nanovllm_kernels.attention import AttentionBatch
 
 # Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
 MIN_MIXED_TOKENS = 64
-# Maximum difference between neighbouring small sizes. Padding to powers of two would double the time of some steps.
+# Small sizes differ from the next size by at most this. Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
 # Empty request slots of a graph cost time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
 # with only NUM_FEW_REQUESTS request slots.
@@ -34,9 +34,9 @@ MIN_FEW_REQUEST_TOKENS = 256
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
-    mode: "full_decode_only" (every request has max_query_len tokens), "full" (prompts and decodes in one graph) or
-        "piecewise" (prompts and decodes in several graphs).
-    has_only_whole_prompts: whether the shape serves only steps with this property, see `BatchShape`.
+    mode: "full_decode_only" (one graph, every request has max_query_len tokens), "full" (one graph for prompts and
+        decodes) or "piecewise" (several graphs for prompts and decodes).
+    has_only_whole_prompts: whether the shape serves only steps whose `BatchShape.has_only_whole_prompts` is set.
     """
 
     num_reqs: int
@@ -152,7 +152,7 @@ def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
 class StepGraphs:
     """The captured steps of one device.
 
-    num_steps: number of steps by graph mode ("none": launched without a graph) and kind ("decode" or "mixed").
+    num_steps: number of dispatched steps by graph mode ("none": without a graph) and kind ("decode" or "mixed").
     """
 
     def __init__(self, shapes: Sequence[GraphShape]):
@@ -251,8 +251,8 @@ def _capture_step(
 class _Capture:
     """Captures like `torch.cuda.graph`, but in pieces, and without garbage collection and synchronisation.
 
-    All pieces use one memory pool on one stream. The forward pass holds the tensors that later pieces read, so their
-    memory is not reused in between. The pool may reuse the memory of queries and attention results for later pieces.
+    All pieces use one memory pool on one stream. The forward pass holds the tensors that later pieces read, so the pool
+    does not reuse their memory. The pool may reuse the memory of queries and attention results for later pieces.
     """
 
     def __init__(self, pool: _POOL_HANDLE):

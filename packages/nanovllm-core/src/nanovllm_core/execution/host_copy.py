@@ -12,8 +12,9 @@ from torch import Tensor
 class HostCopySlot:
     """The buffer and the events of one step.
 
-    tokens: pinned int32 [size]. token_array: the same memory as a numpy array.
-    begin_event, end_event: timing events, recorded on `stream` where the step begins and ends.
+    tokens: pinned int32 [size].
+    token_array: the same memory as a numpy array.
+    begin_event, end_event: timing events, recorded when the step begins and ends.
     stream: the stream of all steps, stored because asking torch for the current stream is slow.
     """
 
@@ -34,7 +35,8 @@ class HostCopySlot:
 class HostCopyRing:
     """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
-    size: maximum number of tokens of a step. depth: maximum number of steps in flight.
+    size: maximum number of sampled tokens of a step.
+    depth: maximum number of steps in flight.
     """
 
     def __init__(self, size: int, depth: int, stream: torch.cuda.Stream):

@@ -1,4 +1,4 @@
-"""Uploads of a step from the host to the device."""
+"""Uploads the inputs of a step from the host to the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class DeviceRows(NamedTuple):
 
 
 def stage_upload(array: Int32Array, device: torch.device) -> Tensor:
-    """A copy of `array` on the host for an asynchronous transfer to `device`: pinned for CUDA, and never reused."""
+    """Copy `array` to new host memory for an asynchronous transfer to `device`. The memory is pinned for CUDA."""
     if device.type == "cpu":
         return torch.from_numpy(array.copy())
     host = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
@@ -77,7 +77,7 @@ class MaskBuffer:
         return self._host_buffer.numpy()[self._size :].reshape(count, self._num_words)
 
     def send(self, rows: Sequence[int]) -> Masks:
-        """Upload the last masks of `new_masks`. rows: see `Masks`."""
+        """Upload the masks that the last call of `new_masks` returned. rows: see `Masks`."""
         self._host_buffer.numpy()[: len(rows)] = rows
         self._device_buffer[: len(self._host_buffer)].copy_(self._host_buffer, non_blocking=True)
         self._is_clear = False
@@ -107,13 +107,13 @@ class StepBuffer:
         self._device_buffer = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)
         self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
-    def write(self, rows: Int64Array, lengths: Int64Array, is_sampled: NDArray[np.bool_]) -> None:
+    def write(self, rows: Int64Array, tokens_per_row: Int64Array, is_sampled: NDArray[np.bool_]) -> None:
         """Upload the requests of a step, unless the last step had equal requests. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
         step = np.zeros(3 * size + 1, np.int32)
         step[:count] = rows
         starts = step[size : 2 * size + 1]
-        np.cumsum(lengths, out=starts[1 : count + 1])
+        np.cumsum(tokens_per_row, out=starts[1 : count + 1])
         starts[count + 1 :] = starts[count]
         step[2 * size + 1 : 2 * size + 1 + count] = is_sampled
         if not np.array_equal(step, self._last_step):

@@ -22,9 +22,11 @@ from nanovllm_core.sampling_params import (
 from nanovllm_core.scheduling.plan import NewRow, ScheduledRows, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
-_MAX_POSITION = np.iinfo(np.int32).max  # of any token
+_MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
+# Kernels need a positive top-p.
+_MIN_TOP_P = 1e-6
 
 
 class SamplingOps(IntFlag):
@@ -48,9 +50,9 @@ class StepInputs:
 
     device_rows: the step's requests, without padding.
     sampling_indices: int64 [n], indices of the step's requests that sample, rising.
-    sampling_ops: `SamplingOps` of the requests that sample, except MASK. An int is faster than an enum flag.
+    sampling_ops: `SamplingOps` of the requests that sample, combined, without MASK. An int is faster than an enum flag.
     num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
-    state_copies: source and target slots int64 [m] of state copies before the step, in copy order; None for no copies.
+    state_copies: (source slots, target slots), int64 [m] each, of state copies before the step; None for no copies.
     """
 
     device_rows: DeviceRows
@@ -64,7 +66,7 @@ class StepInputs:
 class RequestTable:
     """Tables with one row per request. The kernels document the tables that they read:
 
-    counts: `apply_penalties`. bias_ids, bias_values, bias_until: `apply_bias_`. forbidden, num_prompt:
+    token_counts: `apply_penalties`. bias_ids, bias_values, bias_until: `apply_bias_`. forbidden, num_prompt:
     `forbid_sequences_`. state_slots, checkpoints: `plan_states`.
     """
 
@@ -93,11 +95,11 @@ class RequestTable:
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
-        # Padding may read rows that were never written. There 1 turns the penalty off.
+        # Padding may read rows that were never written. A repetition penalty of 1 has no effect.
         self.repetition.fill_(1)
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)
-        self.counts = zeros(num_rows, vocab_size)
+        self.token_counts = zeros(num_rows, vocab_size)
         num_biases = MAX_LOGIT_BIAS + MAX_STOP_TOKENS + num_eos_tokens
         self.bias_ids = zeros(num_rows, num_biases)
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
@@ -108,7 +110,7 @@ class RequestTable:
         self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
-        # `SamplingOps` whose tables have entries in each row, perhaps of a finished request.
+        # For each row, the `SamplingOps` whose tables have entries. The entries may belong to a finished request.
         self._written_ops = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
@@ -189,7 +191,7 @@ class RequestTable:
         floats = np.array(
             [
                 [s.temperature if s.temperature >= _MIN_RANDOM_TEMPERATURE else 0.0 for s in samplings],
-                [s.top_p for s in samplings],
+                [max(s.top_p, _MIN_TOP_P) for s in samplings],
                 [s.min_p for s in samplings],
                 [s.presence_penalty for s in samplings],
                 [s.frequency_penalty for s in samplings],
@@ -246,7 +248,7 @@ class RequestTable:
     def _write_counts(self, new: NewRow) -> None:
         tokens = new.token_ids
         prompt, output = upload([tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]], self.device)
-        counts = self.counts[new.row]
+        counts = self.token_counts[new.row]
         counts.zero_()
         counts.index_add_(0, output, torch.ones_like(output))
         counts[prompt.long()] |= IN_PROMPT_BIT

@@ -18,10 +18,12 @@ from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tok
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.execution.token_choice import SamplingGraphs, TokenChooser
+from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
+from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
 from nanovllm_kernels.platform import describe_device
 
@@ -32,7 +34,7 @@ COMPILED_ROWS = 1024
 class Runner:
     """The model, the caches and the request table of one rank. All calls come from one thread.
 
-    `start_runner` shows the order of calls before the first step. After a later `allocate`, call `capture` again.
+    Call the first methods in the order of `start_runner`. After each later `allocate`, call `capture` again.
     """
 
     def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):
@@ -73,6 +75,8 @@ class Runner:
     def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "Runner":
         """Build the model and the tables. Raises the exceptions of `spec.build` and of `CacheLayout.from_specs`."""
         device = torch.device(config.device)
+        if device.type == "cuda":
+            set_cache_directories()
         model = spec.build(BuildContext(device, config.torch_dtype, ParallelContext(), config.compile))
         return cls(model, spec, config, device)
 
@@ -228,10 +232,14 @@ class Runner:
 
 def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
     """Build a runner and prepare it for steps. Raises the exceptions of `Runner.build` and of `plan_cache`."""
-    runner = Runner.build(spec, config)
-    runner.warm_up()
-    runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
-    runner.capture()
+    with log_phase("weights"):
+        runner = Runner.build(spec, config)
+    with log_phase("compile"):
+        runner.warm_up()
+    with log_phase("memory"):
+        runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
+    with log_phase("capture"):
+        runner.capture()
     return runner
 
 

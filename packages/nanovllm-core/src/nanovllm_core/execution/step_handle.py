@@ -18,8 +18,8 @@ from nanovllm_kernels.sampling import Logprobs
 class StepHandle:
     """A step in flight, whose results are being copied to the host.
 
-    tokens: int32, tokens of all requests of the step, perhaps with padding; None when no request samples.
-    logprobs: log-probabilities of requests with log-probabilities; None without such requests.
+    tokens: int32, tokens of all requests of the step, perhaps with padding at the end; None if no request samples.
+    logprobs: log-probabilities for the requests that ask for them; None without such requests.
     host_slot: the buffer for the tokens; None on a CPU. Later steps overwrite the buffer, see `HostCopyRing`.
     failures: pairs (index among the requests that sample, reason) of requests that got no token.
     """

@@ -100,7 +100,7 @@ class TokenChooser:
 
     def _commit(self, rows: DeviceRows, tokens: Tensor, ops: int) -> None:
         table = self._table
-        counts = table.counts if ops & _PENALTY else None
+        counts = table.token_counts if ops & _PENALTY else None
         tables = TokenTables(table.tokens, table.num_computed)
         commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
 
@@ -122,7 +122,8 @@ def choose_tokens(
     gather: `gather_columns`, perhaps compiled.
     """
     if ops & _PENALTY:
-        logits = sampling.apply_penalties(logits, rows, table.counts, table.repetition, table.presence, table.frequency)
+        penalties = table.repetition, table.presence, table.frequency
+        logits = sampling.apply_penalties(logits, rows, table.token_counts, *penalties)
     elif ops & (_BIAS | _FORBID | _MASK):
         # Adjust a copy, because log-probabilities are computed from the unchanged logits.
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -152,7 +153,7 @@ def select_graph(graphs: SamplingGraphs, ops: int) -> int:
 
 
 def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs) -> sampling.Logprobs:
-    """Log-probabilities of the chosen and of the likeliest tokens, for rows with log-probabilities.
+    """Log-probabilities of chosen and likeliest tokens, for the requests that ask for them.
 
     tokens: [n]. logits: [n, vocab], without penalties and temperature. Both tensors may have padding at the end.
     """

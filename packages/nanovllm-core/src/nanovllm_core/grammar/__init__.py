@@ -1,1 +1,1 @@
-"""What answers may look like: grammars compiled off the event loop, and where each answer stands in its own."""
+"""Compiles grammars off the event loop, and tracks the state of each output in its grammar."""

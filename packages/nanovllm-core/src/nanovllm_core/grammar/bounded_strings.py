@@ -1,11 +1,11 @@
-"""Writes JSON strings of bounded length as grammar rules. Strings share these rules, and xgrammar runs them fast.
+"""Writes JSON strings of bounded length as grammar rules that xgrammar runs fast.
 
-Without the rules, xgrammar 0.2.8 compiles bounds of up to 128 in 7 ms per character. Longer bounds take 17 ms per mask.
+Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per character. Longer bounds take 17 ms per mask.
 """
-# `x{0,n}` becomes optional runs of blocks, and then a tail. A block has BLOCK_LENGTH characters. Each run takes half of
-# the remaining blocks. The rules of tails, such as `tail2 ::= "" | x tail1`, are a chain that all bounds share.
-# Blocks have a lookahead that never matches. xgrammar uses it only for masks, which then exclude tokens that cross the
-# end of a block. The tail allows these tokens. Without the lookahead, xgrammar would try each of them at run time.
+# `x{0,n}` becomes optional runs of blocks, followed by a tail. A block has BLOCK_LENGTH characters. Each run takes half
+# of the remaining blocks. All bounds share the rules of tails, such as `tail2 ::= "" | x tail1`.
+# Blocks have a lookahead that never matches, and that xgrammar uses only for masks. The lookahead excludes tokens that
+# cross the end of a block, which xgrammar otherwise tries at run time. The tail allows these tokens.
 
 import re
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from typing import Any, cast
 BLOCK_LENGTH = 16
 # Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# Maximum `low` of rewritten strings. Each required character takes a state of its own.
+# Maximum number of required characters, because each takes a state of its own.
 MAX_REQUIRED_LENGTH = 32
 
 _CHARACTER = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
 _CLASS = rf"(?:\[(?:{_CHARACTER}(?:-{_CHARACTER})?)+\]|{_CHARACTER})"
 _BOUNDED_PATTERN = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{([0-9]{{1,7}}),([0-9]{{1,7}})\}}\$")
 _RANGE_PATTERN = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?")
-# A JSON string holds these code points unescaped, except the ranges _ESCAPED.
+# A JSON string holds these code points without an escape, except the code points in _ESCAPED.
 _FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
-# Keywords whose value is a schema; a list of schemas; an object of schemas.
+# The value of these keywords is a schema, a list of schemas, or a map from names to schemas.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties")
 _LIST_KEYWORDS = ("prefixItems", "anyOf")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs")
@@ -33,7 +33,7 @@ _OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs")
 
 @dataclass(frozen=True, slots=True)
 class BoundedString:
-    """A string of `low` to `high` characters of one class. characters: the class as EBNF."""
+    """A string of `low` to `high` characters. characters: the allowed characters as an EBNF class."""
 
     characters: str
     low: int
@@ -41,23 +41,22 @@ class BoundedString:
 
 
 class BoundedStrings:
-    """The bounded strings of one grammar: first marked in its schemas, then replaced by rules in xgrammar's grammar.
+    """Marks the bounded strings in a grammar's schemas, and replaces the marks by rules in xgrammar's grammar.
 
-    source: the text of the schemas; marks are chosen so that they do not occur in it.
+    source: text of the schemas, in which a mark must not occur.
     """
 
     def __init__(self, source: str):
         self._mark = "marked"
         while self._mark in source:
             self._mark += "x"
-        # The index of each bounded string.
         self._index_by_string: dict[BoundedString, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._index_by_string)
 
     def mark_patterns(self, schema: Any) -> Any:
-        """A copy of `schema` in which marks replace patterns that only bound a string's length and characters."""
+        """Copy `schema`, and replace patterns that only bound a string's length and characters by marks."""
         if not isinstance(schema, dict):
             return schema
         marked = dict(cast("dict[str, Any]", schema))
@@ -79,7 +78,10 @@ class BoundedStrings:
         return marked
 
     def insert_rules(self, grammar: str) -> str:
-        """Replace the marks in `grammar`, xgrammar's form of marked schemas. Raises ValueError if a mark remains."""
+        """Replace the marks in `grammar` by rules. Raises ValueError if a mark remains.
+
+        grammar: xgrammar's EBNF of the marked schemas.
+        """
         prefix = "bounded"
         while prefix in grammar:
             prefix += "_"
@@ -97,7 +99,7 @@ class BoundedStrings:
 
 
 class _SharedRules:
-    """The rules that all strings of one character class share. Their names begin with `prefix`."""
+    """Rules that all strings of one character class share. prefix: beginning of the rules' names."""
 
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
@@ -119,7 +121,7 @@ class _SharedRules:
         return " ".join([*parts, f"{self._prefix}tail{tail}"])
 
     def rules(self) -> list[str]:
-        """The rules, one string per rule."""
+        """Write each rule as a string."""
         prefix, character = self._prefix, self._characters
         rules = [f'{prefix}tail0 ::= "" (= "\\"")']
         rules += [
@@ -143,7 +145,7 @@ class _SharedRules:
 
 
 def _split_into_sizes(number: int) -> list[int]:
-    """Sizes, largest first, whose subsets add up to exactly the numbers 0 to `number`."""
+    """Split `number` into sizes, largest first. Subsets of the sizes sum to every number from 0 to `number`."""
     sizes: list[int] = []
     while number:
         size = (number + 1) // 2
@@ -153,9 +155,9 @@ def _split_into_sizes(number: int) -> list[int]:
 
 
 def parse_bounded_pattern(pattern: str) -> BoundedString | None:
-    """A pattern `^(?:[..]|[..]){low,high}$` as a BoundedString.
+    """Parse a pattern `^(?:[..]|[..]){low,high}$`.
 
-    Returns None for all other patterns, and for patterns that rules would not make faster.
+    Returns None for other patterns, for escaped characters, and for more than MAX_REQUIRED_LENGTH required characters.
     """
     match = _BOUNDED_PATTERN.fullmatch(pattern)
     if match is None:
@@ -171,7 +173,7 @@ def parse_bounded_pattern(pattern: str) -> BoundedString | None:
 
 
 def _without_brackets(classes: str) -> str:
-    """The ranges of several classes, without brackets and bars. Literal brackets and bars are escaped and stay."""
+    """Remove brackets and bars around classes. Literal brackets and bars stay, because they are escaped."""
     return re.sub(rf"({_CHARACTER})|[\[\]|]", lambda match: match[1] or "", classes)
 
 

@@ -1,7 +1,7 @@
 """Compiles grammars and matches outputs with xgrammar (Dong et al. 2024, https://arxiv.org/abs/2411.15100).
 
-Compiling may take any time and memory and can't be interrupted; `grammar/vetting.py` deals with this. xgrammar is
-imported on first use, because it imports transformers.
+Compiling has no limit of time or memory and can't be interrupted; `grammar/vetting.py` limits both. xgrammar is
+imported on first use, because xgrammar imports transformers.
 """
 
 import json
@@ -22,12 +22,12 @@ from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec, ParameterTy
 if TYPE_CHECKING:
     import xgrammar
 
-# Maximum number of consecutive whitespace characters between the parts of a JSON text. A limit of nine makes grammars
-# six times larger, and small models write outputs of the same length.
+# Maximum number of consecutive whitespace characters in a JSON text. A limit of nine makes grammars six times larger,
+# but does not change the length of small models' outputs.
 MAX_WHITESPACE = 1
-# Maximum length of xgrammar's message in an error. The message may quote the whole grammar.
+# Maximum length of xgrammar's error message, which may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
-# Fields of a structural tag's formats that contain further formats.
+# Fields of a format that contain formats.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")
 # The prefix of xgrammar's messages: "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
 _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -35,12 +35,12 @@ _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matcher:
-    """The state of an output in its grammar, see `nanovllm_core.grammar_types.GrammarMatcher`.
+    """The state of an output in its grammar.
 
-    possible_mask: int32 [num_words], allows the tokens that have text or end an answer. xgrammar's masks allow more
-        tokens, which `accept` then rejects.
+    possible_mask: int32 [num_words], allows the tokens that have text or end an answer. `accept` rejects all other
+        tokens, which xgrammar's masks may allow.
     end_ids: token ids that end an answer.
-    terminator: ends strings, numbers and nesting in JSON; None for grammars without JSON.
+    terminator: ends overlong strings, numbers and nesting in JSON; None for grammars without JSON.
     """
 
     inner: "xgrammar.GrammarMatcher"
@@ -94,10 +94,10 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, see `nanovllm_core.grammar_types.CompiledGrammar`.
+    """A compiled grammar, which starts a `Matcher` for each output.
 
-    possible_mask, end_ids: see `Matcher`. token_classes: for the terminator; None for grammars without JSON.
-    parameter_types: see `nanovllm_core.grammar_types.ParameterTypes`.
+    token_classes: effects of tokens in a JSON text; None for grammars without JSON.
+    parameter_types: types of the values in XML parameters, which the grammar does not use itself.
     """
 
     inner: "xgrammar.CompiledGrammar"
@@ -108,7 +108,7 @@ class Grammar:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the grammar in bytes."""
+        """Approximate memory of the grammar."""
         return self.inner.memory_size_bytes
 
     def start(self) -> Matcher:
@@ -128,7 +128,7 @@ class Compiler:
         self._vocab_size = vocab_size
 
     @cached_property
-    def _inner(self) -> "xgrammar.GrammarCompiler":
+    def _xgrammar_compiler(self) -> "xgrammar.GrammarCompiler":
         import xgrammar
 
         # RAW: no escapes in the tokens' bytes.
@@ -138,7 +138,7 @@ class Compiler:
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._end_ids),
         )
-        # One thread, because other grammars compile in parallel. No cache: `Grammars` has a bounded one.
+        # One thread, because other grammars compile in parallel. No cache, because `Grammars` has a bounded cache.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @cached_property
@@ -154,11 +154,11 @@ class Compiler:
 
     def warm_up(self) -> None:
         """Import xgrammar and build the data that all grammars share. This takes seconds."""
-        _ = self._inner, self._possible_mask, self._token_classes
+        _ = self._xgrammar_compiler, self._possible_mask, self._token_classes
 
     def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
-        """Compile a grammar whose JSON schemas `schema_enforcement` has converted. Raises GrammarError."""
-        inner = self._inner
+        """Compile a grammar with converted JSON schemas. Raises GrammarError."""
+        inner = self._xgrammar_compiler
         try:
             match spec.kind:
                 case "json_schema" | "structural_tag":
@@ -171,7 +171,7 @@ class Compiler:
             grammar = Grammar(compiled, self._possible_mask, self._end_ids, token_classes, parameter_types or {})
             first_mask = np.zeros((1, len(self._possible_mask)), np.int32)
             grammar.start().fill(first_mask, 0)
-        # C++ exceptions arrive as one of these types. Their text says what is wrong.
+        # C++ exceptions arrive as these types.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_reason(error)}") from error
         if not first_mask.any():
@@ -225,7 +225,7 @@ def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
     for part in _json_formats(cast("dict[str, Any]", source).get("format")):
-        # In other styles xgrammar writes patterns out letter by letter, so marks could not be replaced.
+        # In other styles, xgrammar splits patterns into letters, in which `insert_rules` can't find marks.
         if part.get("style", "json") == "json":
             part["json_schema"] = bounded_strings.mark_patterns(part.get("json_schema"))
         if part.get("max_whitespace_cnt") is None:
@@ -234,7 +234,7 @@ def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
 
 
 def _json_formats(part: Any) -> Iterator[dict[str, Any]]:
-    """All formats of type "json_schema" within a structural tag's format. Invalid formats are left to xgrammar."""
+    """Yield all formats of type "json_schema" inside `part`. Ignores invalid formats, which xgrammar reports."""
     if isinstance(part, list):
         for item in cast("list[Any]", part):
             yield from _json_formats(item)

@@ -1,4 +1,4 @@
-"""A cache of compiled grammars, which compiles each grammar once, after the `Vetter` has accepted it."""
+"""Caches compiled grammars. Each grammar is vetted in another process before it is compiled."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ _NICE = 5
 class Grammars:
     """A cache of compiled grammars that evicts the least recently used one first.
 
-    Call its methods on the event loop's thread. read_vocabulary: called once, when the first grammar is compiled.
+    Call all methods on the event loop's thread. read_vocabulary: called once, when the first grammar is compiled.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
@@ -50,14 +50,14 @@ class Grammars:
         return len(self._cached)
 
     def get(self, spec: GrammarSpec) -> Grammar | None:
-        """The cached grammar; None if it is not cached."""
+        """The cached grammar; None if the cache does not hold the grammar."""
         grammar = self._cached.get(spec)
         if grammar is not None:
             self._cached.move_to_end(spec)
         return grammar
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar or return the cached one. Concurrent calls compile it once. Raises GrammarError."""
+        """Return the cached grammar or compile it. Concurrent calls share one compilation. Raises GrammarError."""
         grammar = self.get(spec)
         if grammar is not None:
             return grammar
@@ -65,7 +65,7 @@ class Grammars:
         if task is None:
             self._compile_tasks[spec] = task = asyncio.create_task(self._compile(spec))
             task.add_done_callback(lambda task: self._cache_result(spec, task))
-        # `wait` does not cancel the task if this caller is cancelled: other callers may wait for it.
+        # `wait` does not cancel the task if this caller is cancelled. Other callers may wait for the same task.
         await asyncio.wait((task,))
         if task.cancelled():
             raise GrammarError(_STOPPED_MESSAGE)
@@ -87,7 +87,7 @@ class Grammars:
             grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._vetting_compiler.compile, spec)
         except GrammarError:
             raise
-        # For example no vocabulary or no new process: report it to the callers and in the log.
+        # For example, the vocabulary can't be read: report this error to the callers and in the log.
         except Exception as error:
             _log.exception("a grammar could not be compiled")
             raise GrammarError(f"grammars can't be compiled now: {type(error).__name__}: {error}") from error
@@ -100,7 +100,7 @@ class Grammars:
 
     def _cache_result(self, spec: GrammarSpec, task: asyncio.Task[Grammar]) -> None:
         del self._compile_tasks[spec]
-        # `exception` must be called in any case, or asyncio logs that it was never retrieved.
+        # Without a call of `exception`, asyncio logs that the exception was never retrieved.
         if task.cancelled() or task.exception() is not None:
             return
         self._cached[spec] = grammar = task.result()
@@ -111,7 +111,7 @@ class Grammars:
 
 
 class _VettingCompiler:
-    """Vets grammars, then compiles them. Starts the vetter and the compiler on first use. Safe for any thread."""
+    """Vets and compiles grammars. Starts the vetter and the compiler on first use. Any thread may call the methods."""
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._read_vocabulary = read_vocabulary
@@ -122,14 +122,14 @@ class _VettingCompiler:
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Vet and compile. Raises GrammarError."""
         with self._lock:
-            # For the first grammar, both start at the same time. The vetter takes longer, because it imports torch.
+            # The vetter's process imports torch while the compiler warms up.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm_up()
         enforceable = vetter.vet(spec)
         return compiler.compile(enforceable.spec, enforceable.parameter_types)
 
     def close(self) -> None:
-        """End the vetter's process if it was started."""
+        """End the vetter's process if one was started."""
         with self._lock:
             if "_vetter" in vars(self):
                 self._vetter.close()

@@ -1,6 +1,6 @@
-"""Ends JSON strings, numbers and nesting that a small model would continue forever, if the grammar allows an end.
+"""Ends JSON strings, numbers and nesting that a small model would continue forever, where the grammar allows an end.
 
-This module looks at the output so far, because xgrammar is slow with length limits in the grammar.
+The grammar itself has no length limits, because they make xgrammar slow.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A string is closed when a token pattern repeats at least this many times, over at least this many tokens.
+# A string is closed when a token pattern repeats at least MIN_REPETITIONS times over MIN_REPEATED_TOKENS tokens.
 MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.
@@ -18,8 +18,9 @@ MAX_PERIOD_TOKENS = 64
 MAX_STRING_TOKENS = 8_192
 # Maximum number of tokens of a string that repeats itself, where the grammar does not allow the string to end.
 MAX_STUCK_TOKENS = 512
-# Maximum number of characters of an integer (as many as 64 bits need) and of any number.
+# Maximum number of characters of an integer of 64 bits.
 MAX_INTEGER_LENGTH = 20
+# Maximum number of characters of any number.
 MAX_NUMBER_LENGTH = 40
 # Maximum number of digits of an exponent.
 MAX_EXPONENT_DIGITS = 2
@@ -32,17 +33,15 @@ _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _OPENING_BRACKETS, _CLOSING_BRACKETS = frozenset(b"[{"), frozenset(b"]}")
 _STRUCTURAL_BYTES = frozenset((_QUOTE, _BACKSLASH)) | _OPENING_BRACKETS | _CLOSING_BRACKETS
 _NUMBER_BYTES = frozenset(b"0123456789+-.eE")
-# The number at the end of a text, and numbers that have reached a limit.
 _TRAILING_NUMBER = re.compile(rb"[-+.0-9eE]*$")
+# Numbers that have reached a limit.
 _LONG_NUMBER = re.compile(
     rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER_LENGTH - 1, MAX_NUMBER_LENGTH, MAX_EXPONENT_DIGITS)
 )
 
 
 class JsonTokenClasses:
-    """Tokens of a vocabulary, classified by their effect in a JSON text.
-
-    Computed at construction, so that no engine step waits for the computation.
+    """Classifies the tokens of a vocabulary by their effect in a JSON text.
 
     tokens: the bytes of each token.
     structural: ids of tokens that contain a quotation mark, backslash, bracket or brace.
@@ -82,10 +81,9 @@ class JsonTokenClasses:
 
 
 class JsonTerminator:
-    """Follows the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
+    """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
-    It tracks the tokens since the last quotation mark and the depth of nesting. Quotation marks in text before the JSON
-    can only make the depth wrong.
+    Quotation marks in text before the JSON can make the tracked depth of nesting wrong, but nothing else.
     """
 
     def __init__(self, token_classes: JsonTokenClasses):
@@ -94,7 +92,7 @@ class JsonTerminator:
         self._is_in_string = False
         self._depth = 0
         self._tokens_since_quote: list[int] = []
-        # Number of numeric tokens at the end of the output.
+        # Counts numeric tokens at the end of the output.
         self._num_numeric_tokens = 0
 
     def accept(self, token: int) -> None:
@@ -117,7 +115,10 @@ class JsonTerminator:
                 self._depth = max(self._depth - 1, 0)
 
     def narrow(self, mask: NDArray[np.int32]) -> None:
-        """Restrict a mask, int32 [num_words], to tokens that end what is overlong, if the mask allows such tokens."""
+        """Forbid tokens that continue an overlong string, number or nesting. Keeps at least one token allowed.
+
+        mask: int32 [num_words], the allowed next tokens.
+        """
         if self._depth >= MAX_DEPTH:
             mask_without_opening = mask & ~self._token_classes.opening
             if (mask_without_opening & ~self._token_classes.whitespace).any():
@@ -133,7 +134,7 @@ class JsonTerminator:
         token_classes = self._token_classes
         if (mask & (token_classes.letter | token_classes.quote)).any():
             return
-        # One more token, because the number may begin inside it.
+        # One more token, because the number may begin inside that token.
         last_tokens = self._tokens_since_quote[-min(self._num_numeric_tokens, MAX_NUMBER_LENGTH) - 1 :]
         text = b"".join([token_classes.tokens[token] for token in last_tokens])[-MAX_NUMBER_LENGTH:]
         number = _TRAILING_NUMBER.search(text)
@@ -153,7 +154,7 @@ class JsonTerminator:
         if end_tokens.any():
             mask[:] = end_tokens
         elif period and self._is_in_string and len(self._tokens_since_quote) >= MAX_STUCK_TOKENS:
-            # The pattern requires another character before the end: forbid the token that continues the repetition.
+            # The grammar does not allow the string to end: forbid the token that continues the repetition.
             word, bit = divmod(self._tokens_since_quote[-period], 32)
             other_tokens = mask.copy()
             other_tokens[word] &= ~np.uint32(1 << bit).view(np.int32)
@@ -161,7 +162,7 @@ class JsonTerminator:
                 mask[:] = other_tokens
 
     def _repeated_period(self) -> int:
-        """Length in tokens of the pattern that the output repeats at its end; 0 if it does not repeat."""
+        """Length in tokens of the pattern that repeats at the end of the output; 0 without a repetition."""
         tokens = self._tokens_since_quote
         for period in range(1, MAX_PERIOD_TOKENS + 1):
             if tokens[-1] == tokens[-1 - period] and tokens[-2] == tokens[-2 - period]:

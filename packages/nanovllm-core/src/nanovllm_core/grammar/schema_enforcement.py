@@ -15,7 +15,7 @@ MAX_CONVERTED_BYTES = 1 << 20
 
 
 class EnforceableGrammar(msgspec.Struct, frozen=True):
-    """A grammar whose JSON schemas are converted. parameter_types: see `ParameterTypes`."""
+    """A grammar with converted JSON schemas. parameter_types: types of the values in the original XML parameters."""
 
     spec: GrammarSpec
     parameter_types: ParameterTypes
@@ -24,12 +24,12 @@ class EnforceableGrammar(msgspec.Struct, frozen=True):
 def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     """Converts the JSON schemas of a grammar.
 
-    A structural tag may have two additions to xgrammar's formats:
-    - A format with "json_schema" may have the field "place", which errors use as the name of the schema's root, and
-      "objects_only": true, which excludes values other than objects.
-    - The format "xml_parameters" is replaced, see `XmlParameters`.
-
     Raises GrammarError. Time and memory have no limit here: call this in the vetting process, which limits both.
+
+    A structural tag may contain fields that xgrammar does not know:
+    "place", beside "json_schema": errors name this JSON pointer as the schema's root.
+    "objects_only": true, beside "json_schema": excludes values other than objects.
+    "xml_parameters", a type of format: is replaced by formats that xgrammar knows.
     """
     if spec.kind not in ("json_schema", "structural_tag"):
         return EnforceableGrammar(spec, {})
@@ -53,7 +53,7 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
 
 
 def _converted_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSON:
-    """`value`, a part of a structural tag, with converted schemas. Adds entries to `types_by_place`."""
+    """Convert the schemas in a part of a structural tag. Adds entries to `types_by_place`."""
     if isinstance(value, list):
         return [_converted_tag(item, f"{place}/{index}", types_by_place) for index, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -88,7 +88,7 @@ def _converted_xml_parameters(value: dict[str, JSON], place: str, types_by_place
 
 
 def _convert_objects_only(schema: JSON, place: str) -> dict[str, JSON]:
-    """Like `convert_schema`, but only for the objects that `schema` allows."""
+    """Convert `schema`, and exclude values other than objects."""
     converted = convert_schema(schema, place)
     if not converted:
         return {"type": "object", "additionalProperties": {}}

@@ -1,14 +1,11 @@
-"""Constructors for the formats of a structural tag (xgrammar 0.2, `xgrammar.structural_tag`), as JSON.
-
-`schema_enforcement` converts schemas and the format "xml_parameters", which xgrammar does not have.
-"""
+"""Constructs the formats of xgrammar's structural tags (xgrammar 0.2) as JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# A format of a structural tag: an object with `type`.
+# A JSON object whose field `type` names the kind of format.
 TagFormat = dict[str, JSON]
 EMPTY_TEXT: TagFormat = {"type": "const_string", "value": ""}
 
@@ -34,12 +31,16 @@ def ebnf(grammar: str) -> TagFormat:
 
 
 def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
-    """JSON of a converted schema. excludes: texts that strings without a pattern, format or length must not contain."""
+    """JSON that a converted schema allows. excludes: texts that no string without a pattern may contain."""
     return {"type": "json_schema", "json_schema": schema, "excludes": [*excludes]}
 
 
 def unconverted_json(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
-    """JSON of a schema that `convert_grammar` converts later. place, objects_only: see `convert_grammar`."""
+    """JSON that a schema allows after `convert_grammar` has converted the schema.
+
+    place: JSON pointer to the schema, for errors.
+    objects_only: exclude values other than objects.
+    """
     return {"type": "json_schema", "json_schema": schema, "place": place, "objects_only": objects_only}
 
 

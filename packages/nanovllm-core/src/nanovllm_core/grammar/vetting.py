@@ -1,7 +1,6 @@
-"""Vets grammars: converts and compiles each in a child process, which is killed if it takes too much time or memory.
+"""Vets each grammar in a child process, which converts and compiles the grammar within limits of time and memory.
 
-The engine receives the converted grammar and compiles it again, because serialising a compiled grammar takes far
-longer than compiling it.
+The engine receives the converted grammar and compiles it again: serialising a compiled grammar takes far longer.
 """
 
 import os
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 # Limits on the wall-clock time and the additional memory of converting and compiling one grammar.
 MAX_SECONDS = 10.0
 MAX_BYTES = 512 << 20
-# Time for the vetting process to start, which imports torch, and for it to kill a child after the deadline.
+# Time for the vetting process to import torch, or to kill a child after the deadline.
 _START_TIMEOUT_S = 60.0
 
 # Verdicts: the last byte of a reply.
@@ -53,7 +52,7 @@ def send_message(connection: socket.socket, message: msgspec.Struct, descriptors
 
 
 def receive_message(connection: socket.socket) -> tuple[bytes, list[int]] | None:
-    """The next message and the file descriptors sent with it; None if the connection was closed."""
+    """Returns (message, file descriptors); None if the connection was closed."""
     header, descriptors, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
     header += _receive(connection, _HEADER.size - len(header)) if header else b""
     if len(header) < _HEADER.size:
@@ -72,7 +71,7 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 class Vetter:
-    """Owns the vetting process. The process starts with the first grammar and is restarted if it dies.
+    """Owns the vetting process, and restarts the process if it dies.
 
     The vetting process imports xgrammar once and forks a child per grammar. Any thread may call the methods.
     """
@@ -89,7 +88,7 @@ class Vetter:
 
     @property
     def pid(self) -> int | None:
-        """The id of the vetting process; None while there is none."""
+        """The id of the vetting process; None while no process runs."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -99,7 +98,7 @@ class Vetter:
 
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
         """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
-        # Without a reply, the vetting process has died. A grammar can kill only its own child, so try again.
+        # An empty reply means that the vetting process died. The grammar is not the cause: try again.
         reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:
@@ -161,7 +160,7 @@ class Vetter:
     def _start(self) -> socket.socket:
         connection, child_end = socket.socketpair()
         with child_end:
-            # The process forks, so it must be single-threaded: numpy's linear algebra would start threads.
+            # The process forks and must be single-threaded, but numpy's linear algebra would start threads.
             self._process = subprocess.Popen(  # noqa: S603 - our own code
                 [sys.executable, "-c", _PROGRAM, str(child_end.fileno())],
                 pass_fds=[child_end.fileno()],
@@ -177,7 +176,7 @@ class Vetter:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            # When the connection closes, the process kills its children and ends. It has none during its imports.
+            # When the connection closes, the process kills its children and ends.
             try:
                 self._process.wait(2)
             except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
-"""The program of the vetting process: forks a child per grammar, and kills children that take too long.
+"""Runs the vetting process, which forks a child per grammar and kills children that take too long.
 
-An inherited socket connects this process to the engine's. This process forks, so it must stay single-threaded.
+An inherited socket connects this process to the engine. This process must stay single-threaded, because it forks.
 """
 
 import contextlib
@@ -29,7 +29,11 @@ _NICE = 5
 
 @dataclass(frozen=True, slots=True)
 class VettingChild:
-    """A child that compiles a grammar until `deadline` (`time.monotonic`); the verdict is written to `reply_fd`."""
+    """A child process that compiles one grammar.
+
+    deadline: time at which the child is killed, on the clock `time.monotonic`.
+    reply_fd: descriptor to which this process writes the verdict.
+    """
 
     deadline: float
     reply_fd: int
@@ -37,7 +41,7 @@ class VettingChild:
 
 def main() -> None:
     """Serve the socket whose descriptor is the only argument, until its other end is closed."""
-    # Terminals and service managers send these signals to all processes. This process ends when the engine's ends.
+    # Terminals and service managers send these signals to all processes. This process ends after the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, _ignore_signal)
@@ -61,7 +65,7 @@ def main() -> None:
         finally:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-    # All replies are written, and an ordinary exit takes a second with torch.
+    # An ordinary exit takes a second, because torch is imported. No reply is lost.
     os._exit(0)
 
 
@@ -149,6 +153,6 @@ def _write_reply(reply_fd: int, reply: object) -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes of this process's address space; None on systems without /proc."""
+    """Size of this process's address space in bytes; None on systems without /proc."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[0]) * resource.getpagesize() if path.exists() else None

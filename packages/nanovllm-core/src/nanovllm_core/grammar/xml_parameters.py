@@ -1,8 +1,10 @@
-"""Replaces the format "xml_parameters" of a structural tag: one XML element per property of an object.
+"""Replaces the format "xml_parameters" of a structural tag. This format writes each property as an XML element.
 
-Strings are written as they are, other values as JSON. No value may contain the tag that ends it.
+Strings appear without quotation marks, other values as JSON. No value may contain a tag that begins or ends a value:
+parsers also end a value without an end tag at the next begin tag.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,22 +28,22 @@ from nanovllm_core.grammar.structural_tag import (
 )
 
 # Maximum number of elements if the schema does not name the properties.
-MAX_UNNAMED = 16
-# Maximum number of characters in a property's name, and of a name in an error.
+MAX_UNNAMED_ELEMENTS = 16
 MAX_NAME_LENGTH = 256
-MAX_SHOWN_LENGTH = 80
+# Maximum number of characters of a property's name in an error.
+MAX_SHOWN_NAME_LENGTH = 80
 UNNAMED_KEY = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
-# Keywords that a converted schema of an object may have here.
+# Keywords that this module supports in the converted schema of an object.
 KNOWN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
 
 
 class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_parameters"):
-    """The elements of all properties, in the order of the schema. Properties that are not required are optional.
+    """A format that writes the properties of an object as elements, in the order of the schema.
 
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     has_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None: properties have any names and any text as values.
-    place: name of the schema's root in errors and in `ParameterTypes`; None: its JSON pointer in the structural tag.
+    place: JSON pointer to the schema, for errors; None for the pointer in the structural tag.
     """
 
     begin: str
@@ -51,21 +53,28 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     json_schema: Any = None
     place: str | None = None
 
+    @property
+    def tags(self) -> tuple[str, str]:
+        """The tags that no value may contain."""
+        return self.end, self.begin
+
     def element(self, key: TagFormat, value: TagFormat) -> TagFormat:
         """The format of one element."""
-        edge = literal("\n" if self.has_line_breaks else "")
-        return sequence(literal(self.begin), key, literal(self.key_end), edge, value, edge, literal(f"{self.end}\n"))
+        line_break = literal("\n" if self.has_line_breaks else "")
+        return sequence(
+            literal(self.begin), key, literal(self.key_end), line_break, value, line_break, literal(f"{self.end}\n")
+        )
 
 
 def any_elements(parameters: XmlParameters) -> TagFormat:
     """Elements with any names and any text as values."""
-    return repeated(parameters.element(regex(UNNAMED_KEY), any_text((parameters.end,))), MAX_UNNAMED)
+    return repeated(parameters.element(regex(UNNAMED_KEY), any_text(parameters.tags)), MAX_UNNAMED_ELEMENTS)
 
 
 def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
-    """The elements of the objects that `schema`, a converted schema, allows.
+    """Returns (format of the elements, schema that states only the types of the values).
 
-    Returns (format of the elements, schema that states only the types of the values).
+    schema: converted schema of the objects.
     Raises GrammarError for properties that elements can't hold or can't distinguish.
     """
     builder = _ElementBuilder(parameters, schema, place)
@@ -77,7 +86,7 @@ def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: s
 
 
 class _ElementBuilder:
-    """Builds the elements of objects. root: the converted schema, to which references lead."""
+    """Builds formats of elements. root: converted schema, whose parts references name."""
 
     def __init__(self, parameters: XmlParameters, root: dict[str, JSON], place: str):
         self._parameters = parameters
@@ -92,7 +101,7 @@ class _ElementBuilder:
         return {"properties": properties, "additionalProperties": {"type": sorted(self._unnamed_types)}}
 
     def object_format(self, schema: JSON) -> TagFormat:
-        """The elements of the objects that `schema` allows."""
+        """The format of the elements for `schema`, a schema of objects."""
         if not isinstance(schema, dict):
             raise _unsupported(self._place)
         if unknown := schema.keys() - KNOWN_KEYWORDS:
@@ -103,7 +112,7 @@ class _ElementBuilder:
         required = schema.get("required")
         elements: list[TagFormat] = []
         for key, value in properties.items():
-            place = f"{self._place}/properties/{key[:MAX_SHOWN_LENGTH]}"
+            place = f"{self._place}/properties/{key[:MAX_SHOWN_NAME_LENGTH]}"
             key_end = self._parameters.key_end
             if key.strip() != key or not 0 < len(key) <= MAX_NAME_LENGTH or "\n" in key or key_end in key:
                 raise _unsupported(place)
@@ -111,12 +120,12 @@ class _ElementBuilder:
             elements.append(element if isinstance(required, list) and key in required else optional(element))
             types = declared_types(value, self._root)
             known = self._types_by_name.get(key, types)
-            # If only some branches allow a string, the text does not show whether the value is a string.
+            # If only some branches allow a string, the written text does not show whether the value is a string.
             self._types_by_name[key] = known | types if ("string" in known) == ("string" in types) else set()
         return sequence(*elements)
 
     def _unnamed_elements(self, schema: dict[str, JSON]) -> TagFormat:
-        """Elements with any names if the schema allows undeclared properties; otherwise no elements."""
+        """Elements with any names if the schema allows undeclared properties. Otherwise the empty text."""
         value = schema.get("additionalProperties", False)
         if value is False:
             return literal("")
@@ -124,7 +133,7 @@ class _ElementBuilder:
         element = self._parameters.element(
             regex(UNNAMED_KEY), self._value_format(value, f"{self._place}/additionalProperties")
         )
-        return repeated(element, MAX_UNNAMED)
+        return repeated(element, MAX_UNNAMED_ELEMENTS)
 
     def _value_format(self, schema: JSON, place: str) -> TagFormat:
         types = declared_types(schema, self._root)
@@ -133,54 +142,58 @@ class _ElementBuilder:
             if not texts:
                 raise _unsupported(place)
             return either([*texts, literal("null")] if "null" in types else texts)
-        value = self._without_end(schema, place)
+        value = self._without_tags(schema, place)
         if isinstance(value, dict) and "$defs" in self._root:
-            value = {**value, "$defs": self._without_end(self._root["$defs"], place)}
-        return json_value(value, (self._parameters.end,))
+            value = {**value, "$defs": self._without_tags(self._root["$defs"], place)}
+        return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows. Leaves out other values: as text they look like strings."""
-        end = self._parameters.end
+        """Formats of the strings that `schema` allows. Omits other values, because their text looks like a string."""
+        tags = self._parameters.tags
         match resolve_references(schema, self._root):
             case {"anyOf": list(branches)}:
                 return [text for branch in branches for text in self._text_formats(branch, place)]
             case {"enum": list(constants)}:
-                return [literal(text) for text in constants if isinstance(text, str) and end not in text]
+                return [literal(text) for text in constants if isinstance(text, str) and not _contains(text, tags)]
             case {"type": "string", "pattern": str(pattern)}:
                 return [
-                    regex(write_pattern(self._pattern_without_end(pattern, place)).removeprefix("^").removesuffix("$"))
+                    regex(write_pattern(self._pattern_without_tags(pattern, place)).removeprefix("^").removesuffix("$"))
                 ]
             case {"type": "string"}:
-                return [any_text((end,))]
+                return [any_text(tags)]
             case _:
                 return []
 
-    def _without_end(self, schema: JSON, place: str) -> JSON:
-        """A copy of `schema` whose patterns exclude the end tag. xgrammar excludes the tag from other strings."""
+    def _without_tags(self, schema: JSON, place: str) -> JSON:
+        """Exclude the tags from the patterns in `schema`. xgrammar excludes the tags from other strings."""
         if isinstance(schema, list):
-            return [self._without_end(item, place) for item in schema]
+            return [self._without_tags(item, place) for item in schema]
         if not isinstance(schema, dict):
             return schema
         match schema:
             case {"type": "string", "pattern": str(pattern)}:
-                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_end(pattern, place))}
+                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_tags(pattern, place))}
             case {"enum": list()}:
                 return schema
             case {"type": "object", "patternProperties": _}:
                 raise _unsupported(f"{place}/patternProperties")
             case _:
-                return {name: self._without_end(value, place) for name, value in schema.items()}
+                return {name: self._without_tags(value, place) for name, value in schema.items()}
 
-    def _pattern_without_end(self, pattern: str, place: str) -> Node:
-        """`pattern`, from a converted schema, without the first character of the tag that ends a value."""
-        first = ord(self._parameters.end[0])
+    def _pattern_without_tags(self, pattern: str, place: str) -> Node:
+        """Exclude the first characters of the tags from `pattern`, which comes from a converted schema."""
+        first_characters = sorted({ord(tag[0]) for tag in self._parameters.tags})
         tree = restrict_alphabet(
             parse(pattern.removeprefix("^").removesuffix("$")),
-            intersect_ranges(UNESCAPED, invert_ranges(((first, first),))),
+            intersect_ranges(UNESCAPED, invert_ranges(tuple((first, first) for first in first_characters))),
         )
         if tree == NO_STRING:
             raise _unsupported(f"{place}/pattern")
         return tree
+
+
+def _contains(text: str, tags: Sequence[str]) -> bool:
+    return any(tag in text for tag in tags)
 
 
 def _unsupported(place: str) -> GrammarError:

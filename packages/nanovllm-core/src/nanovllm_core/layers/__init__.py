@@ -1,1 +1,1 @@
-"""Layers for inference. Each layer holds only its rank's share of the weights. T is a step's number of tokens."""
+"""Layers for inference. Each layer holds its rank's share of the weights. T: number of tokens of the step."""

@@ -13,7 +13,10 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """This rank's heads; `num_heads` counts query heads. A fused projection holds query, then key, then value heads."""
+    """Counts this rank's heads. A fused projection contains first query, then key, then value heads.
+
+    num_heads: number of query heads.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -30,7 +33,7 @@ class HeadLayout:
 
     @property
     def cache_spec(self) -> PagedSpec:
-        """The cache spec of these heads."""
+        """The spec of the KV cache for these heads."""
         return PagedSpec(self.num_kv_heads, self.head_dim, self.num_heads)
 
     def view_heads(self, qkv: Tensor) -> Tensor:
@@ -39,7 +42,7 @@ class HeadLayout:
 
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[LinearPart, ...]:
-    """The linears of a fused projection to queries, keys and values, with the usual names in checkpoints."""
+    """Describe the fused projection to queries, keys and values, with the usual names in checkpoints."""
     num_heads_by_name = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
     return tuple(LinearPart(name, count * head_dim, bias) for name, count in num_heads_by_name.items())
 
@@ -47,8 +50,9 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -
 def attend(
     qkv: Tensor, rotation: Rotation, ctx: ForwardContext, cache_index: int, qk_norm: QKNorm | None = None
 ) -> Tensor:
-    """Rotate queries and keys, write keys and values to the cache, and attend; returns [T, num_heads * head_dim].
+    """Rotate queries and keys, write keys and values to the cache, and compute attention.
 
+    Returns [T, num_heads * head_dim].
     qkv: [T, num_heads + 2 * num_kv_heads, head_dim], overwritten.
     cache_index: index of this layer in `ctx.kv_caches`.
     qk_norm: norm of query and key heads before the rotation; None for no norm.

@@ -1,4 +1,4 @@
-"""torch.compile for functions that all layers of a model share."""
+"""Compiles functions that all layers of a model share."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 BACKEND = "inductor"
-# For fewer rows, the project's fused matmul kernels are faster than compiled code.
+# For fewer rows, this project's matmul kernels are faster than compiled code.
 MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
 
 
@@ -24,11 +24,11 @@ def compile_for_rows(
 ) -> Callable[Concatenate[Tensor, Params], Result]:
     """Compile `function` for calls with at least `min_rows` rows; calls with fewer rows run uncompiled.
 
-    All tensor arguments of a call must have the same number of rows. Calls may have different numbers of
-    rows, and other arguments may hold other tensors, such as another layer's weights. Compilation happens at the first
-    call with several rows. If `min_rows` is 1, the first call with one row compiles the function a second time.
+    All tensor arguments of one call must have the same number of rows. The number may change between calls.
+    Other arguments may be objects that hold tensors, such as the weights of any layer. The first call with several rows
+    compiles the function. If `min_rows` is 1, the first call with one row compiles the function again.
     """
-    _set_cache_directory()
+    set_cache_directories()
     # torch.compile caches by code object. A copy gives each model its own cache.
     python_function = cast(FunctionType, function)
     copied_function = FunctionType(python_function.__code__.replace(), python_function.__globals__)
@@ -49,10 +49,12 @@ def compile_for_rows(
     return call_by_num_rows
 
 
-def _set_cache_directory() -> None:
-    directory = make_cache_directory("inductor")
-    if directory is None:
-        return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    # A pool of compile processes would cost more than it saves for a few kernels: each process imports torch.
+def set_cache_directories() -> None:
+    """Make Triton and torch.compile cache compiled code in the project's cache. Call before the first kernel runs."""
+    # torch.compile sets Triton's directory at its first use. Earlier kernels would be in another directory.
+    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        directory = make_cache_directory(name)
+        if directory is not None:
+            os.environ.setdefault(variable, str(directory))
+    # For a few kernels, a pool of compile processes costs more time than it saves: each process imports torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -14,7 +14,7 @@ from nanovllm_kernels.platform import residual_dtype
 
 
 class VocabEmbedding(WeightedModule):
-    """Token ids [T] -> vectors [T, hidden_size] in the dtype of the residual stream.
+    """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
     Raises ValueError if the ranks can't share the vocabulary evenly.
     """
@@ -37,7 +37,7 @@ class VocabEmbedding(WeightedModule):
         return self._parallel.all_reduce(vectors.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)).to(self._out_dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The slot of the embedding table."""
+        """Yield the slot of the embedding table."""
         own_rows = own_slice(self._parallel, self._rows_per_rank)
         yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
@@ -47,7 +47,7 @@ class VocabEmbedding(WeightedModule):
 
 
 class LMHead(WeightedModule):
-    """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size], the same on every rank.
+    """Computes logits from hidden states. Every rank returns the same logits.
 
     tied_embedding: embedding whose table is also this head's weight; None for a separate weight.
     """
@@ -70,7 +70,7 @@ class LMHead(WeightedModule):
         return self._parallel.all_gather(logits(hidden, self._packed, self.weight))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight's slot, unless the head is tied."""
+        """Yield the weight's slot, unless the head is tied."""
         if not self._is_tied:
             own_rows = own_slice(self._parallel, self._rows_per_rank)
             yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
@@ -81,5 +81,5 @@ class LMHead(WeightedModule):
             fill_normal(self.weight, generator)
 
     def finish_loading(self) -> None:
-        """Pack the weight, even if the head is tied: on a CPU, a faster matmul is worth a second copy of the table."""
+        """Pack the weight. On a CPU this copies a tied table, because the faster matmul is worth the memory."""
         self._packed = pack_linear(self.weight)

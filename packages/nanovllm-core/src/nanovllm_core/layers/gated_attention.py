@@ -1,4 +1,4 @@
-"""The input projection of gated attention (Qiu et al. 2025, https://arxiv.org/abs/2505.06708)."""
+"""Implements the input projection of gated attention (Qiu et al. 2025, https://arxiv.org/abs/2505.06708)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
 
-# Name of the part with the gates. In checkpoints, `q_proj` contains the gates.
+# Name of the linear that computes the gates. Checkpoints store this linear inside `q_proj`.
 GATE_PART_NAME = "q_gate"
 
 
@@ -21,7 +21,7 @@ class GatedQKVLinear(ColumnParallelLinear):
     For each head, the checkpoint's `q_proj` holds the rows of the query, then the rows of the gate.
     Raises ValueError if the ranks can't share the heads evenly.
 
-    quantization: format of the weight, for which `head_dim` must be a multiple of 128; None for the model's dtype.
+    quantization: format of the weight; requires a `head_dim` that is a multiple of 128. None for the model's dtype.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GatedQKVLinear(ColumnParallelLinear):
         self._num_heads = num_heads
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The slots of `q_proj`, `k_proj` and `v_proj`. A slot of `q_proj` also fills the gates."""
+        """Yield the slots of `q_proj`, `k_proj` and `v_proj`. The slots of `q_proj` also fill the gates."""
         prefix = name[: name.rfind(".") + 1]
         query_prefix, gate_prefix = f"{prefix}q_proj.", f"{prefix}{GATE_PART_NAME}."
         slot_by_name = dict(super().weight_slots(name))

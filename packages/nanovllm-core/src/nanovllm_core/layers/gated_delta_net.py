@@ -23,9 +23,10 @@ class DeltaShape:
     """The sizes of a whole layer, before the ranks share its heads.
 
     num_v_heads: number of value heads, a multiple of num_k_heads.
-    k_dim, v_dim: sizes of a key head and of a value head.
-    num_taps: number of taps of the convolution.
-    eps: added to the norm's variance.
+    k_dim: size of a key head.
+    v_dim: size of a value head.
+    num_taps: length of the convolution's kernel.
+    eps: number that the norm adds to the mean square.
     """
 
     num_k_heads: int
@@ -44,11 +45,12 @@ class DeltaShape:
 class GatedDeltaNet(WeightedModule):
     """A recurrent layer. Callers run `project`, `forward` and `out_proj` in this order.
 
-    The three are separate so that one compiled function can span from `out_proj` to the next layer's `project`.
+    These methods are separate: one compiled function can then contain `out_proj` and the next layer's `project`.
     Raises ValueError if the ranks can't share the heads evenly.
 
     cache_index: index of the layer in `ForwardContext.state_caches`.
-    in_quantization, out_quantization: formats of `in_proj_qkvz` and `out_proj`; None for the model's dtype.
+    in_quantization: format of `in_proj_qkvz`; None for the model's dtype.
+    out_quantization: format of `out_proj`; None for the model's dtype.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class GatedDeltaNet(WeightedModule):
         return StateSpec((len(self.weights.decay_rate), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x) to the inputs `qkvz` and `ba` of `forward`. x: [T, hidden_size]."""
+        """Project norm(x) to the pair (`qkvz`, `ba`) that `forward` takes. x: [T, hidden_size]."""
         if self.in_proj_ba is None:
             qkvz, ba = self.in_proj.forward(x, norm).split(self._projected_widths, -1)
             return qkvz, ba
@@ -103,14 +105,14 @@ class GatedDeltaNet(WeightedModule):
         return self.in_proj.forward(x), self.in_proj_ba.forward(x)
 
     def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:
-        """Update the states and compute the input of `out_proj`, [T, value heads * v_dim]."""
+        """Update the states and compute the input of `out_proj`, [T, num_v_heads * v_dim]."""
         if ctx.state_batch is None:
             raise ValueError("ctx.state_batch is None: a model with recurrent layers needs its requests' states")
         cache = ctx.state_caches[self._cache_index]
         return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv_inputs, ctx.state_batch)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The slots of all weights except the projections, which are submodules."""
+        """Yield the slots of all weights except the projections, which are submodules."""
         shape, weights = self._shape, self.weights
         num_channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
         yield f"{name}.conv1d.weight", WeightSlot((num_channels, 1, shape.num_taps), self._copy_conv)
@@ -124,7 +126,7 @@ class GatedDeltaNet(WeightedModule):
         return rates.copy_(log_rates[own_slice(self._parallel, len(rates))].float().exp())
 
     def _copy_conv(self, weight: Tensor) -> object:
-        # A checkpoint stores all queries' channels, then all keys', then all values'. Kernels need them by key head.
+        # A checkpoint orders channels by kind: queries, keys, values. Kernels need the channels ordered by key head.
         shape, num_taps = self._shape, self._shape.num_taps
         key_channels = shape.num_k_heads * shape.k_dim
         qkv = weight.split((key_channels, key_channels, shape.num_v_heads * shape.v_dim))
@@ -133,7 +135,7 @@ class GatedDeltaNet(WeightedModule):
         return self.weights.conv.copy_(own_heads.reshape(-1, num_taps).t())
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draw decay rates from their whole range, and convolution taps that keep activations in range."""
+        """Draw decay rates and convolution taps."""
         weights = self.weights
         weights.conv.uniform_(-1.0, 1.0, generator=generator).mul_(self._shape.num_taps**-0.5)
         weights.decay_rate.uniform_(MIN_DECAY_RATE, MAX_DECAY_RATE, generator=generator)

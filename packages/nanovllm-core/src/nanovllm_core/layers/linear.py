@@ -19,7 +19,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class LinearPart(NamedTuple):
-    """One linear of the checkpoint that a ColumnParallelLinear fuses with others. name: within its parent."""
+    """One of the linears that a ColumnParallelLinear fuses. name: name in the checkpoint without the parent's path."""
 
     name: str
     out_features: int
@@ -46,7 +46,12 @@ class _Linear(WeightedModule):
     def _weight_slots(
         self, name: str, shape: tuple[int, int], rows: slice, source_rows: slice, columns: slice
     ) -> Iterator[tuple[str, WeightSlot]]:
-        """Slots for the checkpoint's module `name`: copy its `source_rows` and `columns` to `rows` of this weight."""
+        """Yield slots for the checkpoint's module `name`.
+
+        rows: rows of this weight that the slots fill.
+        source_rows: rows of the module's weight to copy.
+        columns: columns of the module's weight to copy.
+        """
         if isinstance(self.weight, BlockFP8Weight):
             yield from block_fp8_slots(name, shape, self.weight, rows, source_rows, columns)
         else:
@@ -84,13 +89,13 @@ class ColumnParallelLinear(_Linear):
         self.bias = self.allocate(sum(self._part_sizes)).zero_() if any(part.bias for part in parts) else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Apply all parts to norm(x), [T, in_features], and concatenate their outputs. norm: None for no norm."""
+        """Apply all parts to norm(x) and concatenate their outputs. x: [T, in_features]. norm: None for no norm."""
         if norm is None:
             return linear(x, self.weight, self.bias)
         return norm_linear(x, norm.packed_weight, norm.eps, self.weight, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weights, their scales if they are quantised, and the biases."""
+        """Yield the slots of the weights, the scales of quantised weights, and the biases."""
         prefix = name[: name.rfind(".") + 1]
         columns = slice(0, self._in_features)
         start = 0
@@ -105,9 +110,9 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer. Each rank has an even share of the input features; the result is the same on every rank.
+    """A linear layer. Each rank has an even share of the input features. Every rank returns the same result.
 
-    Raises ValueError if the ranks can't share the input features, or the blocks of a quantised weight, evenly.
+    Raises ValueError if the ranks can't share the input features or the FP8 blocks evenly.
 
     quantization: format of the weight; None for the model's dtype.
     """
@@ -139,14 +144,17 @@ class RowParallelLinear(_Linear):
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, share of in_features] -> [T, out_features]. residual: added to the result; may be overwritten."""
+        """Maps x, this rank's share of [T, in_features], to [T, out_features] and adds `residual`.
+
+        residual: may be overwritten; None for no residual.
+        """
         # The ranks' results are summed: only one rank may add the residual.
         own_residual = residual if self._parallel.rank == 0 else None
         partial_sum = linear(x, self.weight, self.bias, own_residual)
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, its scales if it is quantised, and the bias."""
+        """Yield the slots of the weight, the scales of a quantised weight, and the bias."""
         columns = own_slice(self._parallel, self._in_features_per_rank)
         rows = slice(0, self._shape[0])
         yield from self._weight_slots(name, self._shape, rows, rows, columns)

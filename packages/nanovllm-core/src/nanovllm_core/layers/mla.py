@@ -39,7 +39,7 @@ class LatentShape:
     query_rank: size of compressed queries; None for queries without compression.
     latent_dim: size of a latent.
     scale: factor of the attention scores before the softmax.
-    interleaved: whether checkpoints store the two dimensions of a rotated pair next to each other.
+    interleaved: whether checkpoints store a rotated pair of dimensions in adjacent rows.
     """
 
     num_heads: int
@@ -57,8 +57,8 @@ class LatentShape:
 class LatentExpansion(WeightedModule):
     """The weight [heads, key_dim + value_dim, latent_dim] that expands a latent to every head's key and value.
 
-    Attention multiplies by this weight along other dimensions than a linear layer does. Therefore the weight is never
-    packed, and a quantised weight is dequantised after loading.
+    The weight is never packed, because attention multiplies along other dimensions than a linear layer. For the same
+    reason, a quantised weight is dequantised after loading.
     """
 
     def __init__(self, shape: LatentShape, build: BuildContext, quantization: BlockFP8 | None):
@@ -77,7 +77,7 @@ class LatentExpansion(WeightedModule):
         )
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, and its scales if it is quantised."""
+        """Yield the slots of the weight and of the scales of a quantised weight."""
         if self._fp8_weight is not None:
             rows, columns = slice(0, self._fp8_weight.data.shape[0]), slice(0, self._shape[1])
             yield from block_fp8_slots(name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
@@ -104,7 +104,7 @@ class LatentAttention(WeightedModule):
 
     Raises ValueError if `finish_loading` would have to move rows between FP8 blocks.
 
-    quantization: format of the model's weights; None for the model's dtype.
+    quantization: format of the weights; None for the model's dtype.
     name: this module's name in the checkpoint.
     """
 
@@ -159,7 +159,7 @@ class LatentAttention(WeightedModule):
         return MLASpec(self._shape.latent_dim, self._shape.rope_dim, self._num_heads)
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x) to queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim]. x: [T, hidden]."""
+        """Returns queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim] of norm(x). x: [T, hidden]."""
         latents = self.kv_a_proj.forward(x, norm)
         if self.q_b_proj is None:
             return self.q_proj.forward(x, norm), latents
@@ -168,7 +168,10 @@ class LatentAttention(WeightedModule):
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Rotate, write to the cache and attend; returns [T, heads * value_dim]. Overwrites `q` and `latents`."""
+        """Rotate, write latents to the cache and compute attention; returns [T, heads * value_dim].
+
+        q, latents: results of `project`, overwritten.
+        """
         kv_cache = ctx.kv_caches[self._cache_index]
         kv_scales = ctx.kv_scales[self._cache_index] if ctx.kv_scales else None
         q = q.view(-1, self._num_heads, self._head_dim)
@@ -180,7 +183,7 @@ class LatentAttention(WeightedModule):
         return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """No slots: submodules own all weights."""
+        """Yield no slots: submodules own all weights."""
         del name
         yield from ()
 
@@ -189,7 +192,7 @@ class LatentAttention(WeightedModule):
         del generator
 
     def finish_loading(self) -> None:
-        """Reorder the rotated rows for the kernels: the first rows of all pairs, then the second rows.
+        """Reorder the rotated rows: kernels need the first rows of all pairs, followed by the second rows.
 
         `load_weights` finishes a module before its submodules, so the projections are not packed yet.
         """

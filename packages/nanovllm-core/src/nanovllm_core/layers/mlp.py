@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (SwiGLU, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""Implements the gated feed-forward layer (SwiGLU, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from nanovllm_kernels.gemm import norm_gate_up
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up in one matmul.
+    """Computes down(silu(gate(x)) * up(x)), with gate and up in one matmul.
 
     quantization: format of the weights; None for the model's dtype.
     """
@@ -31,7 +31,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, build, bias=bias, quantization=quantization)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """Apply the layer to norm(x), [T, hidden_size]. residual: added to the result; may be overwritten."""
+        """Apply the layer to norm(x) and add `residual`, which may be overwritten. x: [T, hidden_size]."""
         gate_up = self.gate_up_proj
         if norm is None:
             hidden = silu_and_mul(gate_up.forward(x))

@@ -32,10 +32,10 @@ __all__ = [
     "can_fuse_shared_expert",
 ]
 
-# Maximum width, per rank, of a shared expert that is fused with the routed experts. Fusing saves a kernel launch, which
-# hardly matters for wider experts.
+# Maximum width per rank of a shared expert that is fused with the routed experts. Fusing saves only a kernel launch,
+# which hardly matters for wider experts.
 MAX_FUSED_SHARED_WIDTH = 1024
-# cuBLAS's fastest kernels need rows that are aligned to 16 bytes: the number of logits is rounded up to a multiple.
+# The number of logits is padded to a multiple of this number: cuBLAS's fastest kernels need rows aligned to 16 bytes.
 LOGITS_ALIGNMENT = 8
 
 
@@ -47,7 +47,7 @@ class ExpertNames(NamedTuple):
     down: str
 
     def find_quantization(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
-        """The format of the experts in module `prefix`, read from the first expert; None for the model's dtype.
+        """Find the format of the experts in module `prefix` from the first expert; None for the model's dtype.
 
         Raises ValueError if only some linears of the expert are quantised.
         """
@@ -61,7 +61,7 @@ class SharedExpert(NamedTuple):
     """An expert that every token uses.
 
     name: the checkpoint's name of the expert, without the parent's path.
-    gate: the checkpoint's name of the gate that weighs the expert; None if the weight is always 1.
+    gate: the checkpoint's name of the gate that computes the expert's weight; None if the weight is always 1.
     """
 
     name: str
@@ -71,8 +71,9 @@ class SharedExpert(NamedTuple):
 def can_fuse_shared_expert(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
     """Whether the shared expert may be stored and run as one more routed expert.
 
-    width, shared_width: widths of a routed expert and of the shared expert.
-    same_format: whether both have the same quantisation.
+    width: width of a routed expert.
+    shared_width: width of the shared expert.
+    same_format: whether routed and shared experts have the same quantisation.
     """
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
@@ -82,7 +83,7 @@ class Router(WeightedModule):
 
     shared: the shared expert that the router adds to each token's choice; None if no shared expert is fused.
     bias_name: the checkpoint's name of the correction bias, without the parent's path; None for no bias.
-    uses_float32: whether the weight is always float32; otherwise its dtype depends on the model and the device.
+    uses_float32: whether the weight is float32 on a GPU. On a CPU, the weight is always float32.
     """
 
     def __init__(
@@ -120,12 +121,15 @@ class Router(WeightedModule):
             self._bf16_parts = split_float32(self._all_rows)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] -> experts' weights (float32) and ids (int32), [T, k]; [T, k + 1] with a shared expert."""
+        """Returns (float32 weights, int32 ids) of the chosen experts of x, each [T, k].
+
+        A fused shared expert is one more chosen expert per token: [T, k + 1].
+        """
         scores = logits(x, self._packed, self._all_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight, the shared expert's gate and the bias."""
+        """Yield the slots of the weight, the shared expert's gate and the bias."""
         prefix = name[: name.rfind(".") + 1]
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
@@ -141,7 +145,7 @@ class Router(WeightedModule):
 class Experts(WeightedModule):
     """Gated feed-forward experts. Each rank has an even share of every expert's width.
 
-    Raises ValueError if the ranks can't share the width, or the blocks of quantised weights, evenly.
+    Raises ValueError if the ranks can't share the width or the FP8 blocks evenly.
 
     shared: the shared expert, stored as the last expert; None if no shared expert is fused.
     quantization: format of the weights; None for the model's dtype.
@@ -185,7 +189,8 @@ class Experts(WeightedModule):
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
         """Apply the chosen experts to x [T, hidden_size] and return the weighted sum of their results.
 
-        weights, ids: results of the router for x.
+        weights: weights of the chosen experts, from the router.
+        ids: ids of the chosen experts, from the router.
         residual: added to the sum; may be overwritten.
         """
         # The ranks' results are summed: only one rank may add the residual.
@@ -194,7 +199,7 @@ class Experts(WeightedModule):
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The slots of three weights per expert, and of their scales if they are quantised."""
+        """Yield the slots of three weights per expert, and of the scales of quantised weights."""
         w13, w2, scales13, scales2, _ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
@@ -214,7 +219,11 @@ class Experts(WeightedModule):
                 yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, (expert,), 1)
 
     def _make_slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> WeightSlot:
-        """A slot for a tensor of `shape`, which ranks share along `dim`: copies a rank's share to `target[index]`."""
+        """A slot that copies this rank's share of a tensor to `target[index]`.
+
+        shape: shape of the tensor in the checkpoint.
+        dim: dimension that the ranks share.
+        """
         copy = partial(_copy_rank_share, target, index, dim, self._parallel.rank)
         return WeightSlot(shape, copy, DTYPE if target.dtype == DTYPE else None)
 
@@ -232,7 +241,7 @@ class Experts(WeightedModule):
 
 
 def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
-    # There are thousands of slots: creating all views before loading would take long.
+    # The view is created here, because creating the views of thousands of slots before loading takes long.
     view = target[index]
     size = view.shape[dim]
     view.copy_(tensor.narrow(dim, rank * size, size))
@@ -247,7 +256,7 @@ def _scales_shape(weight_shape: tuple[int, int]) -> tuple[int, int]:
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in place of a GatedMLP."""
+    """A router and its experts, with the same `forward` as GatedMLP."""
 
     def __init__(self, gate: Router, experts: Experts):
         super().__init__()
@@ -255,14 +264,14 @@ class SparseMLP(nn.Module):
         self.experts = experts
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """Apply the experts to norm(x), [T, hidden_size]. residual: added to the result; may be overwritten."""
+        """Apply the experts to norm(x) and add `residual`, which may be overwritten. x: [T, hidden_size]."""
         if norm is not None:
             x = norm.forward(x)
         return self.experts.forward(x, *self.gate.forward(x), residual)
 
 
 class TokenGate(WeightedModule):
-    """A sigmoid gate per token: [T, hidden] -> float32 [T, 1], the same on every rank."""
+    """Computes a sigmoid gate per token. Every rank returns the same gates, float32 [T, 1]."""
 
     def __init__(self, hidden_size: int, build: BuildContext):
         super().__init__(build)
@@ -273,7 +282,7 @@ class TokenGate(WeightedModule):
         return linear(x, self.weight).float().sigmoid()
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight."""
+        """Yield the weight's slot."""
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+"""Implements root mean square normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot
 from nanovllm_core.model import BuildContext
-from nanovllm_kernels.elementwise import pack_norm, rms_norm
+from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm
 
 
 class RMSNorm(WeightedModule):
-    """Normalisation over the last dimension.
+    """Normalises over the last dimension.
 
     packed_weight: the weight in the layout that the kernels take; valid after `finish_loading`.
-    zero_centred: whether checkpoints hold the weight minus 1. The weight is then float32, so that adding 1
-        does not round it.
+    zero_centred: whether checkpoints hold the weight minus 1. In this case the weight is float32, because adding 1
+        in 16 bits would round it.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
@@ -30,7 +30,7 @@ class RMSNorm(WeightedModule):
         return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The weight."""
+        """Yield the weight's slot."""
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self._copy_weight)
 
     def _copy_weight(self, weight: Tensor) -> object:
@@ -43,4 +43,4 @@ class RMSNorm(WeightedModule):
 
     def finish_loading(self) -> None:
         """Pack the weight for the kernels."""
-        self.packed_weight = pack_norm(self.weight)
+        self.packed_weight = prepare_norm_weight(self.weight)

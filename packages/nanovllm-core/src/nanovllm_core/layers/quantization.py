@@ -1,4 +1,4 @@
-"""Block FP8 weights: which modules have them, and how they are allocated and loaded."""
+"""Finds the modules with block FP8 weights, and allocates and loads these weights."""
 
 import math
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from nanovllm_core.layers.weights import INITIAL_STD, WeightSlot, make_share_cop
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight, empty_weight, quantize_blocks
 
-# Rows of a random weight are drawn in portions of this size, which bounds memory.
+# Maximum number of rows of a random weight that are drawn at once, which bounds memory.
 MAX_RANDOM_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFP8:
-    """A model's linear weights in e4m3, with a float32 scale per block of 128 x 128.
+    """A model's format of linear weights: e4m3, with a float32 scale per block of 128 x 128.
 
-    excluded_modules: modules that are not quantised, as full names or as beginnings or ends of names.
+    excluded_modules: full names, name prefixes or name suffixes of modules that are not quantised.
     """
 
     excluded_modules: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class BlockFP8:
 
 
 def find_quantization(quantization: BlockFP8 | None, prefix: str, *names: str) -> BlockFP8 | None:
-    """The quantisation of fused modules, `names` in module `prefix`; None if the modules are not quantised.
+    """Find the quantisation that the modules `names` in module `prefix` share; None for no quantisation.
 
     Raises ValueError if only some of the modules are quantised.
     """
@@ -57,10 +57,10 @@ def allocate_fused_weight(
 ) -> BlockFP8Weight:
     """Allocate a weight that will hold this rank's rows of several tensors in the checkpoint, concatenated.
 
-    A scale covers fewer than 128 rows if a start or size is not a multiple of 128.
+    A scale covers fewer than 128 rows if the first row or number of rows of a tensor is not a multiple of 128.
 
-    source_starts: for each tensor, the index of this rank's first row.
-    part_sizes: for each tensor, this rank's number of rows.
+    source_starts: index of this rank's first row in each tensor.
+    part_sizes: number of this rank's rows in each tensor.
     """
     target_starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
     block_rows = math.gcd(GROUP, *target_starts, *source_starts)
@@ -70,10 +70,11 @@ def allocate_fused_weight(
 def block_fp8_slots(
     name: str, shape: tuple[int, int], weight: BlockFP8Weight, rows: slice, source_rows: slice, columns: slice
 ) -> Iterator[tuple[str, WeightSlot]]:
-    """Slots that fill `rows` of `weight` and their scales from the checkpoint's module `name`.
+    """Yield slots that fill `rows` of `weight` and their scales from the checkpoint's module `name`.
 
     shape: shape of the checkpoint's weight.
-    source_rows, columns: rows and columns of the checkpoint's weight to copy. Columns must start at a multiple of 128.
+    source_rows: rows of the checkpoint's weight to copy.
+    columns: columns of the checkpoint's weight to copy; must start at a multiple of 128.
     """
     yield f"{name}.weight", WeightSlot(shape, make_share_copier(weight.data[rows], source_rows, columns), DTYPE)
     block_rows = weight.block_rows

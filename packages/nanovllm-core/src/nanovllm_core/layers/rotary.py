@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+"""Computes rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
 
 import math
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class YarnScaling:
     factor: divides the frequencies with fewer than `beta_slow` turns within the original context. Frequencies with more
         than `beta_fast` turns are unchanged. A linear ramp connects both ranges.
     attention_factor: multiplies cosines and sines.
-    mscale_all_dim: weight of `yarn_mscale` for families that also scale the unrotated part of a head; 0 for no scaling.
-    truncate: whether to round the ends of the ramp to whole dimensions.
+    mscale_all_dim: MLA multiplies attention scores by yarn_mscale(factor, mscale_all_dim) ** 2; 0 for no scaling.
+    truncate: whether the ramp starts and ends at whole dimensions.
     """
 
     factor: float
@@ -50,31 +50,36 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """theta: base of the frequencies. scaling: None for no context extension. fraction: rotated share of each head."""
+    """Options of rotary embeddings.
+
+    theta: base of the frequencies.
+    scaling: context extension; None for no extension.
+    fraction: share of each head's dimensions that are rotated.
+    """
 
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
     fraction: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Number of rotated dimensions, which come first in a head."""
+        """Number of rotated dimensions, which are the first dimensions of a head."""
         return round(head_dim * self.fraction)
 
 
 class RotaryEmbedding:
-    """The rotations of all positions."""
+    """Holds the rotations of all positions."""
 
     def __init__(self, config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device):
         self._table = rotary_table(config, rotary_dim, max_position, device)
 
     def plan(self, positions: Tensor) -> Rotation:
-        """The rotation of a step's tokens, for all layers. positions: int64 [T]."""
+        """Plan the rotation of a step's tokens, which all layers share. positions: int64 [T]."""
         return plan_rotation(self._table, positions)
 
 
 def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device) -> Tensor:
-    """Cosines, then sines, of every position's angles: float32 [max_position, rotary_dim] on `device`."""
-    # Computed on the CPU: every device gets the same table.
+    """Returns float32 [max_position, rotary_dim]: the cosines, followed by the sines, of each position's angles."""
+    # The CPU computes the table, so that every device gets equal numbers.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / config.theta**exponents
     attention_factor = 1.0
@@ -101,7 +106,7 @@ def _apply_yarn_scaling(frequencies: Tensor, scaling: YarnScaling, theta: float)
     rotary_dim = 2 * frequencies.shape[0]
 
     def dimension_of(turns: float) -> float:
-        """The fractional index of the pair of dimensions that turns `turns` times within the original context."""
+        """The fractional index of the dimension pair that turns `turns` times within the original context."""
         inverse_frequency = scaling.original_max_position / (turns * 2 * math.pi)
         return rotary_dim * math.log(inverse_frequency) / (2 * math.log(theta))
 

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's tensors into a model. Each layer offers a slot per tensor name; other names are errors."""
+"""Loads a checkpoint's tensors into a model. Each layer yields a slot for each tensor that it needs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ class WeightError(ValueError):
 
 
 class WeightSlot(NamedTuple):
-    """The target of one tensor of the checkpoint.
+    """Receives one tensor of the checkpoint.
 
     shape: shape of the whole tensor.
     copy: copies this rank's share of the tensor into the layer.
@@ -37,7 +37,7 @@ class WeightSlot(NamedTuple):
 class WeightedModule(nn.Module, ABC):
     """A layer that owns weights.
 
-    Weights are plain attributes instead of parameters: reading them is faster, and `finish_loading` may replace them.
+    Weights are plain attributes, which are faster to read than parameters, and which `finish_loading` may replace.
     """
 
     def __init__(self, build: BuildContext):
@@ -51,7 +51,7 @@ class WeightedModule(nn.Module, ABC):
 
     @abstractmethod
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield each tensor's name in the checkpoint and its slot. name: dotted path of this module in the model."""
+        """Yield pairs (name of the tensor in the checkpoint, slot). name: dotted path of this module in the model."""
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:
@@ -70,7 +70,7 @@ def load_weights(
     Raises WeightError for a tensor that is missing, unexpected, repeated, or has another shape or dtype.
 
     tensors: each tensor's name and the whole tensor, in any order, on any device.
-    can_skip: takes the name of a tensor without a slot; returns whether to ignore the tensor.
+    can_skip: returns whether to ignore a tensor without a slot, given the tensor's name.
     """
     layers = _named_weighted_modules(module)
     slot_by_name = dict(named_slot for name, layer in layers for named_slot in layer.weight_slots(name))
@@ -91,7 +91,7 @@ def load_weights(
             raise WeightError(f"tensor {name} is of {_dtype_name(tensor.dtype)}, but the model expects {expected}")
         slot.copy(tensor)
         filled_names.add(name)
-        # Frees the memory or the mapped file before the next tensor is read.
+        # Free the memory or the mapped file before reading the next tensor.
         del tensor
     missing_names = [name for name in slot_by_name if name not in filled_names]
     if missing_names:
@@ -119,7 +119,7 @@ def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
 
 
 def make_share_copier(target: Tensor, *source_slices: slice) -> Callable[[Tensor], object]:
-    """A function that copies `tensor[source_slices]` to `target`."""
+    """Make a function that copies `tensor[source_slices]` to `target`."""
     return lambda tensor: target.copy_(tensor[source_slices])
 
 

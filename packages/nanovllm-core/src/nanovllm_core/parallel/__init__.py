@@ -1,4 +1,4 @@
-"""The ranks of tensor parallelism. So far there is only one rank; layers already split their weights by rank."""
+"""Ranks of tensor parallelism. Layers split their weights over ranks, but only one rank is supported so far."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """This process's rank in its tensor-parallel group of `size` processes."""
+    """This process's rank in a tensor-parallel group of `size` processes."""
 
     rank: int = 0
     size: int = 1
@@ -17,7 +17,10 @@ class ParallelContext:
             raise ValueError(f"rank {self.rank} of {self.size}: only one rank is supported so far")
 
     def split_evenly(self, total: int, quantity: str) -> int:
-        """This rank's share of `total`. Raises ValueError that names `quantity` if the ranks' shares would differ."""
+        """This rank's share of `total`. Raises ValueError if the ranks' shares would differ.
+
+        quantity: what `total` counts, for the error.
+        """
         if total % self.size:
             raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size

@@ -8,11 +8,11 @@ from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attent
 
 # Without a target time, the time limit of a step with prompts and decodes is at least this many usual decode steps.
 MIN_MIXED_DECODE_STEPS = 4
-# Steps may take longer than predicted, so a budget leaves a share of the time limit unused: _MARGIN_PER_EXCESS times
-# the mean excess over the prediction, but at most _MAX_MARGIN.
+# Steps may take longer than predicted. A budget therefore leaves a share of the time limit unused: _MARGIN_PER_EXCESS
+# times the mean excess over the prediction, but at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A GPU computes the attention of a chunk in rounds, see `AttentionRounds`. A chunk loses its last round if more than
+# A GPU attends with some queries of a chunk at a time, in one round. A chunk loses its last round if more than
 # _MAX_IDLE_SHARE of its rounds is idle, and attention takes at least _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
@@ -48,7 +48,7 @@ class StepLimits(NamedTuple):
 
 
 class StepBudget:
-    """The tokens and the time that remain for prompts in a step.
+    """The tokens and the time that a step has left for prompts.
 
     decode_work: the step's work without prompts.
     chunk_unit: a chunk that does not finish its prompt ends at a multiple of this many tokens.
@@ -65,7 +65,7 @@ class StepBudget:
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(decode_work.num_tokens, decode_step_s)
-        # Limit for chunks that do not finish their prompt, because they delay prompts that finish in the step.
+        # A chunk that does not finish its prompt delays prompts that finish in the step, so its limit is lower.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 
@@ -100,7 +100,7 @@ class StepBudget:
         return self._model.chunk_seconds(start, num_tokens)
 
     def _size_within(self, start: int, end: int, limit_s: float) -> int:
-        """The chunk size for a step of at most `limit_s`."""
+        """The number of tokens of the next chunk if the step may take `limit_s`."""
         unit = self._chunk_unit
         remaining_s = limit_s - self._model.predict(self._work)
         max_tokens = min(self._num_remaining_tokens, end - start, self._model.max_chunk_tokens(start, remaining_s))
@@ -109,7 +109,7 @@ class StepBudget:
             num_tokens = max(num_tokens, min(self._num_remaining_tokens, end - start, unit))
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // unit * unit - start
-        # On a CPU rounds are shorter than a unit, so only a GPU's rounds matter.
+        # On a CPU, rounds are shorter than a unit and do not matter.
         if self._limits.rounds.num_tokens >= unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
@@ -118,8 +118,8 @@ class StepBudget:
     def _shorten_for_padding(self, start: int, num_tokens: int, limit_s: float) -> int:
         """Shorten a chunk until the padded step fits into `limit_s`.
 
-        Padding costs time in matrix products, not in attention. The chunk is shortened until its attention fits, or
-        until the step needs no padding, whichever computes more tokens.
+        Padding costs time in matrix products, not in attention. Of two shorter chunks, the longer one is chosen: the
+        chunk whose attention fits, and the chunk with which the step needs no padding.
         """
         work, padded_sizes = self._work, self._limits.padded_tokens
         step_tokens = work.num_tokens + num_tokens

@@ -1,16 +1,25 @@
 """Tracks requests from the waiting queue until their row and cache blocks are released."""
 
-from dataclasses import dataclass
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
+# Upper bounds of the numbers of tokens by which steps are counted.
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the engine started. num_queried_tokens: prompt tokens that were looked up in the prefix cache."""
+    """Totals since the engine started.
+
+    num_queried_tokens: prompt tokens that were looked up in the prefix cache.
+    num_steps_by_size: number of steps per bound of STEP_TOKEN_BOUNDS, and of larger steps.
+    """
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -19,13 +28,19 @@ class SchedulerCounters:
     num_queried_tokens: int = 0
     num_generated_tokens: int = 0
     num_computed_tokens: int = 0
+    num_steps_by_size: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step that computes `num_tokens` tokens."""
+        self.num_steps += 1
+        self.num_computed_tokens += num_tokens
+        self.num_steps_by_size[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 
 
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    num_preempted_unreleased, num_finished_unreleased: number of preempted and of finished requests that still hold
-        blocks, because a step in flight refers to their row.
+    A preempted or finished request is unreleased while it holds its row and blocks, because a step in flight uses them.
     """
 
     def __init__(self, cache: CacheManager, rows: RowTable):
@@ -63,6 +78,7 @@ class RequestLifecycle:
         self.rows.assign(request, num_cached_tokens, len(request.block_ids) * self.cache.block_size)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached_tokens
+            request.scheduled_time = time.monotonic()
             self.counters.num_prompt_tokens += request.num_prompt_tokens
             if self.cache.prefix_caching:
                 self.counters.num_queried_tokens += request.num_prompt_tokens

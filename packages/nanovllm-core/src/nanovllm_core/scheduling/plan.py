@@ -21,7 +21,7 @@ class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
     query_len: number of tokens per request if equal for all requests; else None.
-    has_only_whole_prompts: whether the step has prompts, and no prompt of the step was computed in part before.
+    has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token.
     """
 
     num_reqs: int
@@ -59,7 +59,7 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """The state slot of a new row, and the checkpoints to save. source_slot: slot to copy to `slot`; 0 for zeros."""
+    """The state slot of a new row, and its future checkpoints. source_slot: slot of the first state; 0 for zeros."""
 
     slot: int
     source_slot: int
@@ -71,7 +71,7 @@ NO_STATE = NewState(0, 0, ())
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that gets a row. token_ids: the prompt, and the output of a request that was preempted."""
+    """A request that gets a row. token_ids: the prompt, and after a preemption also the existing output."""
 
     row: int
     token_ids: TokenIds
@@ -88,8 +88,9 @@ class PromptLogprobsRange(NamedTuple):
     """Consecutive prompt tokens whose log-probabilities a step computes.
 
     start: position of the first token in the prompt.
-    first_logits_index: index of the token before `start` among all tokens of the step. The logits at each token predict
-        the next token.
+    num_top: number of likeliest tokens to report at each position.
+    first_logits_index: index of the token before `start` among all tokens of the step. Its logits predict the token at
+        `start`.
     """
 
     row: int
@@ -103,7 +104,8 @@ class PromptLogprobsRange(NamedTuple):
 class StepPlan:
     """The plan of one step: changes of the device tables, and the rows to compute.
 
-    step: number of the step, from 0. max_seq_len: maximum context length after the step, in tokens.
+    step: number of the step, from 0.
+    max_seq_len: maximum context length after the step, in tokens.
     """
 
     step: int
@@ -128,12 +130,13 @@ class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
     num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step.
-    decodes: the rows of a step without prompts; else None. predicted_s: predicted time; 0 for a step without prompts.
+    decode_columns: all rows of a step without prompts; None for a step with prompts.
+    predicted_s: predicted time; 0 for a step without prompts.
     """
 
     plan: StepPlan
     num_computed_tokens: NDArray[np.int64]
-    decodes: RequestColumns | None
+    decode_columns: RequestColumns | None
     work: StepWork
     predicted_s: float
 

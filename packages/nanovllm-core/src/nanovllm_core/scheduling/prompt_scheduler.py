@@ -15,9 +15,9 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 MAX_WAITING_CANDIDATES = 64
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
-# Requests that lacked blocks are retried after this many steps, because other requests may have cached shared blocks.
+# A request that lacked blocks is retried after this many steps, because its prefix may be cached by then.
 RETRY_INTERVAL_STEPS = 16
-# On average the oldest prompt gets at least this share of the time for prompts.
+# On average the oldest prompt of the first service class gets at least this share of the time for prompts.
 MIN_OLDEST_SHARE = 0.25
 # Maximum number of other requests that are admitted while a request waits for free blocks.
 MAX_BYPASSES = 32
@@ -42,7 +42,7 @@ class _Candidate(NamedTuple):
     """A prompt that the step may compute.
 
     start: number of computed tokens; for a waiting request, the estimated number of cached tokens.
-    end: number of tokens to compute in total.
+    end: number of tokens of the prompt.
     """
 
     request: RequestState
@@ -51,11 +51,7 @@ class _Candidate(NamedTuple):
 
 
 class PromptScheduler:
-    """Chooses the prompts of each step, by service class, then by remaining work.
-
-    The oldest prompt of the first service class gets at least MIN_OLDEST_SHARE of the time. While a request waits for
-    free blocks, at most MAX_BYPASSES other requests are admitted.
-    """
+    """Chooses the prompts of each step, by service class, then by remaining work."""
 
     def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
         self._lifecycle = lifecycle
@@ -75,7 +71,7 @@ class PromptScheduler:
         self._num_unfair_steps = 0
 
     def schedule(self, decode_work: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:
-        """Add chunks to `prompts`. decode_work: the step's decodes. may_admit: whether waiting requests may start."""
+        """Add chunks to `prompts`. may_admit: whether waiting requests may start."""
         candidates = self._running_candidates()
         if may_admit and self._rows.num_free_rows:
             candidates += self._waiting_candidates()
@@ -135,7 +131,7 @@ class PromptScheduler:
         self._num_candidate_searches += 1
         if self._num_candidate_searches % RETRY_INTERVAL_STEPS == 0:
             self._needed_blocks_by_key.clear()
-        # A request needs another number of blocks if its number of cached tokens has changed: forget the old number.
+        # If a request's number of cached tokens has changed, its number of needed blocks has changed too.
         self._needed_blocks_by_key = {
             key: num_blocks
             for key, num_blocks in self._needed_blocks_by_key.items()
@@ -154,7 +150,7 @@ class PromptScheduler:
         return request_class(request), remaining_s, end - start, request.client_request.arrival_time
 
     def _must_wait(self, request: RequestState) -> bool:
-        """Whether too few blocks are free for `request`, or the blocked request was bypassed too often."""
+        """Whether too few blocks are free for `request`, or too many requests have overtaken the blocked request."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
         # `num_blocks` includes the watermark, which is not kept free when no request runs.
         if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:

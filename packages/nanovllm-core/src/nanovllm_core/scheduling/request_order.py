@@ -6,20 +6,20 @@ SortKey = tuple[int, int, float]
 
 
 def request_class(request: RequestState) -> tuple[int, int]:
-    """The service class: preempted requests before new requests, then by priority."""
+    """The service class. Preempted requests come before new requests, lower priority numbers before higher ones."""
     return (0 if request.num_preemptions else 1, request.client_request.priority)
 
 
 def admission_order(request: RequestState) -> SortKey:
-    """Sort key of waiting requests: by service class, then by arrival."""
+    """Sort key of waiting requests: service class, then arrival."""
     return (*request_class(request), request.client_request.arrival_time)
 
 
 def urgency_order(request: RequestState) -> tuple[int, float]:
-    """Sort key of running requests: by priority, then by arrival."""
+    """Sort key of running requests: priority, then arrival."""
     return (request.client_request.priority, request.client_request.arrival_time)
 
 
 def preemption_order(request: RequestState, *, is_prefilling: bool) -> SortKey:
-    """Sort key for preemption, highest key first: prefills before decodes, then less urgent requests first."""
+    """Sort key for preemption. The request with the highest key is preempted first: prefills, then less urgent ones."""
     return (int(is_prefilling), *urgency_order(request))

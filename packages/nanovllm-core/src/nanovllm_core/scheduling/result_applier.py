@@ -9,7 +9,7 @@ from nanovllm_core.outputs import RequestFailure, RequestFinish, RequestStart, S
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, ScheduledStep, StepResults
 
-# Blocks of this many output tokens are registered together, because registering blocks singly takes twice as long.
+# The blocks of this many output tokens are registered in one call. One call per block takes twice as long.
 COMMIT_INTERVAL_TOKENS = 64
 
 
@@ -36,8 +36,8 @@ class ResultApplier:
             if not rows.is_finished[span.row]
         ]
         logprobs = self._collect_logprobs(scheduled, results) if results.logprobs else []
-        if step.decodes is not None and not is_finished.any():
-            columns, tokens = step.decodes, results.tokens
+        if step.decode_columns is not None and not is_finished.any():
+            columns, tokens = step.decode_columns, results.tokens
         else:
             is_unfinished = ~is_finished[scheduled.is_sampled]
             columns = rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
@@ -51,7 +51,7 @@ class ResultApplier:
     def _register_full_blocks(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], is_finished: NDArray[np.bool_]
     ) -> None:
-        """Register the blocks that a step filled. Blocks of outputs are registered several at a time."""
+        """Register the blocks that a step filled."""
         block_size, num_tokens = self._cache.block_size, scheduled.num_tokens
         interval = np.where(num_tokens == 1, max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
         indices = np.flatnonzero((num_computed_tokens % interval < num_tokens) & ~is_finished)
@@ -82,7 +82,7 @@ class ResultApplier:
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
         """Append one token to each request. Returns the requests with their first token, and the finished requests."""
         rows, (row_indices, requests, keys, output_ids) = self._rows, columns
-        # This appends a token to every list without a Python loop. The deque discards the results of `append`.
+        # Append a token to every list without a Python loop. The deque discards the results of `append`.
         deque(map(list.append, output_ids, token_list), maxlen=0)
         num_host_tokens = rows.num_host_tokens[row_indices]
         first_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])
@@ -91,7 +91,10 @@ class ResultApplier:
         is_stopped = rows.are_stop_tokens(row_indices, tokens)
         last_indices = np.flatnonzero(is_stopped | (num_host_tokens >= rows.max_total_tokens[row_indices]))
         self._lifecycle.counters.num_generated_tokens += len(token_list)
-        starts = [RequestStart(keys[index], requests[index].num_cached_tokens) for index in first_indices.tolist()]
+        starts = [
+            RequestStart(keys[index], requests[index].num_cached_tokens, requests[index].scheduled_time)
+            for index in first_indices.tolist()
+        ]
         finishes: list[RequestFinish] = []
         for index in last_indices.tolist():
             finishes.append(

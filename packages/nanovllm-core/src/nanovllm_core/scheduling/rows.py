@@ -17,7 +17,7 @@ class RowTable:
 
     requests: the request of each row; None for a free row.
     is_running: bool [rows], whether the request may be scheduled.
-    is_finished: bool [rows], whether the request has finished. Tokens that steps in flight still sample are discarded.
+    is_finished: bool [rows], whether the request has finished.
 
     The other columns are int64 [rows]:
     num_host_tokens: tokens that have reached the host.

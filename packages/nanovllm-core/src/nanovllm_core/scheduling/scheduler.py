@@ -26,7 +26,7 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Blocks are allocated before they are needed, if at least this many blocks are free per allocated block.
+# Decodes get blocks early if at least this many times as many blocks are free.
 MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 
 
@@ -220,8 +220,7 @@ class Scheduler:
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
-        self.counters.num_steps += 1
-        self.counters.num_computed_tokens += num_tokens
+        self.counters.count_step(num_tokens)
         work = StepWork(self.limits.pad(num_tokens) if chunks else num_tokens, decode_context, attention_pairs)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
         return ScheduledStep(plan, num_computed_tokens, decodes, work, predicted_s)
@@ -236,14 +235,14 @@ class Scheduler:
         return ScheduledRows(rows, tokens_per_row, is_sampled)
 
     def _prompt_logprobs_ranges(self, chunks: list[PromptChunk], num_decodes: int) -> list[PromptLogprobsRange]:
-        """The prompt tokens whose log-probabilities the step computes. num_decodes: number of decodes in the step."""
+        """The prompt tokens whose log-probabilities the step computes. num_decodes: the step's number of decodes."""
         ranges: list[PromptLogprobsRange] = []
         requests = self.rows.requests_of(np.array([chunk.row for chunk in chunks], np.int64))
         # Index of the chunk's first token among all tokens of the step.
         first_token_index = num_decodes
         for (row, num_tokens), request in zip(chunks, requests, strict=True):
             num_top, num_computed = request.sampling.prompt_logprobs, int(self.rows.num_computed_tokens[row])
-            # After a preemption, tokens before scored tokens are computed again.
+            # After a preemption, `num_computed` may be less than `num_scored`. Do not score these tokens again.
             num_scored = request.num_scored_tokens
             num_to_score = min(num_computed + num_tokens - num_scored, request.num_unscored_tokens)
             if num_top is not None and num_to_score > 0:

@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from nanovllm_kernels.attention import attention_pairs
 
-# The weight of an observation decays by this factor with each later observation of the same kind (prompts or decodes).
+# Each new observation multiplies the weights of earlier observations of its kind (prompts or decodes) by this factor.
 _OBSERVATION_DECAY = 0.99
 # Weight of decode steps in the fit. The weight is low because only steps with prompts are predicted.
 _DECODE_WEIGHT = 0.25
 # The fit uses every eighth decode step, because consecutive decode steps are alike.
 _DECODE_STRIDE = 8
-# Weight of the previous coefficients in the fit, for coefficients that recent steps do not determine.
+# Weight of the previous coefficients in the fit. Coefficients that recent steps do not determine thus keep their value.
 _PRIOR_WEIGHT = 1e-3
-# The weight of an error in the mean error decays by this factor with each later error.
+# Each new error multiplies the weights of earlier errors in the mean error by this factor.
 _ERROR_DECAY = 0.95
 # Weight of a new decode step in the moving average of decode steps.
 _DECODE_STEP_WEIGHT = 0.1
@@ -27,7 +27,7 @@ class StepWork(NamedTuple):
 
     num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: pairs of a prompt's query token and a key token, see `AttentionRounds.estimate_pairs`.
+    prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionRounds.estimate_pairs`.
     """
 
     num_tokens: int
@@ -109,12 +109,12 @@ class StepTimeModel:
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
     def max_chunk_tokens(self, start: int, seconds: float) -> float:
-        """Length of a chunk that begins at `start` and takes `seconds`; infinity before the first observation."""
+        """The number of tokens of a chunk that begins at `start` and takes `seconds`; infinity without observations."""
         _, per_token, _, per_pair = self.coefficients
         return _positive_root(per_pair / 2, per_token + per_pair * (start + 0.5), seconds)
 
     def max_attention_tokens(self, start: int, seconds: float) -> float:
-        """Length of a chunk that begins at `start` and whose attention takes `seconds`."""
+        """The number of tokens of a chunk that begins at `start` and whose attention takes `seconds`."""
         per_pair = self.coefficients.per_prompt_pair
         return _positive_root(per_pair / 2, per_pair * (start + 0.5), seconds)
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, for steps of decodes, prefill chunks or both.
+"""Computes attention over a paged cache, for steps with decodes, prefill chunks or both.
 
 This package exports grouped-query attention. `attention.mla` exports latent attention.
 """

@@ -1,10 +1,8 @@
-"""Device functions of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), in base 2.
+"""Provides device functions for an online softmax in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022).
 
-With an FP8 cache, products are in float16, which represents every e4m3 number. To avoid overflow,
-queries are divided by a power of two, and weights are at most 2^15. Weights include the scales of the values.
+With an FP8 cache, kernels multiply in float16, which represents every e4m3 number. To avoid overflow, kernels divide
+queries by a power of two, and limit weights to 2^15. Each weight is multiplied by its value's scale.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.constexpr):
-    """Return (weights of a block of keys, factor for earlier sums, new maximum, new sum of weights).
+    """Return (weights of the block's keys, factor for sums of earlier blocks, new maximum, new sum of weights).
 
     ROWS_MAY_BE_MASKED: whether a row may have seen no key yet.
     """
@@ -30,17 +28,20 @@ def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.conste
 
 @triton.jit
 def scale_scores(scores, key_exponents, value_exponents):
-    """Multiply scores by the scales of FP8 keys. Add log2 of the value scales, so that weights include these scales."""
+    """Multiply scores by the key scales, and add log2 of the value scales: weights then include the value scales.
+
+    key_exponents, value_exponents: biased float32 exponents of the scales, which are powers of two.
+    """
     return scores * power_of_2(key_exponents)[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
 
 
 @triton.jit
 def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
-    """Like `weigh_scores`, for scores from `scale_scores`. The sum of weights excludes the value scales.
+    """Do what `weigh_scores` does, for scores from `scale_scores`. The sum of weights excludes the value scales.
 
-    The returned maximum is 15 below the largest score. Maximum plus log2 of the sum is log2 of the normalizer.
+    The returned maximum is the largest score minus 15. log2 of the normalizer is this maximum plus log2 of the sum.
     """
-    # Weights reach 2^15: otherwise the small weights of a long context would be subnormal in float16.
+    # Let weights reach 2^15. With a lower limit, small weights of a long context would be subnormal in float16.
     new_max = tl.maximum(running_max, tl.max(scores, 1) - 15)
     # Avoid infinity minus infinity in rows that have seen no key yet.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -64,7 +65,7 @@ def floor_to_power_of_2(numbers):
 
 @triton.jit
 def load_pages(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the page number of each key position as int64; with MASKED, 0 for positions from `end` on."""
+    """Return the page number of each key position, as int64. With MASKED, return 0 for positions >= `end`."""
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

@@ -1,9 +1,7 @@
-"""Reads work lists and stores the results of tiles, in device functions. Merges tiles that span several parts.
+"""Reads work lists, stores the results of tiles, and merges the results of tiles that span several parts.
 
-`plan.work_list.WorkList` describes a work list. Partial results are merged as in split-KV attention (Dao et al. 2023).
+`plan.work_list.WorkList` defines tiles and parts. Split-KV attention merges in the same way (Dao et al. 2023).
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 from typing import NamedTuple
 
@@ -17,19 +15,19 @@ from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Approximate number of programs of a merge launch. All fit on the device at once.
+# Approximate number of programs of a merge launch: few enough to run on the device at once.
 MERGE_PROGRAMS = 2048
-# Elements of partial results that a merging program loads at once.
+# Elements of partial results that a program loads at once.
 MERGE_ELEMENTS = 4096
 
 
 class PartialResults(NamedTuple):
-    """Results of tiles that span several parts.
+    """Holds the results of tiles that span several parts: one partial result per tile and part.
 
-    Part p has slot 2p for a tile that began in an earlier part, and slot 2p + 1 for a tile that begins in p.
+    Part p stores a tile that began in an earlier part in slot 2p, and a tile that begins in part p in slot 2p + 1.
 
-    out: float32 [slots, head blocks, rows, D], result of attention over one part of a tile. Row r of head block b holds
-        query r // block_heads of the tile and head b * block_heads + r % block_heads.
+    out: float32 [slots, head blocks, rows, D], attention over the keys of one part. Row r of head block b is for query
+        r // block_heads of the tile, and for head b * block_heads + r % block_heads.
     lse: float32 [slots, head blocks, rows], log2 of the softmax's normalizer; -inf for rows that saw no key.
     """
 
@@ -60,7 +58,7 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # Wide tiles rarely have more than a few parts.
+    # A wide tile rarely spans more than a few parts.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
@@ -86,34 +84,39 @@ def merge_parts(
 
 
 @triton.jit
-def load_part(tile_starts_ptr, parts_ptr, part):
+def load_part(tile_first_blocks_ptr, parts_ptr, part):
     """Return (first block, block after the last, first tile, tile after the last) of part `part`."""
     part_start = tl.load(parts_ptr + 2 * part)
     first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
     part_end = tl.load(parts_ptr + 2 * part + 2)
     next_tile = tl.load(parts_ptr + 2 * part + 3).to(tl.int32)
     # The first tile of the next part may begin in this part.
-    return part_start, part_end, first_tile, next_tile + (tl.load(tile_starts_ptr + next_tile) < part_end).to(tl.int32)
+    end_tile = next_tile + (tl.load(tile_first_blocks_ptr + next_tile) < part_end).to(tl.int32)
+    return part_start, part_end, first_tile, end_tile
 
 
 @triton.jit
-def load_segment(tile_starts_ptr, tile, part, part_start, part_end):
+def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
     """Return (first block, block after the last, slot) for the blocks of `tile` that are in part `part`.
 
-    Block 0 is the tile's first block. slot: index in the partial results; -1 if the part holds the whole tile.
+    Blocks are counted from the tile's first block. slot: index in the partial results; -1 for a whole tile.
     """
-    tile_start = tl.load(tile_starts_ptr + tile)
-    tile_end = tl.load(tile_starts_ptr + tile + 1)
+    tile_start = tl.load(tile_first_blocks_ptr + tile)
+    tile_end = tl.load(tile_first_blocks_ptr + tile + 1)
     start = tl.maximum(tile_start, part_start)
     end = tl.minimum(tile_end, part_end)
     is_whole = (start == tile_start) & (end == tile_end)
-    slot = tl.where(is_whole, -1, 2 * part + (start == tile_start).to(tl.int32))
-    return (start - tile_start).to(tl.int32), (end - tile_start).to(tl.int32), slot
+    partial_slot = tl.where(is_whole, -1, 2 * part + (start == tile_start).to(tl.int32))
+    return (start - tile_start).to(tl.int32), (end - tile_start).to(tl.int32), partial_slot
 
 
 @triton.jit
 def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
-    """Return (request, tile's first query, request's first token in the step, number of queries, tokens before)."""
+    """Return (request, tile's first query, request's first query, number of queries, context length).
+
+    The tile's first query is counted within the request, and the request's first query within the step. The context is
+    the request's tokens before its first query.
+    """
     request = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
     query_start = tl.load(query_start_loc_ptr + request)
@@ -122,24 +125,28 @@ def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
 
 
 @triton.jit
-def store_tile(pointers, softmax, slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr):
-    """Divide a tile's rows by their sums of weights. Store the rows in `out`, or as partial results if `slot` >= 0.
+def store_tile(
+    out_pointers, softmax_state, partial_slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr
+):
+    """Divide a tile's rows by their sums of weights. Store them in `out`, or in `partial_slot` if that is not -1.
 
-    pointers: to `out` and to the tensors of `PartialResults`. softmax: (weighted sums, maximum score, sum of weights).
-    out_rows: row of `out` for each row of the tile. row_mask: rows that hold a query.
+    out_pointers: pointers to `out`, `PartialResults.out` and `PartialResults.lse`.
+    softmax_state: (sums of weighted values, maximum score, sum of weights) of each row.
+    out_rows: row of `out` for each row of the tile.
     """
-    out_ptr, partial_out_ptr, partial_lse_ptr = pointers
-    acc, running_max, running_sum = softmax
+    out_ptr, partial_out_ptr, partial_lse_ptr = out_pointers
+    acc, running_max, running_sum = softmax_state
     dims = tl.arange(0, acc.shape[1])
     mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     # Early queries of a tile may see no key of a later part.
     safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
     acc = acc / safe_sum[:, None]
-    if slot < 0:
+    if partial_slot < 0:
         out_ptrs = out_ptr + (out_rows * HEAD_DIM)[:, None] + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        partial_rows = (slot.to(tl.int64) * num_head_blocks + head_block) * acc.shape[0] + tl.arange(0, acc.shape[0])
+        rows = tl.arange(0, acc.shape[0])
+        partial_rows = (partial_slot.to(tl.int64) * num_head_blocks + head_block) * acc.shape[0] + rows
         tl.store(partial_out_ptr + partial_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
         lse = tl.where(running_sum > 0, running_max + tl.log2(safe_sum), float("-inf"))
         tl.store(partial_lse_ptr + partial_rows, lse, mask=row_mask)
@@ -150,7 +157,7 @@ def _merge_parts(
     partial_out_ptr,
     partial_lse_ptr,
     query_start_loc_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     out_ptr,
@@ -170,19 +177,19 @@ def _merge_parts(
     The programs of all cuts through one tile divide the rows of the tile among themselves.
     """
     if OVERLAP:
-        # Do not let the next kernel start early: loads of its weights would slow down attention.
+        # Do not let the next kernel start early: the next kernel's loads of weights would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)
     if cut_block == tl.load(parts_ptr + 2 * num_parts):
         return
     tile = tl.load(parts_ptr + 2 * cut + 1)
-    tile_start = tl.load(tile_starts_ptr + tile)
+    tile_start = tl.load(tile_first_blocks_ptr + tile)
     if tile_start == cut_block:
         return
     blocks_per_part = tl.load(parts_ptr + 2)
     first_part = (tile_start // blocks_per_part).to(tl.int32)
-    last_part = ((tl.load(tile_starts_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
+    last_part = ((tl.load(tile_first_blocks_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
     query_start = tl.load(query_start_loc_ptr + request)
@@ -202,7 +209,7 @@ def _merge_parts(
         running_sum = tl.zeros([MERGED_ROWS], dtype=tl.float32)
         for first in tl.range(first_part, last_part + 1, MERGED_SLOTS):
             parts = first + tl.arange(0, MERGED_SLOTS)
-            # The tile begins in its first part, which uses an odd slot.
+            # The part in which the tile begins uses an odd slot.
             slots = (2 * parts + (parts == first_part).to(tl.int32)).to(tl.int64)
             partial_rows = (slots[:, None] * num_head_blocks + head_block) * BLOCK_M + rows[None, :]
             mask = (parts <= last_part)[:, None] & row_mask[None, :]

@@ -1,6 +1,6 @@
 """Operators bound by memory traffic: norms, rotary embedding with the cache write, and gates.
 
-Each operator is one Triton kernel on CUDA. Under torch.compile, norms and gates are plain torch, to be fused.
+Each operator is one Triton kernel on CUDA. torch.compile sees norms and gates in plain torch, and can fuse them.
 """
 
 import torch
@@ -15,8 +15,8 @@ __all__ = [
     "Rotation",
     "latent_rope_and_cache",
     "norm_parts",
-    "pack_norm",
     "plan_rotation",
+    "prepare_norm_weight",
     "rms_norm",
     "rope_and_cache",
     "sigmoid_and_mul",
@@ -24,16 +24,16 @@ __all__ = [
 ]
 
 
-def pack_norm(weight: Tensor) -> Tensor:
-    """Prepare a norm's `weight` [H] for `rms_norm`: twice in a row as float32 [2 H] on a CPU, unchanged on CUDA."""
-    return weight if weight.is_cuda else elementwise_reference.pack_norm(weight)
+def prepare_norm_weight(weight: Tensor) -> Tensor:
+    """Prepare `weight` [H] for `rms_norm`. Returns two concatenated float32 copies on a CPU, and `weight` on CUDA."""
+    return weight if weight.is_cuda else elementwise_reference.prepare_norm_weight(weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
-    x: [T, H] or [T, n, D], the last dimension contiguous, other dimensions with any stride.
-    weight: [H] or [D], plain or from `pack_norm`.
+    x: [T, H] or [T, n, D]. The last dimension is contiguous. Other dimensions may have any stride.
+    weight: [H] or [D], plain or from `prepare_norm_weight`.
     dtype: the result's dtype on CUDA. None: the weight's dtype. On a CPU the result has the dtype of `x`.
     """
     if torch.compiler.is_compiling():
@@ -44,10 +44,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 
 
 def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
-    """Apply `rms_norm` in place to the first `sizes[0]` elements of each row, and separately to the next `sizes[1]`.
+    """Norm two parts of each row in place by `rms_norm`: the first `sizes[0]` elements, and the next `sizes[1]`.
 
-    x: [T, W], rows contiguous, with any stride.
-    weights: [sizes[0]] and [sizes[1]], plain or from `pack_norm`.
+    x: [T, W]. Elements of a row are contiguous. Rows may have any stride.
+    weights: [sizes[0]] and [sizes[1]], plain or from `prepare_norm_weight`.
     """
     if x.is_cuda:
         _norm_parts_op(x, list(sizes), *weights, eps)
@@ -59,7 +59,7 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
     """Prepare the rotation of a step's tokens. All layers share the result.
 
-    cos_sin: float32 [max_pos, rot], cosines in the first half of each row, sines in the second half.
+    cos_sin: float32 [max_pos, rot]. The first half of each row has cosines, the second half sines.
     positions: int64 [T].
     """
     factors = None if positions.is_cuda else elementwise_reference.gather_rotation(cos_sin, positions)
@@ -78,20 +78,20 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
-    On CUDA, non-finite elements of value heads are cached as 0. Otherwise they could reach the page's next request.
+    On CUDA, non-finite elements of value heads are cached as 0, because a later request may reuse the page.
 
-    qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous, tokens have any stride. Query heads are
-        overwritten, and key heads may be overwritten.
+    qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous. Tokens may have any stride. Query heads
+        are overwritten, and key heads may be overwritten.
     rotation: applies to the first rot <= D dimensions of each head. Dimensions i and i + rot / 2 form a pair (Su et al.
         2021, in GPT-NeoX's order).
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset. Unique except for padding.
-    kv_cache: [N, P, 2 Hkv, D], contiguous. A slot has the key heads, then the value heads. The dtype of `qkv`, or e4m3;
-        any dtype on a CPU with float32 `qkv`.
+    kv_cache: [N, P, 2 Hkv, D], contiguous. Key heads precede value heads in a slot. The dtype is e4m3 or that of `qkv`.
+        On a CPU with float32 `qkv`, any dtype is supported.
     qk_norm: norms of query and key heads before the rotation. None: no norms.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
     keep_keys: store the cached keys and values in `qkv` too.
-    Returns: rotated queries [T, Hq, D] in the cache's dtype. With an FP8 cache, or float32 arithmetic on a CPU: in the
-        dtype of `qkv`. A view of `qkv` if the dtype is the same.
+    Returns: rotated queries [T, Hq, D] in the cache's dtype, or in the dtype of `qkv` if the cache is FP8 or a CPU
+        computes in float32. The result is a view of `qkv` if the dtypes are equal.
     Raises: ValueError if `keep_keys` is set on a CPU or for an FP8 cache.
     """
     if keep_keys and (not qkv.is_cuda or kv_scales is not None):
@@ -137,11 +137,12 @@ def latent_rope_and_cache(
 
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 
-    q: [T, H, D], heads contiguous, tokens with any stride. The last R <= D dimensions of each head are rotated.
-    entries: [T, L + R], the last dimension contiguous. Each row is a latent, then the key that all heads share.
-    norm_weight: [L], plain or from `pack_norm`.
-    rotation: rotates R dimensions, in GPT-NeoX's order. slot_mapping: as for `rope_and_cache`.
-    kv_cache: [N, P, 1, L + R], contiguous, dtype of `q` (any dtype on a CPU) or e4m3.
+    q: [T, H, D]. Heads are contiguous. Tokens may have any stride. The last R <= D dimensions of each head are rotated.
+    entries: [T, L + R]. The last dimension is contiguous. A row is a latent [L] and the key [R] that all heads share.
+    norm_weight: [L], plain or from `prepare_norm_weight`.
+    rotation: rotates R dimensions. Dimensions i and i + R / 2 form a pair.
+    slot_mapping: int64 [T], each token's cache slot, page * page_size + offset. Unique except for padding.
+    kv_cache: [N, P, 1, L + R], contiguous. The dtype is e4m3 or that of `q`. On a CPU, any dtype is supported.
     kv_scales: uint8 [N, 1, P], one scale per token. None: the cache is not FP8.
     """
     if rotation.factors is not None:
@@ -164,7 +165,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Return `x * sigmoid(gate)`. x: [T, W], contiguous. gate: [T, W], rows contiguous, with any stride."""
+    """Return `x * sigmoid(gate)`. x: [T, W], contiguous. gate: [T, W]. Only its rows are contiguous."""
     if torch.compiler.is_compiling() or not x.is_cuda:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
     return _sigmoid_and_mul_op(x, gate)

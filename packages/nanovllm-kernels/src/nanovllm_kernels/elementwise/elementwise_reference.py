@@ -1,6 +1,6 @@
 """Elementwise operators in plain torch: the reference for the kernels' tests, and the CPU path.
 
-For one token a torch call costs more than its arithmetic, so each operator uses few calls.
+For one token, a call of a torch function takes longer than the arithmetic. Each operator therefore makes few calls.
 """
 
 import torch
@@ -11,24 +11,24 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.elementwise.rotation import QKNorm, RotationFactors
 
 
-def pack_norm(weight: Tensor) -> Tensor:
-    """See the package's `pack_norm`."""
+def prepare_norm_weight(weight: Tensor) -> Tensor:
+    """See the package's `prepare_norm_weight`."""
     return torch.cat((weight, weight)).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See the package's `rms_norm`. A LayerNorm of x and -x takes half the time of torch's RMSNorm on a CPU.
+    """See the package's `rms_norm`. A LayerNorm of x and -x takes half the time of torch's RMSNorm.
 
-    The concatenation of x and -x has mean 0 and variance mean(x^2).
+    x and -x together have mean 0 and variance mean(x^2).
     """
     size = x.shape[-1]
     if weight.shape[0] == size:
-        weight = pack_norm(weight)
+        weight = prepare_norm_weight(weight)
     return torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), weight, None, eps).narrow(-1, 0, size)
 
 
 def gather_rotation(cos_sin: Tensor, positions: Tensor) -> RotationFactors:
-    """Return the `factors` of `Rotation`."""
+    """Return the cosines and signed sines of the tokens' positions."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
     return RotationFactors(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
@@ -49,19 +49,19 @@ def rope_and_cache(
         queries.copy_(rms_norm(queries, qk_norm.q_weight, qk_norm.eps))
         keys.copy_(rms_norm(keys, qk_norm.k_weight, qk_norm.eps))
     rope_dim = factors.cos.shape[-1]
-    rotated_heads = qkv.narrow(1, 0, num_q_heads + num_kv_heads)
+    heads_to_rotate = qkv.narrow(1, 0, num_q_heads + num_kv_heads)
     if rope_dim < head_dim:
-        rotated_heads = rotated_heads.narrow(2, 0, rope_dim)
-    swapped = rotated_heads.roll(rope_dim // 2, -1)
-    torch.addcmul(rotated_heads * factors.cos, swapped, factors.sin, out=rotated_heads)
+        heads_to_rotate = heads_to_rotate.narrow(2, 0, rope_dim)
+    swapped = heads_to_rotate.roll(rope_dim // 2, -1)
+    torch.addcmul(heads_to_rotate * factors.cos, swapped, factors.sin, out=heads_to_rotate)
     if kv_scales is None:
         qkv = qkv.to(kv_cache.dtype)
         kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached_heads))
         return qkv
-    values, exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached_heads))
+    values, scale_exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached_heads))
     # On a CPU torch cannot index float8 rows: copy bytes.
     kv_cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_mapping, values.view(torch.uint8))
-    kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = exponents
+    kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = scale_exponents
     return qkv
 
 
@@ -79,20 +79,22 @@ def latent_rope_and_cache(
     _, page_size, _, width = kv_cache.shape
     rope_dim = factors.cos.shape[-1]
     latent, k_rope = entries.split((width - rope_dim, rope_dim), -1)
-    rotated_heads = q.narrow(2, q.shape[2] - rope_dim, rope_dim)
-    torch.addcmul(rotated_heads * factors.cos, rotated_heads.roll(rope_dim // 2, -1), factors.sin, out=rotated_heads)
+    heads_to_rotate = q.narrow(2, q.shape[2] - rope_dim, rope_dim)
+    torch.addcmul(
+        heads_to_rotate * factors.cos, heads_to_rotate.roll(rope_dim // 2, -1), factors.sin, out=heads_to_rotate
+    )
     rotated = torch.addcmul(k_rope * factors.cos.squeeze(1), k_rope.roll(rope_dim // 2, -1), factors.sin.squeeze(1))
     cached = torch.cat((rms_norm(latent, norm_weight, eps).to(rotated.dtype), rotated), -1)
     if kv_scales is None:
         kv_cache.view(-1, width).index_copy_(0, slot_mapping, cached.to(kv_cache.dtype))
         return
-    values, exponents = fp8.quantize(cached)
+    values, scale_exponents = fp8.quantize(cached)
     kv_cache.view(torch.uint8).view(-1, width).index_copy_(0, slot_mapping, values.view(torch.uint8))
-    kv_scales[slot_mapping // page_size, 0, slot_mapping % page_size] = exponents
+    kv_scales[slot_mapping // page_size, 0, slot_mapping % page_size] = scale_exponents
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """See the package's `silu_and_mul`. SiLU is rounded to the dtype of `x` before the product."""
+    """See the package's `silu_and_mul`. Rounds twice: SiLU before the product, and the product."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
 

@@ -1,4 +1,4 @@
-"""Norms and rotation of float32 queries and keys, and the write to a bf16 cache, on a CPU."""
+"""Norms and rotates float32 queries and keys, and writes keys and values to a bf16 cache, on a CPU."""
 
 import numba
 import numpy as np
@@ -39,14 +39,14 @@ from nanovllm_kernels.numba_jit import (
     _ROPE_DIM,
 ) = range(15)
 _NUM_ARGS = 15
-# Maximum number of tokens that a single thread rotates alone: starting other threads takes longer.
+# Maximum number of tokens for which a single thread is faster than several threads.
 _MAX_SINGLE_THREAD_TOKENS = 8
 
 
 def rope_and_cache(
     qkv: Tensor, factors: RotationFactors, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
 ) -> None:
-    """Implement the package's `rope_and_cache` for float32 `qkv`, a bf16 cache and float32 weights of `qk_norm`."""
+    """See the package's `rope_and_cache`. `qkv` and the weights of `qk_norm` are float32, and the cache is bf16."""
     num_tokens, num_heads, head_dim = qkv.shape
     _rotate_on_threads(
         OPENMP,

@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 class RotationFactors(NamedTuple):
-    """Factors [T, 1, rot], float32, which rotate the first rot dimensions: x * cos + (x with swapped halves) * sin."""
+    """Float32 factors [T, 1, rot]. The rotated dimensions are x * cos + concat(second_half(x), first_half(x)) * sin."""
 
     cos: Tensor
     sin: Tensor
 
 
 class Rotation(NamedTuple):
-    """Rotation of a step's tokens, from `plan_rotation`. `factors` is None on CUDA."""
+    """Rotation of a step's tokens. cos_sin: [max_pos, rot]. positions: int64 [T]. factors: None on CUDA."""
 
     cos_sin: Tensor
     positions: Tensor
@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each query and key head before the rotation. The weights are [D], as for `rms_norm`."""
+    """RMSNorm of each query and key head before the rotation. Each weight is [D]."""
 
     q_weight: Tensor
     k_weight: Tensor

@@ -1,4 +1,4 @@
-"""Gates of SwiGLU and of attention on CUDA."""
+"""Multiplies by the gates of SwiGLU and of attention on CUDA."""
 
 import torch
 import triton

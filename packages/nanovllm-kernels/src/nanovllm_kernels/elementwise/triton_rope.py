@@ -1,4 +1,4 @@
-"""Query and key norm, rotary embedding and the write into the paged cache on CUDA, in one kernel."""
+"""Norms and rotates queries and keys, and writes keys and values into the paged cache, in one CUDA kernel."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
 
-# Heads per program. A larger number gives too few programs for a decode, a smaller one too few loads per program.
+# Heads per program. A larger number gives decodes too few programs. A smaller number gives programs too few loads.
 HEADS_PER_PROGRAM = 8
 
 
@@ -86,7 +86,7 @@ def _rope_and_cache(
     KEEP_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Process one token's block of query heads, or a block of key heads and the block of value heads."""
+    """Process a block of one token's query heads, or equal blocks of the token's key heads and value heads."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -181,10 +181,10 @@ def _rotate_heads(
     QUANTIZE: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
 ):
-    """Norm and rotate `heads` of one token from `source_ptr` to `target_ptr`, which may be equal.
+    """Norm and rotate `heads` of one token, and store them at `target_ptr`, which may equal `source_ptr`.
 
     KEEP_KEYS: store the result at `source_ptr` too.
-    scales_ptr: with QUANTIZE, address of the first head's scale. Scales of a token are PAGE_SIZE elements apart.
+    scales_ptr: address of head 0's scale, used with QUANTIZE only. Scales of a token are PAGE_SIZE elements apart.
     """
     pairs = tl.arange(0, PADDED_HALF)
     dims = tl.arange(0, PADDED_DIM)

@@ -1,8 +1,7 @@
-"""Linear layers, optionally with a norm before the product and a gate or residual after the product.
+"""Computes linear layers, optionally with a norm before the product and a gate or residual after the product.
 
-CUDA: one Triton kernel computes a layer with few rows (see `tiles`). torch.compile always sees separate operators, so
-compile a model only for more than MAX_OWN_ROWS rows.
-CPU: `numba_panels` computes few rows in float32. If the CPU has bf16 instructions, oneDNN computes more rows.
+On CUDA one Triton kernel computes a layer with few rows. torch.compile cannot use this kernel: compile a model only for
+more than MAX_OWN_ROWS rows. On a CPU `numba_panels` computes few rows in float32, and oneDNN more rows in bf16.
 """
 
 import functools
@@ -21,11 +20,11 @@ from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# A weight whose N or K is at most this number is packed in panels too, in addition to oneDNN's copy.
+# If N or K is at most this number, a weight [N, K] is packed in panels in addition to oneDNN's copy.
 MAX_PANEL_SIZE = 2048
-# Number of logits per row, from the largest on, that a CPU computes again in float32.
+# Number of the largest logits of each row that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
-# Number of neighbouring logits that share a maximum in the search for the largest logits.
+# Number of neighbouring logits in a run. The search for the largest logits starts from the maximum of each run.
 LOGITS_PER_RUN = 64
 
 
@@ -40,9 +39,10 @@ class PackedWeight(NamedTuple):
     """A linear layer's weight, prepared for `linear`.
 
     data: the weight [N, K], or `panels.data` if the panels are the only copy.
-    in_onednn_layout: whether `data` is in oneDNN's layout. If so, panels are used for few rows only.
-    panels: the weight for products in float32. None: not used.
-    counters: int32 per tile, 0 between launches. None: K is not split. Concurrent launches must not share counters.
+    in_onednn_layout: whether `data` is in oneDNN's layout. In this case panels are used for few rows only.
+    panels: the weight for products in float32. None: float32 is not used.
+    counters: int32 per tile of a launch that splits K, 0 between launches. Concurrent launches must not share counters.
+        None: launches do not split K.
     """
 
     data: Tensor
@@ -52,7 +52,7 @@ class PackedWeight(NamedTuple):
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Prepare `weight` [N, K] for `linear`. Copies only bf16 weights on a CPU."""
+    """Prepare `weight` [N, K] for `linear`. The weight is copied only if it is bf16 on a CPU."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         in_onednn_layout = can_pack_bf16()
         panels = None
@@ -73,7 +73,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 @functools.cache
 def _onednn_linear() -> torch._ops.OpOverload:
-    """Return oneDNN's operator. The lookup by name takes longer than a small product."""
+    """Return oneDNN's operator, cached: the lookup by name takes longer than a small product."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 
@@ -110,7 +110,7 @@ def _project_panels(
     norm = None if norm_weight is None else norm_weight.float()
     rows, results = x.float().contiguous().view(-1, x.shape[-1]), out.view(-1, num_columns)
     if len(rows):
-        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, add=adds_in_place)
+        numba_panels.project_rows(rows, norm, eps, panels.data, bias, results, gated=gated, adds_to_out=adds_in_place)
     return out if adds_in_place or residual is None else residual.add_(out)
 
 
@@ -134,8 +134,8 @@ def linear(
 
     All tensors have one dtype, but `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
     residual: may be overwritten, and may share memory with the result.
-    Returns: [.., N] in the residual's dtype. Without a residual in the dtype of `x`, or on a CPU with bf16 weights in
-        float32 if `runs_in_float32`, else bf16. Float32 sums are rounded once, with bias and residual twice.
+    Returns: [.., N] in the dtype of `residual`, or of `x` without a residual. For bf16 weights on a CPU without a
+        residual: float32 if `runs_in_float32`, else bf16. A bias and a residual together cause a second rounding.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)
@@ -167,8 +167,7 @@ def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     out = functional.linear(x, weight, bias)
     if residual is None:
         return out
-    # The compiler fuses a float32 sum with the following norm. A sum in another dtype would become part of the product,
-    # which would copy the residual first.
+    # The compiler fuses a float32 sum with the following norm. For a sum in another dtype, it would copy the residual.
     return (out.float() + residual.float()).to(residual.dtype)
 
 
@@ -181,7 +180,7 @@ def norm_linear(
 ) -> Tensor:
     """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. The few-row kernel does not round the normed rows.
 
-    x: float32, or the weight's dtype. norm_weight: [K], from `pack_norm`.
+    x: float32, or the weight's dtype. norm_weight: [K], prepared by `elementwise.prepare_norm_weight`.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_linear(x, norm_weight, eps, weight, bias)
@@ -202,7 +201,7 @@ def norm_gate_up(
 ) -> Tensor:
     """Return `silu_and_mul` of `norm_linear`, the first half of SwiGLU (Shazeer 2020): [T, K] -> [T, I].
 
-    weight: [2 I, K], the gate's rows, then the up projection's rows. bias: [2 I].
+    weight: [2 I, K]. The rows of the gate projection come before the rows of the up projection. bias: [2 I].
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.norm_gate_up(x, norm_weight, eps, weight, bias)
@@ -216,25 +215,25 @@ def norm_gate_up(
 
 def split_float32(weight: Tensor) -> Tensor:
     """Split float32 [N, K] into three bfloat16 matrices whose sum is `weight`: [3 N, K]."""
-    thirds: list[Tensor] = []
+    bf16_parts: list[Tensor] = []
     for _ in range(3):
-        thirds.append(weight.to(torch.bfloat16))
-        weight = weight - thirds[-1].float()
-    return torch.cat(thirds)
+        bf16_parts.append(weight.to(torch.bfloat16))
+        weight = weight - bf16_parts[-1].float()
+    return torch.cat(bf16_parts)
 
 
-def logits(x: Tensor, weight: PackedWeight, table: Tensor, thirds: Tensor | None = None) -> Tensor:
+def logits(x: Tensor, weight: PackedWeight, table: Tensor, bf16_parts: Tensor | None = None) -> Tensor:
     """Return the logits of a vocabulary or a router: `x` [n, K] times the transpose of `weight` [N, K], float32 [n, N].
 
-    Logits rounded to bf16 would often be equal: near 25, bf16 numbers are 1/8 apart. As oneDNN's bf16 product returns
-    bf16, each row's NUM_REFINED_LOGITS largest logits are computed again in float32.
+    Logits rounded to bf16 would often be equal: near 25, bf16 numbers are 1/8 apart. oneDNN returns bf16, so each
+    row's NUM_REFINED_LOGITS largest logits are computed again in float32.
 
     table: the unpacked weight [N, K]. If the table is float32, `x` is converted to float32.
-    thirds: `split_float32(table)`, for bf16 `x` on tensor cores: the relative error is about 3e-6. None: not used.
+    bf16_parts: `split_float32(table)`, for bf16 `x` on tensor cores: the relative error is about 3e-6. None: not used.
     """
     if table.dtype == torch.float32:
-        if thirds is not None and not _is_few_rows_product(x, table):
-            return torch.mm(x, thirds.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
+        if bf16_parts is not None and not _is_few_rows_product(x, table):
+            return torch.mm(x, bf16_parts.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
         return linear(x.float(), weight)
     if _is_few_rows_product(x, table):
         return _project_few_rows_op(x, None, 0.0, table, None, None, False, True)
@@ -269,8 +268,8 @@ def _project_few_rows_op(
 ) -> Tensor:
     """Norm up to 8 rows `x` [M, K], multiply by contiguous `weight` [N, K], add `bias`, gate, and add `residual`.
 
-    Rounds once: to float32 if `float32_out`, else to the residual's dtype, else the weight's. `x` and `residual` may be
-    float32 with any weight.
+    Rounds once: to float32 if `float32_out`, else to the dtype of `residual`, or of `weight` without a residual.
+    `x` and `residual` may be float32 with any weight.
     """
     from nanovllm_kernels.gemm import triton_few_rows
 
@@ -299,7 +298,7 @@ def _project_split_k_op(
 ) -> Tensor:
     """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] for which `tiles.can_split`.
 
-    Adds `bias` and `residual`, and rounds once: to the dtype of `residual`, else of `x`.
+    Adds `bias` and `residual`, and rounds once: to the dtype of `residual`, or of `x` without a residual.
     """
     from nanovllm_kernels.gemm import triton_split_k
 
@@ -318,7 +317,7 @@ _project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: 
 
 def _find_largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values of each row of `values` [n, N]: int64 [n, min(count, N)]."""
-    # The largest values lie in the `count` runs with the largest maxima. A direct search takes ten times as long.
+    # The `count` runs with the largest maxima contain the largest values. A direct search takes ten times as long.
     num_rows, size = values.shape
     end_of_runs = size // LOGITS_PER_RUN * LOGITS_PER_RUN
     if end_of_runs <= count * LOGITS_PER_RUN:

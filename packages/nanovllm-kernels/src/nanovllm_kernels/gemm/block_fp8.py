@@ -1,6 +1,7 @@
-"""Linear layers with e4m3 weights and one float32 scale per block of 128 x 128, as in DeepSeek-V3.
+"""Computes linear layers with e4m3 weights and one float32 scale per block of 128 x 128.
 
-Inputs are quantised per row in groups of 128 along K (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3).
+Each row of the input is quantised in groups of 128 along K.
+Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.
 """
 
 import torch
@@ -26,8 +27,9 @@ __all__ = [
     "quantize_groups",
 ]
 
-# cuBLAS requires multiples: of the first number for rows and scales along K, of the second number for columns.
+# cuBLAS requires that this number divides the number of rows, and the number of scales along K.
 SCALES_MULTIPLE = 4
+# cuBLAS requires that this number divides the number of columns.
 COLUMNS_MULTIPLE = 16
 
 
@@ -57,7 +59,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight [N, K] to e4m3 with one scale per block of 128 x 128.
 
-    Returns: e4m3 [N, K], and float32 [ceil(N / 128), ceil(K / 128)], a checkpoint's `weight` and `weight_scale_inv`.
+    Returns: e4m3 values [N, K], and float32 scales [ceil(N / 128), ceil(K / 128)], as in DeepSeek's checkpoints.
     """
     return reference.quantize_blocks(weight)
 
@@ -70,7 +72,7 @@ def dequantize(weight: BlockFP8Weight) -> Tensor:
 def linear(x: Tensor, weight: BlockFP8Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """Quantise `x` [T, K], multiply by the transpose of `weight` [N, K], and add `bias` [N] and `residual` [T, N].
 
-    Rounds once: to the dtype of `residual`, else of `x`. `residual` may be overwritten.
+    Rounds once: to the dtype of `residual`, or of `x` without a residual. `residual` may be overwritten.
     """
     if x.is_cuda:
         return _block_fp8_linear_op(x, None, 0.0, *weight, bias, residual, False)
@@ -126,7 +128,7 @@ def _block_fp8_linear_op(
 ) -> Tensor:
     """Norm rows `x` [M, K], quantise, multiply by a weight [N, K], add `bias`, gate, and add `residual`.
 
-    Rounds to the dtype of `residual`, else of `norm_weight`, else of `x`. cuBLAS also rounds the product to bf16.
+    The result has the dtype of the first given tensor: `residual`, `norm_weight`, `x`. cuBLAS rounds products to bf16.
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 
@@ -143,9 +145,9 @@ def _block_fp8_linear_op(
         if (
             not tiles.is_own_fp8_faster(num_rows, data.shape[0])
             and dtype == torch.bfloat16
-            and _library_supports(weight)
+            and _cublas_supports(weight)
         ):
-            sums = _multiply_with_library(rows, x_scales, weight)
+            sums = _multiply_with_cublas(rows, x_scales, weight)
             if bias is not None:
                 sums += bias
             if gated:
@@ -170,8 +172,8 @@ _block_fp8_linear_op.register_fake(
 )
 
 
-def _library_supports(weight: BlockFP8Weight) -> bool:
-    """Whether cuBLAS supports this weight: on Hopper, with whole blocks and scales as in `empty_weight`."""
+def _cublas_supports(weight: BlockFP8Weight) -> bool:
+    """Whether cuBLAS supports this weight: on Hopper, with whole blocks, and with scales padded by `empty_weight`."""
     data, scales, block_rows, _ = weight
     num_columns, depth = data.shape
     has_whole_blocks = block_rows == GROUP and num_columns % COLUMNS_MULTIPLE == 0 and depth % GROUP == 0
@@ -179,8 +181,8 @@ def _library_supports(weight: BlockFP8Weight) -> bool:
     return has_whole_blocks and has_padded_scales and describe_device(data.device).capability == (9, 0)
 
 
-def _multiply_with_library(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weight) -> Tensor:
-    """Return the product by cuBLAS, bf16 [M, N]."""
+def _multiply_with_cublas(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weight) -> Tensor:
+    """Multiply with cuBLAS. Returns bf16 [M, N]."""
     num_rows, scales = rows.shape[0], weight.scales
     num_padding = -num_rows % SCALES_MULTIPLE
     if num_padding:

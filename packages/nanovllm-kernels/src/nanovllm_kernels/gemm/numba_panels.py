@@ -1,6 +1,6 @@
-"""Rows times a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
+"""Multiplies rows by a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
-Each sum runs over K in order. Hence a row's result does not depend on the other rows.
+Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
 
 import numba
@@ -52,13 +52,13 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block (part of K): the block of a float32 panel fits the first-level cache.
+# Maximum number of k in a block, a part of K. A block of a float32 panel fits the first-level cache.
 BLOCK_DEPTH = 320
 # Maximum number of rows that are packed at once.
 BLOCK_ROWS = 252
 # Minimum number of rows for which bf16 panels are first converted to float32.
 MIN_CONVERTED_ROWS = 43
-# Tiles with at most this number of rows process a whole panel at once, larger tiles one group of columns.
+# Tiles of up to this number of rows process a whole panel at once. Larger tiles process one group of columns at once.
 MAX_WHOLE_PANEL_ROWS = 3
 
 _ZERO = np.float32(0.0)
@@ -88,14 +88,16 @@ def project_rows(
     out: Tensor,
     *,
     gated: bool,
-    add: bool,
+    adds_to_out: bool,
 ) -> None:
     """Norm `x`, multiply by a weight, add a bias, gate, and write the results into `out`.
 
-    x: float32 [M, K], contiguous, M >= 1. norm_weight: float32, at least K elements. None: no norm.
+    x: float32 [M, K], contiguous, M >= 1.
+    norm_weight: float32. The first K elements are used. None: no norm.
     panels: the weight [N, K], from `pack_panels`. bias: bf16 [N], contiguous.
-    out: float32 [M, N], contiguous. If gated, [M, N / 2]: silu of the first half of the results times the second half.
-    add: add the results to `out`, instead of overwriting `out`. Not with `gated`.
+    out: float32 [M, N], or [M, N / 2] if gated, contiguous.
+    gated: multiply silu of the first half of the columns by the second half.
+    adds_to_out: add the results to `out`, instead of overwriting `out`. Not with `gated`.
     """
     num_rows, depth = x.shape
     _project(
@@ -113,7 +115,7 @@ def project_rows(
         panels.shape[1],
         out.shape[1],
         gated,
-        add,
+        adds_to_out,
         torch.get_num_threads(),
     )
 
@@ -134,7 +136,7 @@ def _project(
     padded_depth,
     num_columns,
     gated,
-    add,
+    adds_to_out,
     num_threads,
 ):
     block_rows = min(num_rows, BLOCK_ROWS)
@@ -143,7 +145,7 @@ def _project(
     args = np.empty(_NUM_ARGS, np.int64)
     args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp_table, norm_ptr, panels_ptr, bias_ptr
     args[_PACKED_PTR], args[_DEPTH], args[_PADDED_DEPTH] = packed_ptr, depth, padded_depth
-    args[_NUM_COLUMNS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_columns, gated, add
+    args[_NUM_COLUMNS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_columns, gated, adds_to_out
     args_ptr = np.int64(args.ctypes.data)
     args.view(np.float64)[_EPS] = eps
     for first_row in range(0, num_rows, block_rows):
@@ -174,7 +176,7 @@ def _compute_block_depth(padded_depth):
 
 @ordered_kernel
 def _pack_tiles(args, first_tile, end_tile):
-    """Write normed rows of tiles to the packed buffer, ordered by block of K, tile, k and row."""
+    """Norm the rows of some tiles, and write them to the packed buffer in the order [block of K, tile, k, row]."""
     num_rows, depth, padded_depth = args[_NUM_ROWS], args[_DEPTH], args[_PADDED_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(padded_depth)
     eps = np.float32(args.view(np.float64)[_EPS])
@@ -236,7 +238,7 @@ def _multiply_on_thread(args_ptr):
 
 @kernel
 def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
-    """Write the sums of all rows with the columns of `panel`, and prefetch the start of `next_panel`."""
+    """Multiply all rows by the columns of `panel`, and prefetch the start of `next_panel`."""
     num_rows, padded_depth = args[_NUM_ROWS], args[_PADDED_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _compute_block_depth(padded_depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL
@@ -281,7 +283,7 @@ def _multiply(args, panel, next_panel, copy_ptr, sums_ptr):
 
 @kernel
 def _finish_panel(args, panel, sums_ptr):
-    """Write a panel's results: the sums with bias, gate and residual."""
+    """Add the bias to a panel's sums, gate the sums, and write or add them to the output."""
     num_rows, num_columns, gated = args[_NUM_ROWS], args[_NUM_COLUMNS], args[_IS_GATED] != 0
     first = panel * PANEL
     size = min(PANEL, num_columns - first)
@@ -307,11 +309,11 @@ def _add_bias(bias_ptr, size, sums_ptr, num_rows):
 
 
 @ordered_kernel
-def _finish_row(sums_ptr, out_ptr, size, add):
+def _finish_row(sums_ptr, out_ptr, size, adds_to_out):
     sums = numba.carray(pointer(sums_ptr), (size,), np.float32)
     out = numba.carray(pointer(out_ptr), (size,), np.float32)
     for j in range(size):
-        out[j] = out[j] + sums[j] if add else sums[j]
+        out[j] = out[j] + sums[j] if adds_to_out else sums[j]
 
 
 _bf16_1 = make_tile(1, num_groups=NUM_GROUPS, has_bf16_panel=True, num_prefetches=UNROLL)

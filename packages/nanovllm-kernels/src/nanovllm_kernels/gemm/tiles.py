@@ -5,15 +5,15 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# Maximum size of a weight for which the few-row kernel is faster. Keys: number of rows, rounded up to a power of two.
+# The few-row kernel is faster for weights of up to this many elements. Keys: rows, rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
-# Bounds of a weight's columns and depth for the kinds of weights in FEW_ROWS_CONFIGS.
+# These bounds choose a weight's kind in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
 MAX_LONG_COLUMNS = 4096
 MIN_LONG_DEPTH = 4096
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
-# A kernel that splits K is faster within these bounds.
+# A kernel that splits K is faster than cuBLAS within these bounds.
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
@@ -23,7 +23,7 @@ SPLIT_DEPTH_MULTIPLE = 512
 
 
 class FewRowsConfig(NamedTuple):
-    """Tile of the few-row kernel. block_n: columns per CTA, or pairs of a gate and an up column."""
+    """Tile of the few-row kernel. block_n: columns per CTA. If gated, pairs of a gate column and an up column."""
 
     block_n: int
     num_warps: int
@@ -103,7 +103,10 @@ def num_split_counters(num_columns: int) -> int:
 
 
 class BlockFP8Config(NamedTuple):
-    """Tile of a block FP8 launch. block_n: columns, or pairs of a gate and an up column. num_splits: parts of K."""
+    """Tile of a block FP8 launch that splits K into `num_splits` parts.
+
+    block_n: columns per CTA. If gated, pairs of a gate column and an up column.
+    """
 
     block_m: int
     block_n: int
@@ -112,19 +115,21 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Maximum number of rows that the product's kernel quantises itself. After a norm, a separate kernel is faster.
+# Maximum number of rows that the kernel of the product quantises. After a norm, a separate kernel is faster.
 MAX_FUSED_FP8_ROWS = 16
-# Our kernel is faster than cuBLAS up to MAX_FP8_ROWS rows, or MAX_WIDE_FP8_ROWS above MAX_NARROW_FP8_COLUMNS columns.
+# Maximum number of rows for which our kernel is faster than cuBLAS, for up to MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
-MAX_WIDE_FP8_ROWS = 64
 MAX_NARROW_FP8_COLUMNS = 4096
-# K is split until a launch has this number of CTAs: MIN_FUSED_FP8_CTAS if its kernel quantises rows.
-MIN_FUSED_FP8_CTAS = 192
+# Maximum number of rows for more columns.
+MAX_WIDE_FP8_ROWS = 64
+# K is split until a launch has this number of CTAs.
 MIN_FP8_CTAS = 128
+# The same for a launch whose kernel also quantises rows.
+MIN_FUSED_FP8_CTAS = 192
 # Minimum number of groups per part of K.
 MIN_FP8_GROUPS = 4
 MAX_FP8_SPLITS = 8
-# Pipeline stages of gated launches: fewer, because each stage holds two tiles of the weight.
+# Gated launches have fewer pipeline stages, because each stage holds two tiles of the weight.
 GATED_FP8_STAGES = 4
 # Keys: maximum number of rows.
 FP8_CONFIGS = {
@@ -133,7 +138,7 @@ FP8_CONFIGS = {
     64: BlockFP8Config(64, 64, 1, 4, 6),
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Used if a launch with these wider tiles still has enough CTAs.
+# Wider tiles, for launches that still have enough CTAs with these tiles. Keys: maximum number of rows.
 WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 
@@ -141,7 +146,7 @@ FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 def block_fp8_config(
     num_rows: int, num_columns: int, num_groups: int, *, gated: bool, may_split: bool
 ) -> BlockFP8Config:
-    """Return the tile for `num_columns` columns (pairs if gated) and `num_groups` groups. may_split: K may be split."""
+    """Return the tile for `num_columns` columns (if gated, pairs of columns) and `num_groups` groups along K."""
     if num_rows > MAX_FP8_ROWS:
         return FP8_CONFIG_OF_MORE_ROWS._replace(block_n=64) if gated else FP8_CONFIG_OF_MORE_ROWS
     max_rows = next(max_rows for max_rows in FP8_CONFIGS if num_rows <= max_rows)
@@ -169,5 +174,5 @@ def is_own_fp8_faster(num_rows: int, num_columns: int) -> bool:
 
 
 def num_fp8_counters(num_columns: int) -> int:
-    """Return the maximum number of tiles in a launch that may split K."""
+    """Return the maximum number of tiles in a block FP8 launch that splits K."""
     return max(-(-rows // config.block_m) * -(-num_columns // config.block_n) for rows, config in FP8_CONFIGS.items())

@@ -1,7 +1,7 @@
 """Block FP8 on CUDA: quantises rows in groups of 128, and multiplies the rows by a weight in blocks of 128 x 128.
 
-Without a norm, each CTA of a product with few rows quantises the rows itself while the weight loads. Tensor cores sum
-within a group only, because their accumulators have less than float32's precision. K is split as in `triton_split_k`.
+If there are few rows and no norm, each CTA of the product quantises the rows while the weight loads. Tensor cores sum
+only within a group, because their accumulators have less than float32's precision.
 """
 
 import torch
@@ -26,7 +26,7 @@ NUM_PREFETCHED_TILES = 4
 
 
 def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Implement `block_fp8.quantize_groups`, after RMSNorm of `x` if `norm_weight` is given."""
+    """Norm rows `x` [T, K] if `norm_weight` is given, and round to e4m3. Returns values and scales [T, K / 128]."""
     num_rows, depth = x.shape
     num_groups = triton.cdiv(depth, GROUP)
     values = torch.empty((num_rows, depth), dtype=DTYPE, device=x.device)
@@ -67,7 +67,7 @@ def project(
 ) -> None:
     """Write `x` [M, K] times a weight, with bias, gate and residual, into `out` [M, N].
 
-    x_scales: scales of e4m3 `x`. None: this kernel quantises `x`.
+    x_scales: scales of e4m3 `x`. None: the kernel quantises `x`.
     """
     num_rows, depth = x.shape
     num_columns = out.shape[1]
@@ -148,7 +148,7 @@ def _norm_and_quantize_groups(
 
 @triton.jit
 def _prefetch_tiles(weight_ptr, rows, mask, first_group, K: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
-    """Prefetch TILES tiles of the weight's `rows`, from group `first_group` on. A row of a tile is one cache line."""
+    """Prefetch TILES tiles of the weight's `rows`, from group `first_group` on. Each tile row is one cache line."""
     for tile in tl.static_range(TILES):
         ks = (first_group + tile) * GROUP
         prefetch(weight_ptr + tl.where(mask & (ks < K), rows * K + ks, 0))
@@ -206,7 +206,7 @@ def _multiply(
 
 @triton.jit
 def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr):
-    """Store this program's sums. Returns whether all programs of the tile have now stored their sums."""
+    """Store this program's sums. Returns whether this program is the last of its tile."""
     size: tl.constexpr = sums.shape[0] * sums.shape[1]
     split = tl.program_id(2)
     if GATED:

@@ -1,7 +1,7 @@
-"""A few rows times a weight on CUDA, with norm, gate and residual in one kernel. Most time goes to loads of the weight.
+"""Multiplies a few rows by a weight on CUDA, with norm, gate and residual in one kernel.
 
-The lanes of a warp split K, without tensor cores. The first weights are loaded before the kernel waits for the previous
-kernel (programmatic dependent launch). Hence no kernel that lets the next kernel start early may write weights.
+Loads of the weight take most of the time. The lanes of a warp split K, without tensor cores. The kernel loads its first
+weights before the previous kernel ends: a previous kernel that writes weights must not launch its dependents early.
 """
 
 import triton
@@ -24,7 +24,7 @@ def project_few_rows(
     *,
     gated: bool,
 ) -> None:
-    """Write the result of the package's `_project_few_rows_op` into `out` [M, N]."""
+    """Norm rows `x` [M, K], multiply by `weight` [N, K], add `bias`, gate, add `residual`, and write `out` [M, N]."""
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = few_rows_config(num_rows, num_columns, depth, gated=gated)
@@ -44,7 +44,7 @@ def project_few_rows(
         K=depth,
         ROWS=padded_rows(num_rows),
         BLOCK_N=config.block_n,
-        NUM_CHUNKS=32 * config.num_warps,
+        NUM_VECTORS=32 * config.num_warps,
         VECTOR=16 // weight.element_size(),
         NORM=norm_weight is not None,
         BIAS=bias is not None,
@@ -72,7 +72,7 @@ def _project_few_rows(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
+    NUM_VECTORS: tl.constexpr,
     VECTOR: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -82,27 +82,27 @@ def _project_few_rows(
 ):
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
-    ks = (tl.arange(0, NUM_CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]
+    ks = (tl.arange(0, NUM_VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]
     x_ptr += rows[None, :, None, None].to(tl.int64) * x_stride
     row_mask = (rows < num_rows)[None, :, None, None]
     up_ptr = weight_ptr + num_columns.to(tl.int64) * K
-    tile = _load_tile(weight_ptr, columns, num_columns, 0, K, NUM_CHUNKS, VECTOR)
+    tile = _load_tile(weight_ptr, columns, num_columns, 0, K, NUM_VECTORS, VECTOR)
     if GATED:
-        up_tile = _load_tile(up_ptr, columns, num_columns, 0, K, NUM_CHUNKS, VECTOR)
+        up_tile = _load_tile(up_ptr, columns, num_columns, 0, K, NUM_VECTORS, VECTOR)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    sums = tl.zeros((NUM_CHUNKS, ROWS, BLOCK_N), tl.float32)
-    up_sums = tl.zeros((NUM_CHUNKS, ROWS, BLOCK_N), tl.float32)
-    squares = tl.zeros((NUM_CHUNKS, ROWS, 1), tl.float32)
-    for first_k in range(0, K, NUM_CHUNKS * VECTOR):
+    sums = tl.zeros((NUM_VECTORS, ROWS, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((NUM_VECTORS, ROWS, BLOCK_N), tl.float32)
+    squares = tl.zeros((NUM_VECTORS, ROWS, 1), tl.float32)
+    for first_k in range(0, K, NUM_VECTORS * VECTOR):
         x = tl.load(x_ptr + first_k + ks, mask=row_mask & (first_k + ks < K), other=0.0).to(tl.float32)
         if NORM:
             squares += tl.sum(x * x, 3)
             x *= tl.load(norm_weight_ptr + first_k + ks, mask=first_k + ks < K, other=0.0).to(tl.float32)
-        next_tile = _load_next_tile(tile, weight_ptr, columns, num_columns, first_k, K, NUM_CHUNKS, VECTOR)
+        next_tile = _load_next_tile(tile, weight_ptr, columns, num_columns, first_k, K, NUM_VECTORS, VECTOR)
         if GATED:
-            next_up_tile = _load_next_tile(up_tile, up_ptr, columns, num_columns, first_k, K, NUM_CHUNKS, VECTOR)
+            next_up_tile = _load_next_tile(up_tile, up_ptr, columns, num_columns, first_k, K, NUM_VECTORS, VECTOR)
             up_sums += tl.sum(x * up_tile.to(tl.float32), 3)
             up_tile = next_up_tile
         sums += tl.sum(x * tile.to(tl.float32), 3)
@@ -122,11 +122,11 @@ def _project_few_rows(
 
 @triton.jit
 def _load_tile(
-    weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_CHUNKS: tl.constexpr, VECTOR: tl.constexpr
+    weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_VECTORS: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Load the weights of `columns` from `first_k` on: [NUM_CHUNKS, 1, columns, VECTOR], 0 outside the weight."""
-    # Chunks are the first dimension: Triton then gives neighbouring lanes neighbouring chunks.
-    ks = first_k + tl.arange(0, NUM_CHUNKS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    """Load the weights of `columns` from `first_k` on: [NUM_VECTORS, 1, columns, VECTOR], 0 outside the weight."""
+    # Vectors are the first dimension, so that Triton gives neighbouring lanes neighbouring vectors.
+    ks = first_k + tl.arange(0, NUM_VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     ks = ks[:, None, None, :]
     columns = columns[None, None, :, None]
     return tl.load(weight_ptr + columns.to(tl.int64) * K + ks, mask=(columns < num_columns) & (ks < K), other=0.0)
@@ -134,17 +134,17 @@ def _load_tile(
 
 @triton.jit
 def _load_next_tile(
-    tile, weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_CHUNKS: tl.constexpr, VECTOR: tl.constexpr
+    tile, weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_VECTORS: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Load the tile after `first_k`'s tile, or return `tile` if there is only one tile."""
-    if K > NUM_CHUNKS * VECTOR:
-        tile = _load_tile(weight_ptr, columns, num_columns, first_k + NUM_CHUNKS * VECTOR, K, NUM_CHUNKS, VECTOR)
+    if K > NUM_VECTORS * VECTOR:
+        tile = _load_tile(weight_ptr, columns, num_columns, first_k + NUM_VECTORS * VECTOR, K, NUM_VECTORS, VECTOR)
     return tile
 
 
 @triton.jit
 def _finish_sums(sums, scale, bias_ptr, columns, num_columns, BIAS: tl.constexpr):
-    """Sum over the chunks, multiply by `scale` and add the bias: [NUM_CHUNKS, rows, columns] -> [rows, columns]."""
+    """Sum over the vectors, multiply by `scale` and add the bias. sums: [NUM_VECTORS, rows, columns]."""
     out = tl.sum(sums, 0) * scale
     if BIAS:
         out += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)

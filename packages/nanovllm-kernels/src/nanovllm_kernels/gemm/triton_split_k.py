@@ -1,7 +1,7 @@
-"""Tens or hundreds of rows times a weight with few columns, on CUDA.
+"""Multiplies tens or hundreds of rows by a weight with few columns on CUDA.
 
-This product has fewer tiles than the GPU has SMs. Therefore several CTAs share a tile, and each CTA sums a part of K.
-The CTA that finishes last adds up the parts in a fixed order.
+A product with fewer tiles than SMs would leave SMs idle. Several CTAs share a tile, and each CTA sums a part of K. The
+CTA that finishes last adds up the parts in a fixed order.
 """
 
 import torch
@@ -17,7 +17,10 @@ from nanovllm_kernels.platform import can_overlap_launches
 def project_split_k(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor, out: Tensor
 ) -> None:
-    """Write the result of the package's `_project_split_k_op` into `out` [M, N]."""
+    """Multiply `x` [M, K] by `weight` [N, K], add `bias` and `residual`, and write `out` [M, N].
+
+    counters: int32 per tile, 0 between launches.
+    """
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = split_config(num_rows)

@@ -3,7 +3,7 @@
 
 Each figure is the median time of CUDA-graph replays. A graph calls the kernel on copies of the inputs that together
 exceed the L2 cache. Bytes and operations are the minimum that the kernel's result requires: data that a kernel reads
-twice count once. Shapes are those of models. Data are random.
+twice count once. Shapes are from models. Data are random.
 """
 
 import argparse
@@ -15,24 +15,24 @@ from pathlib import Path
 
 import torch
 
-from nanovllm_kernels.ladder.attention import latent_works, paged_works
-from nanovllm_kernels.ladder.captured_attention import captured_works
+from nanovllm_kernels.ladder.attention import latent_cases, paged_cases
+from nanovllm_kernels.ladder.captured_attention import captured_cases
 from nanovllm_kernels.ladder.gemm import SHAPES, block_fp8_linears, projections
 from nanovllm_kernels.ladder.linear_attention import delta_nets
 from nanovllm_kernels.ladder.moe import mixtures
-from nanovllm_kernels.ladder.timing import Figure, Work, measure
+from nanovllm_kernels.ladder.timing import BenchmarkCase, Figure, measure
 from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
 from nanovllm_kernels.platform import describe_device, has_cuda
 
 __all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
 
 
-def ladder() -> Iterator[Work]:
-    """Yield all works (see `timing.Work`), family by family. Works with small inputs come first in a family."""
+def ladder() -> Iterator[BenchmarkCase]:
+    """Yield all benchmark cases, family by family. Cases with small inputs come first in a family."""
     yield copy_ceiling()
-    yield from paged_works()
-    yield from latent_works()
-    yield from captured_works()
+    yield from paged_cases()
+    yield from latent_cases()
+    yield from captured_cases()
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
     for shapes in SHAPES:
@@ -46,29 +46,29 @@ def ladder() -> Iterator[Work]:
         yield from sampling(batch, vocab_size)
 
 
-def selected(name_part: str) -> list[Work]:
-    """Return the works whose names contain `name_part` and whose inputs fit this GPU."""
+def selected(name_part: str) -> list[BenchmarkCase]:
+    """Return the cases whose names contain `name_part` and whose inputs fit this GPU."""
     available_bytes = 0.4 * describe_device(torch.device("cuda", 0)).total_memory
-    return [work for work in ladder() if name_part in work.name and work.input_bytes <= available_bytes]
+    return [case for case in ladder() if name_part in case.name and case.input_bytes <= available_bytes]
 
 
 def main() -> None:
-    """Measure the selected works, and print their figures."""
+    """Measure the selected cases, and print their figures."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm_kernels.ladder",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--only", default="", help="measure only works whose names contain this word")
+    parser.add_argument("--only", default="", help="measure only cases whose names contain this word")
     arguments = parser.parse_args()
     if not has_cuda():
         sys.exit("no NVIDIA GPU (Ampere or newer) found: the ladder measures CUDA kernels")
     device = describe_device(torch.device("cuda", 0))
     print(f"{device.name}, {device.num_sms} SMs, torch {torch.__version__}")  # noqa: T201 - the program's output
     figures = []
-    for work in selected(arguments.only):
-        figures.append(figure := measure(work))
+    for case in selected(arguments.only):
+        figures.append(figure := measure(case))
         print(f"{figure.name:44} {figure.microseconds:10.1f} us {figure.rate:9.2f} {figure.unit}", flush=True)  # noqa: T201
     document = json.dumps({"device": asdict(device), "figures": [asdict(figure) for figure in figures]})
     print(document)  # noqa: T201

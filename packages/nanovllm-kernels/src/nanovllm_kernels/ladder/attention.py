@@ -1,6 +1,6 @@
-"""Works (see `timing.Work`) of attention over paged keys and values, and over paged latents: decodes and prompts.
+"""Benchmark cases of attention over paged keys and values, and over paged latents: decodes and prompts.
 
-A decode costs the bytes of its cache. A prompt, and a latent decode with many heads, cost operations.
+The cost is the bytes of the cache for decodes, and operations for prompts and for latent decodes with many heads.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,20 +11,20 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import Backend, paged_attention, plan_batch
 from nanovllm_kernels.attention.mla import latent_attention, plan_latent_batch
 from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
-from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
+from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Elements in DeepSeek-V3: a head's unrotated key part, rotated key part and value, and a latent.
+# Sizes in DeepSeek-V3: the unrotated part and the rotated part of a head's key, a head's value, and a latent.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
 def random_fp8(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random e4m3 values without NaN, of magnitude below 2."""
+    """Return random e4m3 values of magnitude below 2."""
     return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF).view(fp8.DTYPE)
 
 
 def make_decode_inputs(batch: int, context: int, page_size: int, *, is_fp8: bool) -> tuple[torch.Tensor | None, ...]:
-    """Return (queries, cache, scales or None, block tables, lengths). A request has one query and `context` tokens."""
+    """Return (queries, cache, scales or None, block tables, seq_lens): one query and `context` tokens per request."""
     pages_per_request = context // page_size
     num_blocks = batch * pages_per_request + 1
     shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
@@ -35,7 +35,7 @@ def make_decode_inputs(batch: int, context: int, page_size: int, *, is_fp8: bool
     return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, kv_scales, tables, seq_lens
 
 
-def decode_work(
+def decode_case(
     name: str,
     make_call: Callable[[], Callable[[], object]],
     batch: int,
@@ -43,15 +43,17 @@ def decode_work(
     page_size: int,
     *,
     is_fp8: bool,
-) -> Work:
-    """Decode attention. The cost is the bytes of keys, values and scales."""
+) -> BenchmarkCase:
+    """Make a case of decode attention. The cost is the bytes of keys, values and scales."""
     cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if is_fp8 else HEAD_DIM * 2)
     prefix = "FP8 " if is_fp8 else ""
-    return Work(f"{prefix}{name} batch {batch} context {context} page {page_size}", make_call, cost, "TB/s", cost)
+    return BenchmarkCase(
+        f"{prefix}{name} batch {batch} context {context} page {page_size}", make_call, cost, "TB/s", cost
+    )
 
 
-def triton_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> Work:
-    """Decode attention by the Triton kernel, over a cache of bf16 or FP8."""
+def triton_decode_case(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> BenchmarkCase:
+    """Make a case of decode attention by the Triton kernel."""
 
     def make_call() -> Callable[[], object]:
         q, kv_cache, kv_scales, tables, seq_lens = make_decode_inputs(batch, context, page_size, is_fp8=is_fp8)
@@ -70,11 +72,11 @@ def triton_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool
         )
         return lambda: paged_attention(q, kv_cache, batch_plan, scale=HEAD_DIM**-0.5, kv_scales=kv_scales)
 
-    return decode_work("decode", make_call, batch, context, page_size, is_fp8=is_fp8)
+    return decode_case("decode", make_call, batch, context, page_size, is_fp8=is_fp8)
 
 
-def cute_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> Work:
-    """Decode attention by the CuTe DSL kernel."""
+def cute_decode_case(batch: int, context: int, page_size: int, *, is_fp8: bool = False) -> BenchmarkCase:
+    """Make a case of decode attention by the CuTe DSL kernel."""
     from nanovllm_kernels.attention.gqa.cute_decode import allocate_workspace, paged_decode
 
     def make_call() -> Callable[[], object]:
@@ -82,11 +84,11 @@ def cute_decode_work(batch: int, context: int, page_size: int, *, is_fp8: bool =
         out, workspace = torch.empty_like(q), allocate_workspace(batch, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, q.device)
         return lambda: paged_decode(q, kv_cache, kv_scales, tables, seq_lens, HEAD_DIM**-0.5, workspace, out)
 
-    return decode_work("CuTe decode", make_call, batch, context, page_size, is_fp8=is_fp8)
+    return decode_case("CuTe decode", make_call, batch, context, page_size, is_fp8=is_fp8)
 
 
-def flash_decode_work(batch: int, context: int, page_size: int) -> Work:
-    """Decode attention by FlashAttention, which the engine uses for prompts only."""
+def flash_decode_case(batch: int, context: int, page_size: int) -> BenchmarkCase:
+    """Make a case of decode attention by FlashAttention, which the engine uses for prompts only."""
     from nanovllm_kernels.attention.gqa.flash_prefill import attend_to_pages
     from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 
@@ -96,10 +98,10 @@ def flash_decode_work(batch: int, context: int, page_size: int) -> Work:
         requests, out = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, tables), torch.empty_like(q)
         return lambda: attend_to_pages(q, kv_cache, requests, HEAD_DIM**-0.5, 1, out)
 
-    return decode_work("flash decode", make_call, batch, context, page_size, is_fp8=False)
+    return decode_case("flash decode", make_call, batch, context, page_size, is_fp8=False)
 
 
-def latent_attention_work(
+def latent_attention_case(
     name: str,
     batch: int,
     query_len: int,
@@ -110,8 +112,8 @@ def latent_attention_work(
     *,
     is_fp8: bool = False,
     backend: Backend = "triton",
-) -> Work:
-    """Latent attention of the last `query_len` tokens per request, with projections. context: tokens of a request."""
+) -> BenchmarkCase:
+    """Make a case of latent attention with projections, for the last `query_len` of each request's `context` tokens."""
     page_size, cache_dim = 64, LATENT_DIM + ROPE_DIM
 
     def make_call() -> Callable[[], object]:
@@ -139,43 +141,43 @@ def latent_attention_work(
 
     prefix = "FP8 " if is_fp8 else ""
     input_bytes = batch * context * cache_dim * (1 if is_fp8 else 2)
-    return Work(f"{prefix}{name} {num_heads} heads {batch} x {context}", make_call, cost, unit, input_bytes)
+    return BenchmarkCase(f"{prefix}{name} {num_heads} heads {batch} x {context}", make_call, cost, unit, input_bytes)
 
 
-def latent_decode_work(batch: int, context: int, num_heads: int, *, is_fp8: bool = False) -> Work:
-    """Decodes over latents. The cost is bytes of latents and of the expansion with few heads, otherwise operations."""
+def latent_decode_case(batch: int, context: int, num_heads: int, *, is_fp8: bool = False) -> BenchmarkCase:
+    """Make a case of decodes over latents. The cost is the bytes of inputs for few heads, and operations for many."""
     expansion_elements = num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM
     if num_heads <= 16:
         cost, unit = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if is_fp8 else 2) + 2 * expansion_elements, "TB/s"
     else:
         cost = 2 * batch * (num_heads * context * (2 * LATENT_DIM + ROPE_DIM) + expansion_elements)
         unit = "TFLOP/s"
-    return latent_attention_work("MLA decode", batch, 1, context, num_heads, cost, unit, is_fp8=is_fp8)
+    return latent_attention_case("MLA decode", batch, 1, context, num_heads, cost, unit, is_fp8=is_fp8)
 
 
-def latent_prefill_work(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> Work:
-    """Whole prompts over latents. The cost is the operations of attention over expanded keys and values."""
+def latent_prefill_case(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> BenchmarkCase:
+    """Make a case of whole prompts over latents. The cost is operations on expanded keys and values."""
     pairs = length * (length + 1) / 2
     cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
     name = _name_with_backend("MLA prefill", backend)
-    return latent_attention_work(name, batch, length, length, num_heads, cost, "TFLOP/s", backend=backend)
+    return latent_attention_case(name, batch, length, length, num_heads, cost, "TFLOP/s", backend=backend)
 
 
-def latent_chunk_work(length: int, context: int, num_heads: int) -> Work:
-    """The last `length` tokens of a prompt of `context` tokens. The cost is the operations of absorbed attention."""
+def latent_chunk_case(length: int, context: int, num_heads: int) -> BenchmarkCase:
+    """Make a case of a prompt's last `length` tokens. The cost is the operations of absorbed attention."""
     pairs = length * (context - length) + length * (length + 1) / 2
     cost = 2 * num_heads * (pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
-    return latent_attention_work(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")
+    return latent_attention_case(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")
 
 
-def latent_works() -> Iterator[Work]:
-    """Latent attention with all heads of DeepSeek-V3, and with an eighth of the heads."""
+def latent_cases() -> Iterator[BenchmarkCase]:
+    """Yield cases of latent attention with all heads of DeepSeek-V3, and with an eighth of the heads."""
     for num_heads in (16, 128):
         for batch, context in ((1, 8192), (64, 2048), (64, 8192), (256, 2048)):
             for is_fp8 in (False, True):
-                yield latent_decode_work(batch, context, num_heads, is_fp8=is_fp8)
-        yield from (latent_chunk_work(length, context, num_heads) for length, context in ((100, 8192), (2048, 32768)))
-        yield from (latent_prefill_work(4, 2048, num_heads, backend) for backend in prefill_backends())
+                yield latent_decode_case(batch, context, num_heads, is_fp8=is_fp8)
+        yield from (latent_chunk_case(length, context, num_heads) for length, context in ((100, 8192), (2048, 32768)))
+        yield from (latent_prefill_case(4, 2048, num_heads, backend) for backend in prefill_backends())
 
 
 def prefill_backends() -> tuple[Backend, ...]:
@@ -187,8 +189,8 @@ def _name_with_backend(name: str, backend: Backend) -> str:
     return name if backend == "triton" else f"{backend} {name}"
 
 
-def prefill_work(batch: int, length: int, backend: Backend = "triton") -> Work:
-    """Whole prompts with causal attention."""
+def prefill_case(batch: int, length: int, backend: Backend = "triton") -> BenchmarkCase:
+    """Make a case of whole prompts with causal attention."""
     page_size = 16
     pages_per_prompt = length // page_size
 
@@ -212,20 +214,22 @@ def prefill_work(batch: int, length: int, backend: Backend = "triton") -> Work:
         return lambda: paged_attention(q, kv_cache, batch_plan, scale=HEAD_DIM**-0.5)
 
     cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
-    return Work(f"{_name_with_backend('prefill', backend)} {batch} x {length}", make_call, cost, "TFLOP/s", COLD_BYTES)
+    return BenchmarkCase(
+        f"{_name_with_backend('prefill', backend)} {batch} x {length}", make_call, cost, "TFLOP/s", COLD_BYTES
+    )
 
 
-def paged_works() -> Iterator[Work]:
-    """Decodes and whole prompts by every backend that runs on this machine."""
+def paged_cases() -> Iterator[BenchmarkCase]:
+    """Yield cases of decodes and whole prompts by every backend that runs on this machine."""
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):
                 for is_fp8 in (False, True):
-                    yield triton_decode_work(batch, context, page_size, is_fp8=is_fp8)
+                    yield triton_decode_case(batch, context, page_size, is_fp8=is_fp8)
                     if has_cute():
-                        yield cute_decode_work(batch, context, page_size, is_fp8=is_fp8)
+                        yield cute_decode_case(batch, context, page_size, is_fp8=is_fp8)
                 if has_flash_attention():
-                    yield flash_decode_work(batch, context, page_size)
+                    yield flash_decode_case(batch, context, page_size)
     for backend in prefill_backends():
-        yield prefill_work(4, 2048, backend)
-        yield prefill_work(1, 8192, backend)
+        yield prefill_case(4, 2048, backend)
+        yield prefill_case(1, 8192, backend)

@@ -1,6 +1,6 @@
-"""Works of attention in captured steps, with padded tokens, unused entries, and lengths that only the device knows.
+"""Benchmark cases of attention in captured steps, with padded tokens, unused entries, and lengths on the device.
 
-The cost is operations. If a work's name contains "by bytes", the cost is the bytes of cached tokens instead.
+The cost is operations. If a case's name contains "by bytes", the cost is the bytes of cached tokens instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +15,20 @@ from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.attention.plan.work_list import WorkListFilter, make_work_list
 from nanovllm_kernels.ladder.attention import KEY_DIM, LATENT_DIM, ROPE_DIM, VALUE_DIM
 from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
-from nanovllm_kernels.ladder.timing import COLD_BYTES, Work
+from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Tokens of the longest request that the engine accepts, which set the width of block tables.
+# The longest request that the engine accepts, in tokens. It determines the width of block tables.
 MAX_SEQ_LEN = 131_072
 PAGE_SIZE = TMA_PAGE_SIZE
-# Query and key-value heads of Qwen3-0.6B.
+# Numbers of query heads and of key-value heads in Qwen3-0.6B.
 SMALL_MODEL_HEADS = (16, 8)
-# (queries, tokens including the queries) of a request.
+# A request's number of queries, and its number of tokens including the queries.
 RequestLengths = tuple[int, int]
 
 
 def make_step_tables(requests: Sequence[RequestLengths], num_entries: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """Return (block tables, seq_lens, query_start_loc) of the requests and of unused entries."""
+    """Return (block tables, seq_lens, query_start_loc) with `num_entries` entries. Entries after the requests are 0."""
     page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
     page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
     tables = torch.zeros((num_entries, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
@@ -46,7 +46,7 @@ def count_pairs(requests: Sequence[RequestLengths]) -> float:
     return sum(query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2 for query_len, seq_len in requests)
 
 
-def captured_attention_work(
+def captured_attention_case(
     name: str,
     requests: Sequence[RequestLengths],
     *,
@@ -57,11 +57,14 @@ def captured_attention_work(
     backend: Backend | None,
     counts_bytes: bool = False,
     has_only_whole_prompts: bool = False,
-) -> Work:
-    """Attention of `requests` in a step of `num_tokens` tokens.
+) -> BenchmarkCase:
+    """Make a case of attention of `requests` in a step of `num_tokens` tokens.
 
-    num_entries: rows of the block tables, used or not. backend: None calls FlashAttention without our kernels.
-    counts_bytes: whether the cost is bytes instead of operations. has_only_whole_prompts: see `plan_batch`.
+    num_entries: rows of the block tables, including unused rows.
+    heads: numbers of query heads and of key-value heads.
+    backend: None calls FlashAttention without our kernels.
+    counts_bytes: whether the cost is bytes instead of operations.
+    has_only_whole_prompts: as for `plan_batch`.
     """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-seq_len // PAGE_SIZE) for _, seq_len in requests))
@@ -95,11 +98,11 @@ def captured_attention_work(
     cost, unit = (cached_bytes, "TB/s") if counts_bytes else (operations, "TFLOP/s")
     suffix = " by bytes" if counts_bytes else " whole" if has_only_whole_prompts else ""
     name = f"captured {name} {backend or 'flash alone'}{suffix}"
-    return Work(name, make_call, cost, unit, max(cached_bytes, COLD_BYTES // 8))
+    return BenchmarkCase(name, make_call, cost, unit, max(cached_bytes, COLD_BYTES // 8))
 
 
-def captured_latent_chunk_work(length: int, context: int, num_heads: int) -> Work:
-    """The last `length` tokens of `context` over latents, in a captured step of 512 tokens and 256 entries."""
+def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> BenchmarkCase:
+    """Make a case of the last `length` of `context` tokens over latents, in a step of 512 tokens and 256 entries."""
     page_size, num_tokens, cache_dim = 64, 512, LATENT_DIM + ROPE_DIM
 
     def make_call() -> Callable[[], object]:
@@ -121,11 +124,11 @@ def captured_latent_chunk_work(length: int, context: int, num_heads: int) -> Wor
     projection_products = length * (KEY_DIM + VALUE_DIM) * LATENT_DIM
     cost = 2 * num_heads * (count_pairs([(length, context)]) * (2 * LATENT_DIM + ROPE_DIM) + projection_products)
     name = f"captured MLA chunk of {length} over {context} {num_heads} heads"
-    return Work(name, make_call, cost, "TFLOP/s", context * cache_dim * 2)
+    return BenchmarkCase(name, make_call, cost, "TFLOP/s", context * cache_dim * 2)
 
 
-def work_list_planning_work(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> Work:
-    """The kernel that plans the work list of wide tiles, once per step. The cost is the bytes of lengths."""
+def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> BenchmarkCase:
+    """Make a case of the kernel that plans a step's work list of wide tiles. The cost is the bytes of lengths."""
     from nanovllm_kernels.attention.plan import tile_configs
 
     config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)
@@ -142,11 +145,13 @@ def work_list_planning_work(requests: Sequence[RequestLengths], num_entries: int
             num_tokens=num_tokens,
         )
 
-    return Work(f"captured plan of work {num_tokens} tokens", make_call, num_entries * 8, "GB/s", COLD_BYTES // 4)
+    return BenchmarkCase(
+        f"captured plan of work {num_tokens} tokens", make_call, num_entries * 8, "GB/s", COLD_BYTES // 4
+    )
 
 
-def captured_works() -> Iterator[Work]:
-    """Chunks over long contexts, whole prompts, drafts to verify, and steps without work."""
+def captured_cases() -> Iterator[BenchmarkCase]:
+    """Yield cases of chunks over long contexts, whole prompts, drafts to verify, and steps without work."""
     backends: list[Backend | None] = ["triton"]
     backends += ["fastest"] if has_flash_attention() or has_cute() else []
     backends += [None] if has_flash_attention() else []
@@ -154,19 +159,19 @@ def captured_works() -> Iterator[Work]:
         for context in (8192, 32_768, MAX_SEQ_LEN):
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
-                # Loads of keys limit the speed of 16 queries: measure these works in bytes too.
+                # Loads of keys limit the speed of 16 queries: measure these cases in bytes too.
                 for counts_bytes in (False, True) if length == 16 else (False,):
-                    yield captured_attention_work(
+                    yield captured_attention_case(
                         name, requests, num_entries=256, num_tokens=512, backend=backend, counts_bytes=counts_bytes
                     )
     for num_heads in (16, 128):
-        yield captured_latent_chunk_work(100, 32_768, num_heads)
+        yield captured_latent_chunk_case(100, 32_768, num_heads)
     requests = [(2047, 2047)] * 4
     for num_entries in (32, 256):
         for backend in backends:
             name = f"prompts 4 x 2047 in {num_entries} entries"
             for has_only_whole_prompts in (False, True) if backend == "fastest" else (False,):
-                yield captured_attention_work(
+                yield captured_attention_case(
                     name,
                     requests,
                     num_entries=num_entries,
@@ -175,7 +180,7 @@ def captured_works() -> Iterator[Work]:
                     backend=backend,
                     has_only_whole_prompts=has_only_whole_prompts,
                 )
-    yield captured_attention_work(
+    yield captured_attention_case(
         "drafts of 3 in 64 x 2048",
         [(4, 2048)] * 64,
         num_entries=64,
@@ -185,6 +190,6 @@ def captured_works() -> Iterator[Work]:
         counts_bytes=True,
     )
     for backend in backends:
-        yield captured_attention_work("step without work", [], num_entries=256, num_tokens=512, backend=backend)
-    yield work_list_planning_work([(100, 32_768)], 256, 512)
-    yield work_list_planning_work(requests, 256, 8192)
+        yield captured_attention_case("step without work", [], num_entries=256, num_tokens=512, backend=backend)
+    yield work_list_planning_case([(100, 32_768)], 256, 512)
+    yield work_list_planning_case(requests, 256, 8192)

@@ -1,6 +1,6 @@
-"""Works of linear layers with fused norms, activations and residual sums, in bf16 and in block FP8.
+"""Benchmark cases of linear layers with fused norms, activations and residual sums, in bf16 and in block FP8.
 
-With few rows, the cost is the bytes of the weight.
+For few rows, the cost of a layer is the number of bytes of its weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,14 +12,20 @@ from torch.nn import functional
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, linear, logits, norm_gate_up, norm_linear, pack_linear, tiles
 from nanovllm_kernels.ladder.inputs import random
-from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.ladder.timing import BenchmarkCase
 
-Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+# A linear layer as a function of (weight, x, residual).
+LinearCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model's widths. qkv: all queries, keys and values. heads: all queries. intermediate: gate, or up, of an MLP."""
+    """A model's widths.
+
+    qkv: total size of a token's queries, keys and values.
+    heads: total size of a token's queries.
+    intermediate: size of an MLP's gate, which equals the size of the up projection.
+    """
 
     name: str
     hidden: int
@@ -32,22 +38,22 @@ class Shapes:
 SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 6144, 4096, 14336, 128_256))
 
 
-def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
-    """A layer's linears and the output head, as the engine runs `num_rows` rows.
+def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
+    """Yield cases of a decoder layer's linear layers and of the output head, as the engine runs `num_rows` rows.
 
-    If one kernel computes a linear layer and its neighbours, separate operators are measured too.
+    If one kernel computes a linear layer with its norm, gate or residual, separate operators are measured too.
     """
     norm_weight, eps = random(shapes.hidden), 1e-5
 
     def norm_then(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(rms_norm(x, norm_weight, eps), weight)
 
-    add_residual: tuple[Call, Call] = (
+    add_residual: tuple[LinearCall, LinearCall] = (
         lambda weight, x, residual: linear(x, weight, None, residual),
         lambda weight, x, residual: residual.addmm_(x, weight.t()),
     )
     # By name: output columns, input width, the call that the engine makes, and the call of separate operators.
-    works: dict[str, tuple[int, int, Call, Call]] = {
+    cases: dict[str, tuple[int, int, LinearCall, LinearCall]] = {
         "norm + qkv": (
             shapes.qkv,
             shapes.hidden,
@@ -69,23 +75,23 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[Work]:
             lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
         ),
     }
-    for name, (columns, width, fused, separate) in works.items():
+    for name, (columns, width, fused, separate) in cases.items():
         is_fused = tiles.is_few_rows_faster(num_rows, columns, width)
         calls = {"": fused, " in pieces": separate} if is_fused else {"": fused}
         cost = columns * width * 2
         for suffix, call in calls.items():
 
-            def make_call(call: Call = call, columns: int = columns, width: int = width) -> Callable[[], object]:
+            def make_call(call: LinearCall = call, columns: int = columns, width: int = width) -> Callable[[], object]:
                 weight, x, residual = random(columns, width), random(num_rows, width), random(num_rows, columns)
                 return lambda: call(weight, x, residual)
 
-            yield Work(f"{shapes.name} {name}, {num_rows} rows{suffix}", make_call, cost, "TB/s", cost)
+            yield BenchmarkCase(f"{shapes.name} {name}, {num_rows} rows{suffix}", make_call, cost, "TB/s", cost)
 
 
-def block_fp8_linears(num_rows: int) -> Iterator[Work]:
-    """Products with block FP8 weights of an 8B model and of DeepSeek-R1, as the engine runs `num_rows` rows.
+def block_fp8_linears(num_rows: int) -> Iterator[BenchmarkCase]:
+    """Yield cases of block FP8 weights of an 8B model and of DeepSeek-R1, as the engine runs `num_rows` rows.
 
-    The measured call also quantises the input. With few rows, the cost is the bytes of the weight.
+    The measured call also quantises the input.
     """
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
         has_few_rows = num_rows <= tiles.MAX_FP8_ROWS
@@ -99,11 +105,11 @@ def block_fp8_linears(num_rows: int) -> Iterator[Work]:
             x = random(num_rows, width)
             return lambda: block_fp8.linear(x, weight)
 
-        yield Work(f"block FP8 {columns} x {width}, {num_rows} rows", make_call, cost, unit, columns * width)
+        yield BenchmarkCase(f"block FP8 {columns} x {width}, {num_rows} rows", make_call, cost, unit, columns * width)
 
     def make_quantize_call() -> Callable[[], object]:
         x = random(num_rows, 4096)
         return lambda: block_fp8.quantize_groups(x)
 
     cost = num_rows * 4096 * 3
-    yield Work(f"quantize_groups {num_rows} x 4096", make_quantize_call, cost, "GB/s", cost)
+    yield BenchmarkCase(f"quantize_groups {num_rows} x 4096", make_quantize_call, cost, "GB/s", cost)

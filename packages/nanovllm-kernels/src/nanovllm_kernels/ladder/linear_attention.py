@@ -1,18 +1,18 @@
-"""Works of Gated DeltaNet, a recurrent layer: decodes, which cost bytes, and prompts, which cost operations."""
+"""Benchmark cases of Gated DeltaNet, a recurrent layer. The cost is bytes for decodes, and operations for prompts."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
 from nanovllm_kernels.ladder.inputs import random
-from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net, plan_states
 
 DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
 
 
-def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Work:
-    """Qwen3-Next's recurrent layer, without its projections.
+def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> BenchmarkCase:
+    """Make a case of Qwen3-Next's recurrent layer, without its projections.
 
     lengths: new tokens of each request. context: tokens of each request before its new tokens.
     """
@@ -21,12 +21,14 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Wor
     is_decode = num_tokens == batch
 
     def make_call() -> Callable[[], object]:
-        counts = torch.tensor([lengths, [context + length for length in lengths]], dtype=torch.int32, device="cuda")
+        token_counts = torch.tensor(
+            [lengths, [context + length for length in lengths]], dtype=torch.int32, device="cuda"
+        )
         planned = plan_states(
             torch.randperm(batch, device="cuda").int() + 1,
             torch.zeros((batch, 1, 2), dtype=torch.int32, device="cuda"),
-            counts[1],
-            torch.cat((counts.new_zeros(1), counts[0].cumsum(0).int())),
+            token_counts[1],
+            torch.cat((token_counts.new_zeros(1), token_counts[0].cumsum(0).int())),
             num_decodes=batch if is_decode else 0,
             max_query_len=max(lengths),
             num_tokens=num_tokens,
@@ -44,13 +46,15 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Wor
     name = f"delta net {kind} batch {batch} {str(state_dtype).removeprefix('torch.')}"
     if is_decode:
         cost = 2 * state_bytes + batch * (conv_channels * 2 * 5 + 2 * DELTA_V_HEADS * dim * 2)
-        return Work(name, make_call, cost, "TB/s", cost)
+        return BenchmarkCase(name, make_call, cost, "TB/s", cost)
     row_bytes = num_tokens * (conv_channels + 2 * DELTA_V_HEADS * dim) * 2
-    return Work(name, make_call, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", state_bytes + row_bytes)
+    return BenchmarkCase(
+        name, make_call, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", state_bytes + row_bytes
+    )
 
 
-def delta_nets() -> Iterator[Work]:
-    """Decodes with states of both dtypes, and prompts."""
+def delta_nets() -> Iterator[BenchmarkCase]:
+    """Yield cases of decodes with states of both dtypes, and of prompts."""
     for batch in (1, 8, 64, 256):
         for state_dtype in (torch.float32, torch.bfloat16):
             yield delta_net([1] * batch, 1000, state_dtype)

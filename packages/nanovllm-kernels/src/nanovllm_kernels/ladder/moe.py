@@ -1,4 +1,4 @@
-"""Works of mixtures of experts in bf16 and in block FP8. Tokens choose experts uniformly at random."""
+"""Benchmark cases of mixtures of experts in bf16 and in block FP8. Tokens choose experts uniformly at random."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -7,13 +7,18 @@ import torch
 
 from nanovllm_kernels import fp8
 from nanovllm_kernels.ladder.inputs import random
-from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.moe import PackedExperts, Routing, fused_experts, pack_experts, route
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A model's experts. hidden: width of the residual stream. width: of an expert. has_shared: gated shared expert."""
+    """A model's experts.
+
+    hidden: width of the residual stream.
+    width: width of an expert.
+    has_shared: whether the model has a gated shared expert.
+    """
 
     name: str
     num_experts: int
@@ -52,8 +57,8 @@ def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
     return pack_experts(*(part.view(fp8.DTYPE) for part in numbers), scales13, scales2)
 
 
-def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
-    """Experts of `num_tokens` tokens. The cost is the bytes of all chosen experts; for many tokens, operations."""
+def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> BenchmarkCase:
+    """Make a case of experts. The cost is the bytes of all chosen experts, or operations for many tokens."""
     matrix_elements = mixture.hidden * mixture.width
 
     def make_call() -> Callable[[], object]:
@@ -68,11 +73,13 @@ def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Work:
     size = 3 * mixture.num_all * matrix_elements * (1 if in_fp8 else 2)
     operations = 6 * num_tokens * (mixture.top_k + mixture.has_shared) * matrix_elements
     cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (used_bytes, "TB/s")
-    return Work(f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make_call, cost, unit, size)
+    return BenchmarkCase(
+        f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make_call, cost, unit, size
+    )
 
 
-def routing(mixture: Mixture, num_tokens: int) -> Work:
-    """The choice of experts. The cost is the bytes of the logits."""
+def routing(mixture: Mixture, num_tokens: int) -> BenchmarkCase:
+    """Make a case of the choice of experts. The cost is the bytes of the logits."""
 
     def make_call() -> Callable[[], object]:
         logits = torch.randn(num_tokens, mixture.num_all, device="cuda")
@@ -80,11 +87,11 @@ def routing(mixture: Mixture, num_tokens: int) -> Work:
         return lambda: route(logits, replace(mixture.routing, scoring="sigmoid"), bias)
 
     cost = 4 * num_tokens * mixture.num_all
-    return Work(f"route {mixture.name}, {num_tokens} tokens", make_call, cost, "GB/s", cost)
+    return BenchmarkCase(f"route {mixture.name}, {num_tokens} tokens", make_call, cost, "GB/s", cost)
 
 
-def mixtures() -> Iterator[Work]:
-    """Mixtures of experts, from one token to many."""
+def mixtures() -> Iterator[BenchmarkCase]:
+    """Yield cases of mixtures of experts, from one token to many."""
     for mixture in MIXTURES:
         for num_tokens in (1, 4, 16, 64, 256, 1024, 8192):
             yield routing(mixture, num_tokens)

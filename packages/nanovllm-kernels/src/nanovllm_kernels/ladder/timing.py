@@ -1,4 +1,4 @@
-"""Times works. A work supplies the call to time and the cost of the call."""
+"""Times benchmark cases. A case supplies a call and its cost: the bytes or operations that the call requires."""
 
 import statistics
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-# A graph calls a work on enough copies of the inputs to fill COLD_BYTES, but on at most MAX_COPIES.
+# Each graph contains calls on MAX_COPIES copies of the inputs, or fewer copies if they fill COLD_BYTES.
 COLD_BYTES, MAX_COPIES, NUM_REPLAYS = 256 << 20, 32, 20
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured work. microseconds: time per call. rate: cost per time, in `unit`."""
+    """The result of a case. microseconds: time per call. rate: cost per time, in `unit`."""
 
     name: str
     microseconds: float
@@ -21,8 +21,8 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Work:
-    """A call to time. make_call: creates inputs and returns the call. cost: bytes or operations. unit: of the rate."""
+class BenchmarkCase:
+    """A call to time. make_call: creates inputs and returns the call. cost: number of bytes or operations."""
 
     name: str
     make_call: Callable[[], Callable[[], object]]
@@ -31,12 +31,12 @@ class Work:
     input_bytes: float
 
 
-def measure(work: Work) -> Figure:
+def measure(case: BenchmarkCase) -> Figure:
     """Capture a graph of calls on different inputs, replay the graph, and return the median time per call."""
-    # Free the memory of the previous work's inputs.
+    # Free the memory of the previous case's inputs.
     torch.cuda.empty_cache()
-    num_copies = max(1, min(MAX_COPIES, int(COLD_BYTES // work.input_bytes) + 1))
-    calls = [work.make_call() for _ in range(num_copies)]
+    num_copies = max(1, min(MAX_COPIES, int(COLD_BYTES // case.input_bytes) + 1))
+    calls = [case.make_call() for _ in range(num_copies)]
     # Inputs are filled on the default stream, but the calls run on another stream.
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -58,5 +58,5 @@ def measure(work: Work) -> Figure:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / num_copies)
     microseconds = statistics.median(times)
-    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[work.unit]
-    return Figure(work.name, microseconds, work.cost / microseconds / unit_per_microsecond, work.unit)
+    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]
+    return Figure(case.name, microseconds, case.cost / microseconds / unit_per_microsecond, case.unit)

@@ -1,4 +1,4 @@
-"""Works whose cost is memory traffic: a plain copy, the elementwise operators, and sampling."""
+"""Benchmark cases whose cost is memory traffic: a plain copy, the elementwise operators, and sampling."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,12 +6,12 @@ import torch
 
 from nanovllm_kernels.elementwise import plan_rotation, rms_norm, rope_and_cache, silu_and_mul
 from nanovllm_kernels.ladder.inputs import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, random
-from nanovllm_kernels.ladder.timing import Work
+from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.sampling import DrawSettings, sample
 
 
-def copy_ceiling() -> Work:
-    """A plain copy, whose rate is the ceiling of all rates in bytes."""
+def copy_ceiling() -> BenchmarkCase:
+    """Make a case of a plain copy. Its rate is the ceiling of all rates in bytes."""
     size = 1 << 30
 
     def make_call() -> Callable[[], object]:
@@ -19,11 +19,11 @@ def copy_ceiling() -> Work:
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
-    return Work("copy 1 GiB", make_call, 2 * size, "TB/s", 2 * size)
+    return BenchmarkCase("copy 1 GiB", make_call, 2 * size, "TB/s", 2 * size)
 
 
-def elementwise(num_tokens: int) -> Iterator[Work]:
-    """Norm, rotary embedding and gated activation with the shapes of an 8B model."""
+def elementwise(num_tokens: int) -> Iterator[BenchmarkCase]:
+    """Yield cases of norm, rotary embedding and gated activation with the shapes of an 8B model."""
     hidden, intermediate = 4096, 14336
     hidden_bytes = num_tokens * hidden * 2
     weight = random(hidden)
@@ -47,13 +47,13 @@ def elementwise(num_tokens: int) -> Iterator[Work]:
 
     rope_bytes = num_tokens * (2 * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM * 2 + HEAD_DIM * 4)
     gate_bytes = num_tokens * 3 * intermediate * 2
-    yield Work(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * hidden_bytes, "GB/s", 2 * hidden_bytes)
-    yield Work(f"rope_and_cache {num_tokens}", make_rope, rope_bytes, "GB/s", rope_bytes)
-    yield Work(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate_bytes, "GB/s", gate_bytes)
+    yield BenchmarkCase(f"rms_norm {num_tokens} x {hidden}", make_norm, 2 * hidden_bytes, "GB/s", 2 * hidden_bytes)
+    yield BenchmarkCase(f"rope_and_cache {num_tokens}", make_rope, rope_bytes, "GB/s", rope_bytes)
+    yield BenchmarkCase(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate_bytes, "GB/s", gate_bytes)
 
 
-def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
-    """Greedy, unfiltered and filtered draws from float32 logits. From flat logits, top-p keeps most tokens."""
+def sampling(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
+    """Yield cases of greedy, unfiltered and filtered draws. From flat logits, top-p keeps most tokens."""
     ones, zeros, seeds = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4
 
@@ -75,4 +75,4 @@ def sampling(batch: int, vocab_size: int) -> Iterator[Work]:
         "top-p, flat": (0.6, 0, 0.9, 0.5),
         "top-k + top-p": (0.6, 50, 0.9, 3.0),
     }.items():
-        yield Work(f"sample {batch} x {vocab_size} {name}", draw_with(*settings), cost, "GB/s", cost)
+        yield BenchmarkCase(f"sample {batch} x {vocab_size} {name}", draw_with(*settings), cost, "GB/s", cost)

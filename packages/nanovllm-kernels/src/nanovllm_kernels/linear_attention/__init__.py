@@ -1,6 +1,6 @@
-"""Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464): linear attention with a matrix as memory.
+"""Computes Gated DeltaNet (Yang et al. 2025, https://arxiv.org/abs/2412.06464), a linear attention.
 
-A request's state is stored in a slot of each layer: one matrix per value head, and the last inputs of the convolution.
+Each layer stores a request's state in a slot: one matrix per value head, and the last inputs of the convolution.
 """
 
 from typing import Literal
@@ -35,17 +35,18 @@ def plan_states(
     num_tokens: int,
     backend: Backend,
 ) -> StateBatch:
-    """Prepare a step for its recurrent layers. All layers share the result.
+    """Plan a step, once for all recurrent layers.
 
     slots: int32 [B], each request's state slot. Slots are unique except slot 0, which padding requests share. A request
         whose first token is in this step starts from a state of zeros.
     checkpoints: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written
-        to `slot`. Positions are multiples of CHECKPOINT_INTERVAL; 0 for an unused pair.
+        to `slot`. Positions are multiples of CHECKPOINT_INTERVAL. An unused pair has position 0.
     seq_lens: int32 [B], number of each request's tokens, including this step.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
-    num_decodes: number of leading requests with exactly one token. None: unknown to the host, not
-        allowed for "torch". A captured graph can then be replayed with any query lengths up to `max_query_len`.
-    max_query_len, num_tokens: maximum number of tokens per request in the step, and of tokens in the step.
+    num_decodes: number of leading requests with exactly one token. None: the host does not know this number. A captured
+        graph can then be replayed with any query lengths up to `max_query_len`. "torch" does not allow None.
+    max_query_len: maximum number of tokens of a request in the step.
+    num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         never waits, and allows requests without tokens.
     """
@@ -60,7 +61,7 @@ def plan_states(
 def gated_delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch
 ) -> Tensor:
-    """Compute a layer between its projections: causal convolution, SiLU, gated delta rule, norm and gate.
+    """Compute a layer without its projections: causal convolution, SiLU, gated delta rule, norm and gate.
 
     The recurrence of a value head uses the query q and key k of its key head, both normed to length 1:
     S = exp(-decay_rate * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q * Dk^-0.5.
@@ -81,7 +82,7 @@ def gated_delta_net(
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy states from slots `sources` to slots `targets` (int64 [n]), one pair after another and in place.
+    """Copy the state in slot sources[i] to slot targets[i] (both int64 [n]) in all layers, for each i in order.
 
     states: [layers, num_slots, ...], contiguous.
     """

@@ -1,18 +1,18 @@
-"""Inputs of all implementations of Gated DeltaNet: a layer's weights and sizes, and the requests of a step."""
+"""Defines the inputs of all implementations of Gated DeltaNet: weights, sizes, and the requests of a step."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens per chunk. Checkpoints of states can be saved at multiples of this position.
+# Tokens per chunk. States can be saved at positions that are multiples of this number.
 CHECKPOINT_INTERVAL = 64
 # Added to the squared length of a query or key, to avoid a division by 0.
 L2_NORM_EPS = 1e-6
 
 
 class DeltaWeights(NamedTuple):
-    """Weights of a layer without its projections. Hk key heads of size Dk each have Hv / Hk value heads of size Dv.
+    """Holds a layer's weights except projections. Hk key heads of size Dk each have Hv / Hk value heads of size Dv.
 
     conv: float32 [W, C], one row per tap, oldest input first. Channels: each key head's query, key and value heads.
     decay_rate: float32 [Hv], exp(A_log).
@@ -29,7 +29,7 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Sizes of a layer: numbers of heads, head sizes, and the convolution's numbers of channels and taps."""
+    """Holds a layer's sizes. Channels and taps are those of the convolution."""
 
     num_k_heads: int
     num_v_heads: int
@@ -45,7 +45,7 @@ class LayerSizes(NamedTuple):
 
 
 def layer_sizes(recurrent: Tensor, conv: Tensor) -> LayerSizes:
-    """Derive a layer's sizes from its states (see `gated_delta_net`)."""
+    """Derive a layer's sizes from its states. recurrent: [num_slots, Hv, Dv, Dk]. conv: [num_slots, W, C]."""
     _, num_v_heads, v_dim, k_dim = recurrent.shape
     _, num_taps, num_channels = conv.shape
     num_k_heads = (num_channels - num_v_heads * v_dim) // (2 * k_dim)
@@ -53,9 +53,10 @@ def layer_sizes(recurrent: Tensor, conv: Tensor) -> LayerSizes:
 
 
 class Prefill(NamedTuple):
-    """A request with several tokens, for the plain torch path.
+    """Holds a request with several tokens, for the plain torch path.
 
-    first_row, end_row: range of the request's tokens in the step. `end_row` is excluded.
+    first_row: index of the request's first token in the step.
+    end_row: index after the request's last token in the step.
     first_position: position of the token at `first_row`.
     checkpoints: pairs (position, slot) of states to save within this step.
     """
@@ -68,9 +69,10 @@ class Prefill(NamedTuple):
 
 
 class TorchPlan(NamedTuple):
-    """A step's requests for the plain torch path: n decodes with one token each, then `prefills`.
+    """Holds a step's requests for the plain torch path: n decodes with one token each, then `prefills`.
 
-    slots, positions: int64 [n], each decode's state slot and its token's position.
+    slots: int64 [n], state slot of each decode.
+    positions: int64 [n], position of each decode's token.
     checkpoint_rows: int64 [m], indices of the decodes whose state is also saved.
     checkpoint_slots: int64 [m], slots of the saved states.
     """
@@ -84,7 +86,7 @@ class TorchPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """A step's requests for recurrent layers, from `plan_states`, which describes the fields.
+    """Holds a step's requests for recurrent layers. `plan_states` takes and describes the fields.
 
     torch_plan: plan of the plain torch path. None for the backend "triton".
     """

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in plain torch: the reference for the kernels' tests, and the CPU path.
+"""Computes Gated DeltaNet in plain torch: the reference for the kernels' tests, and the CPU path.
 
 Decodes run together. Prompts run one by one in chunks, with a triangular system per chunk instead of a recurrence over
 tokens (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484).
@@ -21,7 +21,7 @@ from nanovllm_kernels.linear_attention.layer_inputs import (
 
 
 class _Gates(NamedTuple):
-    """Logarithm of the state's decay, and step size of the delta rule. Both are float32 [.., Hv]."""
+    """Holds the gates, float32 [.., Hv]: logarithm of the state's decay, and step size `beta` of the delta rule."""
 
     log_decay: Tensor
     beta: Tensor
@@ -30,15 +30,15 @@ class _Gates(NamedTuple):
 def plan_states(
     slots: Tensor, checkpoints: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int
 ) -> TorchPlan:
-    """Return the `torch_plan` of the package's `plan_states`."""
-    row_starts, lengths, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
+    """Plan a step for plain torch. The package's `plan_states` has the same arguments."""
+    row_starts, request_lens, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
     pairs: list[list[list[int]]] = checkpoints.tolist()
     decode_checkpoints = [
-        (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == lengths[row]
+        (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == request_lens[row]
     ]
     prefills: list[Prefill] = []
     for request in range(num_decodes, len(request_slots)):
-        first_row, end_row, length = row_starts[request], row_starts[request + 1], lengths[request]
+        first_row, end_row, length = row_starts[request], row_starts[request + 1], request_lens[request]
         first_position = length - (end_row - first_row)
         step_pairs = tuple((position, slot) for position, slot in pairs[request] if first_position < position <= length)
         if end_row > first_row:
@@ -55,7 +55,7 @@ def plan_states(
 def gated_delta_net(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, plan: TorchPlan
 ) -> Tensor:
-    """See the package's `gated_delta_net`."""
+    """Compute the package's `gated_delta_net` for the requests of `plan`."""
     sizes = layer_sizes(states, conv_states)
     num_v_heads, v_dim, group_dim = sizes.num_v_heads, sizes.v_dim, sizes.group_size * sizes.v_dim
     qkv, z = qkvz.unflatten(1, (sizes.num_k_heads, -1)).split((2 * sizes.k_dim + group_dim, group_dim), -1)
@@ -82,7 +82,7 @@ def gated_delta_net(
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """See the package's `copy_states`."""
+    """Copy the state in slot sources[i] to slot targets[i] in all layers, for each i in order."""
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         states[:, target].copy_(states[:, source])
 
@@ -153,9 +153,9 @@ def _convolve_prefill(inputs: Tensor, weight: Tensor, conv_states: Tensor, prefi
 def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tensor, prefill: Prefill) -> Tensor:
     """Apply the delta rule to one request's tokens, chunk by chunk, and store the new state. Returns [n, Hv, Dv].
 
-    G_i is the logarithm of the decay from the chunk's beginning to token i, and A is the strictly lower part of
-    beta_i k_i k_j exp(G_i - G_j). With T = (1 + A)^-1, wy_values = T (beta v) and wy_keys = T (beta exp(G) k), the
-    values that a chunk adds to a state S, one per token's key, are wy_values - wy_keys S^T.
+    G_i is the logarithm of the decay from the chunk's beginning to token i. A is the strictly lower triangle of the
+    matrix beta_i k_i k_j exp(G_i - G_j). T = (1 + A)^-1;  wy_values = T (beta v);  wy_keys = T (beta exp(G) k).
+    Token i adds the outer product of row i of (wy_values - wy_keys S^T) and k_i to the chunk's initial state S.
     """
     num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
     back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL

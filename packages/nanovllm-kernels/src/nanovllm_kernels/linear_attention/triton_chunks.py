@@ -1,7 +1,7 @@
-"""Computes the parts of all chunks that do not depend on the recurrent states, in parallel on CUDA.
+"""Computes everything that does not depend on the recurrent states, for all chunks in parallel, on CUDA.
 
-A program computes one chunk's convolution, or one chunk's gates and triangular system (see the reference). Rows of a
-chunk without a token of this step are masked.
+A program computes one chunk's convolution, or one chunk's gates and triangular system. Chunks begin at multiples of
+CHECKPOINT_INTERVAL. Programs mask rows of a chunk that hold no token of this step.
 """
 
 from typing import NamedTuple
@@ -22,21 +22,22 @@ MIN_TILE_SIDE = 32
 CHANNEL_BLOCK = 1024
 
 
-class Chunks(NamedTuple):
-    """Parts of all chunks that do not depend on the states (formulas: `linear_attention_reference._scan_chunks`).
+class ChunkTensors(NamedTuple):
+    """Holds results of all chunks that do not depend on the states. `linear_attention_reference` has the formulas.
 
-    All tensors except `log_decays` have the dtype of the projections.
+    All tensors except `cumulative_log_decays` have the dtype of the projections.
     convolved: [T, C], convolved queries, keys and values.
-    wy_keys: [T, Hv, Dk]. wy_values: [T, Hv, Dv]. Keys and values of the WY form.
+    wy_keys: [T, Hv, Dk], keys of the WY form.
+    wy_values: [T, Hv, Dv], values of the WY form.
     scores: [T, Hv, CHECKPOINT_INTERVAL], decayed products of each token's query with the keys of its chunk.
-    log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
+    cumulative_log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
 
     convolved: Tensor
     wy_keys: Tensor
     wy_values: Tensor
     scores: Tensor
-    log_decays: Tensor
+    cumulative_log_decays: Tensor
 
 
 def pad_to_tile(dim: int) -> int:
@@ -44,24 +45,24 @@ def pad_to_tile(dim: int) -> int:
     return max(MIN_TILE_SIDE, triton.next_power_of_2(dim))
 
 
-def max_chunk_tiles(num_tokens: int, num_reqs: int) -> int:
-    """Return an upper bound of the number of chunks, the number of tiles of a launch. See `find_chunk`."""
+def max_num_chunks(num_tokens: int, num_reqs: int) -> int:
+    """Return an upper bound on the chunk numbers of `find_chunk`."""
     return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
 
 
 def compute_chunks(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv_states: Tensor, batch: StateBatch, sizes: LayerSizes
-) -> Chunks:
+) -> ChunkTensors:
     """Compute all chunks, and store the convolution's last inputs in the slots of requests and checkpoints."""
     num_tokens, num_reqs = len(qkvz), len(batch.slots)
-    num_tiles = max_chunk_tiles(num_tokens, num_reqs)
+    num_chunks = max_num_chunks(num_tokens, num_reqs)
     padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
     convolved = qkvz.new_empty((num_tokens, sizes.num_channels))
     wy_keys = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.k_dim))
     wy_values = qkvz.new_empty((num_tokens, sizes.num_v_heads, sizes.v_dim))
     scores = qkvz.new_empty((num_tokens, sizes.num_v_heads, CHECKPOINT_INTERVAL))
-    log_decays = qkvz.new_empty((num_tokens, sizes.num_v_heads), dtype=torch.float32)
-    _convolve_chunks[(num_tiles, 2 * sizes.num_k_heads + sizes.num_v_heads)](
+    cumulative_log_decays = qkvz.new_empty((num_tokens, sizes.num_v_heads), dtype=torch.float32)
+    _convolve_chunks[(num_chunks, 2 * sizes.num_k_heads + sizes.num_v_heads)](
         qkvz,
         weights.conv,
         conv_states,
@@ -95,7 +96,7 @@ def compute_chunks(
         CHANNEL_BLOCK=CHANNEL_BLOCK,
         num_warps=4,
     )
-    _solve_chunks[(num_tiles, sizes.num_v_heads)](
+    _solve_chunks[(num_chunks, sizes.num_v_heads)](
         convolved,
         ba,
         weights.decay_rate,
@@ -105,7 +106,7 @@ def compute_chunks(
         wy_keys,
         wy_values,
         scores,
-        log_decays,
+        cumulative_log_decays,
         num_reqs,
         ba.stride(0),
         HEADS=sizes.num_v_heads,
@@ -117,15 +118,15 @@ def compute_chunks(
         NUM_CHANNELS=sizes.num_channels,
         num_warps=4,
     )
-    return Chunks(convolved, wy_keys, wy_values, scores, log_decays)
+    return ChunkTensors(convolved, wy_keys, wy_values, scores, cumulative_log_decays)
 
 
 @triton.jit
-def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
-    """Find the chunk with number `tile`.
+def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, chunk_number):
+    """Find the chunk with number `chunk_number`.
 
     The chunks of request r are numbered from first_row_r // CHUNK + 2 r on. Adding 2 r leaves numbers for incomplete
-    first and last chunks. A binary search finds the last request whose first number is at most `tile`.
+    first and last chunks. A binary search finds the last request whose first number is at most `chunk_number`.
 
     Returns: request, row of the request's first token in this step, position of this token, sequence length (0 if no
         chunk has this number), position at which the chunk begins.
@@ -134,14 +135,14 @@ def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, tile):
     high = num_reqs - 1
     while low < high:
         middle = (low + high + 1) // 2
-        first_tile = tl.load(query_start_loc_ptr + middle) // CHUNK + 2 * middle
-        low = tl.where(first_tile <= tile, middle, low)
-        high = tl.where(first_tile <= tile, high, middle - 1)
+        first_number = tl.load(query_start_loc_ptr + middle) // CHUNK + 2 * middle
+        low = tl.where(first_number <= chunk_number, middle, low)
+        high = tl.where(first_number <= chunk_number, high, middle - 1)
     first_row = tl.load(query_start_loc_ptr + low)
     num_new = tl.load(query_start_loc_ptr + low + 1) - first_row
     seq_len = tl.load(seq_lens_ptr + low)
     first_position = seq_len - num_new
-    chunk_position = (first_position // CHUNK + tile - (first_row // CHUNK + 2 * low)) * CHUNK
+    chunk_position = (first_position // CHUNK + chunk_number - (first_row // CHUNK + 2 * low)) * CHUNK
     seq_len = tl.where((num_new > 1) & (chunk_position < seq_len), seq_len, 0)
     return low, first_row, first_position, seq_len, chunk_position
 
@@ -266,8 +267,8 @@ def _invert_unit_lower(a):
     """Return (1 + a)^-1 for float32 a [CHUNK, CHUNK] that is 0 on and above its diagonal.
 
     The diagonal blocks are inverted row by row, in parallel. D is the block diagonal of these inverses, and L holds the
-    blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. Hence the inverse is
-    (1 + n)^-1 D = (1 - n) (1 + n^2) D.
+    blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. The inverse is
+    therefore (1 + n)^-1 D = (1 - n) (1 + n^2) D.
     """
     blocks: tl.constexpr = CHUNK // BLOCK
     tl.static_assert(blocks == 4)
@@ -301,7 +302,7 @@ def _solve_chunks(
     wy_keys_ptr,
     wy_values_ptr,
     scores_ptr,
-    log_decays_ptr,
+    cumulative_log_decays_ptr,
     num_reqs,
     ba_stride,
     HEADS: tl.constexpr,
@@ -330,8 +331,8 @@ def _solve_chunks(
     a = tl.load(ba_ptrs + GROUP_SIZE, mask=row_mask, other=0.0).to(tl.float32)
     decay_rate, dt_bias = tl.load(decay_rate_ptr + head), tl.load(dt_bias_ptr + head)
     token_log_decays = tl.where(row_mask, log_decay(a, decay_rate, dt_bias), 0.0)
-    total = tl.cumsum(token_log_decays, 0)
-    tl.store(log_decays_ptr + tokens * HEADS + head, total, mask=row_mask)
+    cumulative = tl.cumsum(token_log_decays, 0)
+    tl.store(cumulative_log_decays_ptr + tokens * HEADS + head, cumulative, mask=row_mask)
 
     k_dims = tl.arange(0, PADDED_K)
     k_mask = row_mask[:, None] & (k_dims < K_DIM)[None, :]
@@ -339,14 +340,14 @@ def _solve_chunks(
     q = tl.load(head_ptrs + k_dims[None, :], mask=k_mask, other=0.0)
     k = tl.load(head_ptrs + K_DIM + k_dims[None, :], mask=k_mask, other=0.0)
     causal = rows[:, None] >= rows[None, :]
-    pair_decay = tl.where(causal, tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0)), 0.0)
+    pair_decay = tl.where(causal, tl.exp(tl.where(causal, cumulative[:, None] - cumulative[None, :], 0.0)), 0.0)
     scores = tl.dot(q, k.T, input_precision="tf32x3") * pair_decay
     scores_ptrs = scores_ptr + (tokens * HEADS + head)[:, None] * CHUNK + rows[None, :]
     tl.store(scores_ptrs, scores.to(scores_ptr.dtype.element_ty), mask=row_mask[:, None])
     system = tl.dot(k, k.T, input_precision="tf32x3") * pair_decay * beta[:, None]
     inverse = _invert_unit_lower(tl.where(rows[:, None] > rows[None, :], system, 0.0)).to(k.dtype)
 
-    right_sides = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
+    right_sides = (k.to(tl.float32) * (beta * tl.exp(cumulative))[:, None]).to(k.dtype)
     wy_keys = tl.dot(inverse, right_sides, input_precision="tf32x3")
     wy_keys_ptrs = wy_keys_ptr + (tokens * HEADS + head)[:, None] * K_DIM + k_dims[None, :]
     tl.store(wy_keys_ptrs, wy_keys.to(wy_keys_ptr.dtype.element_ty), mask=k_mask)

@@ -9,7 +9,7 @@ BLOCK = 4096
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """See the package's `copy_states`."""
+    """Copy the state in slot sources[i] to slot targets[i] in all layers, for each i in order."""
     if not states.is_contiguous():
         raise ValueError(f"the states must be contiguous, but have strides {states.stride()}: copy them first")
     num_layers, size = states.shape[0], states.stride(1)

@@ -1,7 +1,7 @@
-"""Gated DeltaNet of requests with one token each, on CUDA: convolution, recurrence and gated norm in one kernel.
+"""Computes Gated DeltaNet for requests with one token, on CUDA: convolution, recurrence and gated norm in one kernel.
 
 A program reads and writes the state of one value head. All programs of a key head compute the convolution of its query
-and key, and the program of the first value head stores their inputs in a row that no program reads.
+and key. Only the program of the first value head stores the new inputs, in a row that no program reads.
 """
 
 import triton
@@ -15,7 +15,7 @@ from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, des
 
 # Elements of a state per warp if a program loads its whole state at once.
 ELEMENTS_PER_WARP = 4096
-# If a launch has more than two programs per SM, a program loads its state in blocks of rows. Keys: bytes per element.
+# Rows per block, by bytes per element. If a launch has more than two programs per SM, programs load states in blocks.
 BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
 BLOCKED_ELEMENTS_PER_WARP = 1024
 BLOCKS_IN_FLIGHT = 4
@@ -90,7 +90,6 @@ def _convolve(
 
 @triton.jit
 def _copy_conv_inputs(source_ptr, target_ptr, channels, mask, NUM_CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr):
-    """Copy the convolution's inputs from one slot to another."""
     for tap in tl.static_range(NUM_TAPS):
         offsets = tap * NUM_CHANNELS + channels
         tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=mask, other=0.0), mask=mask)
@@ -184,7 +183,7 @@ def _decode_requests(
         state = state.to(tl.float32) * state_decay
         v_block = v if NUM_BLOCKS == 1 else tl.gather(v, first_row + rows, 0)
         delta = (v_block - tl.sum(state * k[None, :], 1)) * beta
-        # The new state times q, without a second pass over the state.
+        # Compute the new state times q without a second pass over the state.
         block_out = tl.sum(state * q[None, :], 1) + delta * k_dot_q
         out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
         new_state = (state + delta[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)

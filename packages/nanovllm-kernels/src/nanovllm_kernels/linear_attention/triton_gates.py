@@ -12,12 +12,12 @@ LINEAR_SOFTPLUS = tl.constexpr(20.0)
 
 @triton.jit
 def log_decay(a, decay_rate, dt_bias):
-    """Return the logarithm of a state's decay, -decay * softplus(a + dt_bias)."""
+    """Return the logarithm of a state's decay: -decay_rate * softplus(a + dt_bias)."""
     x = a + dt_bias
     return -decay_rate * tl.where(x > LINEAR_SOFTPLUS, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
 def silu(x):
-    """Return SiLU of `x`."""
+    """Return x * sigmoid(x)."""
     return x * tl.sigmoid(x)

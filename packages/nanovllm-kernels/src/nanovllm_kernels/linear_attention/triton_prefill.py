@@ -1,7 +1,7 @@
-"""Gated DeltaNet of requests with several tokens on CUDA: whole prompts and chunks of prompts.
+"""Computes Gated DeltaNet for requests with several tokens on CUDA: whole prompts and chunks of prompts.
 
-`triton_chunks` first computes, for all chunks in parallel, the parts that do not depend on the states. Then one program
-per request, value head and block of value dimensions processes chunk after chunk, with the state in registers.
+`triton_chunks` first computes everything that does not depend on the states. After that, each program processes one
+request's chunks in order, for one value head and one block of value dimensions, with the state in registers.
 """
 
 import triton
@@ -13,7 +13,7 @@ from nanovllm_kernels.linear_attention.triton_chunks import (
     CHUNK,
     compute_chunks,
     find_chunk,
-    max_chunk_tiles,
+    max_num_chunks,
     pad_to_tile,
 )
 from nanovllm_kernels.linear_attention.triton_gates import silu
@@ -30,10 +30,10 @@ def prefill(
     num_reqs = len(batch.slots)
     padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
     heads = {"HEADS": sizes.num_v_heads, "GROUP_SIZE": sizes.group_size, "K_DIM": sizes.k_dim, "V_DIM": sizes.v_dim}
-    chunks = compute_chunks(qkvz, ba, weights, conv_states, batch, sizes)
+    chunk_tensors = compute_chunks(qkvz, ba, weights, conv_states, batch, sizes)
     block_v = min(BLOCK_V, padded_v)
     _scan_chunks[(triton.cdiv(sizes.v_dim, block_v), sizes.num_v_heads, num_reqs)](
-        *chunks,
+        *chunk_tensors,
         states,
         batch.slots,
         batch.checkpoints,
@@ -48,7 +48,7 @@ def prefill(
         num_warps=4,
         num_stages=2,
     )
-    _norm_and_gate[(max_chunk_tiles(len(qkvz), num_reqs), sizes.num_v_heads)](
+    _norm_and_gate[(max_num_chunks(len(qkvz), num_reqs), sizes.num_v_heads)](
         out,
         qkvz,
         weights.norm,
@@ -72,7 +72,7 @@ def _scan_chunks(
     wy_keys_ptr,
     wy_values_ptr,
     scores_ptr,
-    log_decays_ptr,
+    cumulative_log_decays_ptr,
     recurrent_ptr,
     slots_ptr,
     checkpoints_ptr,
@@ -122,9 +122,9 @@ def _scan_chunks(
         mask = row_mask[:, None] & v_mask
         wy_values = tl.load(wy_values_ptr + token_heads * V_DIM + v_dims[None, :], mask=mask, other=0.0)
         scores = tl.load(scores_ptr + token_heads * CHUNK + rows[None, :], mask=row_mask[:, None], other=0.0)
-        log_decay = tl.load(log_decays_ptr + tokens * HEADS + head, mask=row_mask, other=0.0)
+        log_decay = tl.load(cumulative_log_decays_ptr + tokens * HEADS + head, mask=row_mask, other=0.0)
         chunk_log_decay = tl.load(
-            log_decays_ptr + (first_row + chunk_end - 1 - first_position).to(tl.int64) * HEADS + head
+            cumulative_log_decays_ptr + (first_row + chunk_end - 1 - first_position).to(tl.int64) * HEADS + head
         )
 
         state_t = state.to(q.dtype).T

@@ -1,6 +1,6 @@
-"""Mixtures of experts: `route` chooses each token's experts, and `fused_experts` runs SwiGLU experts.
+"""Runs mixtures of experts: `route` chooses each token's experts, and `fused_experts` runs SwiGLU experts.
 
-On CUDA the host does not wait for the device. Launches depend on the number of tokens, but not on the chosen experts.
+On CUDA the host never waits for the chosen experts: launches depend only on the number of tokens.
 """
 
 from dataclasses import astuple
@@ -19,11 +19,11 @@ def pack_experts(
 ) -> PackedExperts:
     """Prepare E experts with hidden size H and intermediate size I for `fused_experts`, without a copy.
 
-    w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, then I rows of the up projection.
+    w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, followed by I rows of the up projection.
     w2: [E, H, I], contiguous. The down projection.
-    scales13: float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous. Scales of e4m3 `w13`: one per 128 x 128 block of
-        the gate and of the up projection. None: the weights are not FP8.
-    scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`, or None.
+    scales13: float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous. Each 128 x 128 block of the gate or the up
+        projection in e4m3 `w13` has one scale. None: the weights are not FP8.
+    scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`. None: `w2` is not FP8.
     """
     counters = None
     if w2.is_cuda:
@@ -38,8 +38,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
     routing: E must be a multiple of `num_groups`, and any `top_groups` groups must have at least `top_k` experts.
     bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664). None: no bias.
-    Returns: `top_k` experts per token, and as last expert the shared expert, if there is one, with id E. Its weight, 1
-        or the sigmoid of its gate, is neither renormalized nor scaled.
+    Returns: `top_k` experts per token. If there is a shared expert, it follows with id E. The weight of the shared
+        expert is 1 or the sigmoid of its gate, and is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
         return moe_reference.route(logits, routing, bias)
@@ -49,11 +49,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
 def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None = None) -> Tensor:
     """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
 
-    x: [T, H], rows contiguous, T >= 1. Any dtype with FP8 experts, whose inputs `block_fp8.quantize_groups` rounds.
-        With other experts the weights' dtype, or float32 on a CPU.
+    x: [T, H], T >= 1. Rows are contiguous. FP8 experts accept any dtype, and round `x` in groups of 128. Other experts
+        accept the weights' dtype, and on a CPU float32.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
-    Returns: the residual's dtype, else the dtype of `x`. Sums are float32, but with many tokens on CUDA each expert's
-        result is first rounded to the dtype of `x`.
+    Returns: [T, H] in the dtype of `residual`, or of `x` without a residual. Sums are float32, but for many tokens on
+        CUDA each expert's result is first rounded to the dtype of `x`.
     """
     if x.is_cuda or torch.compiler.is_compiling():
         return _fused_experts_op(x, *experts, *chosen, residual)
@@ -96,7 +96,7 @@ def _fused_experts_op(
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
-    """Implement `fused_experts` with a new tensor as result."""
+    """Run `fused_experts` without overwriting `residual`."""
     experts, chosen = PackedExperts(w13, w2, scales13, scales2, counters), ChosenExperts(weights, ids)
     if counters is None:
         return moe_reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())

@@ -8,14 +8,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How each token's `top_k` experts are chosen and weighted.
+    """Options for choosing and weighting each token's `top_k` experts.
 
     scoring: function from logits to scores.
     renormalize: divide the chosen scores by their sum.
-    num_groups, top_groups: a token chooses experts from its `top_groups` best groups only. A group's score is the sum
-        of its two best scores (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437).
+    num_groups: number of groups of experts. A group's score is the sum of the group's two best scores (DeepSeek-AI
+        2024, https://arxiv.org/abs/2412.19437).
+    top_groups: number of groups with the best scores, from which a token's experts are chosen.
     scale: factor by which weights are multiplied after renormalizing.
-    shared: each token also uses a shared expert, with weight 1 ("always") or a gate logit's sigmoid ("gated").
+    shared: weight of a shared expert that every token uses: 1 ("always"), or the sigmoid of a gate logit ("gated").
     """
 
     top_k: int
@@ -28,8 +29,11 @@ class Routing:
 
 
 class PackedExperts(NamedTuple):
-    """Weights of E experts. `pack_experts` makes them, and describes the other fields.
+    """Weights of E experts with hidden size H and intermediate size I, from `pack_experts`.
 
+    w13: [E, 2 I, H], the gate and the up projection.
+    w2: [E, H, I], the down projection.
+    scales13: scales of e4m3 `w13`, or None. scales2: scales of e4m3 `w2`, or None.
     counters: int32 per tile, 0 between launches. Concurrent launches must not share counters. None: on a CPU.
     """
 
@@ -43,7 +47,7 @@ class PackedExperts(NamedTuple):
 class ChosenExperts(NamedTuple):
     """The k experts that `route` chose for each token.
 
-    weights: float32 [T, k], factors of the experts' results.
+    weights: float32 [T, k], factors by which the experts' results are multiplied.
     ids: int32 [T, k], contiguous, unique per token.
     """
 

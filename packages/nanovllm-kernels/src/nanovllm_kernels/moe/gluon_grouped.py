@@ -1,4 +1,4 @@
-"""Grouped products of block FP8 experts with many rows per expert, on Hopper, in Gluon.
+"""Runs grouped products of block FP8 experts with many rows per expert, on Hopper, in Gluon.
 
 One warp per program copies tiles into a ring buffer. Two groups of four warps multiply 64 rows each. While one group
 scales and stores sums, the other group multiplies.
@@ -26,7 +26,7 @@ from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# A tile has GROUP_ROWS rows per group of warps and two blocks of columns. Products loop over K in steps of STEP_DEPTH.
+# Each of two groups of warps has GROUP_ROWS rows of a tile. A tile has two blocks of columns. A step is a part of K.
 GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = SPECIALIZED_TILE_ROWS // 2, 128, 128
 STAGES = 4
 # Shared memory layout that the tensor cores require.
@@ -42,7 +42,7 @@ def run_products(
 ) -> None:
     """Write each pair's weight times its expert's result into 16-bit `pair_results` [T k, H].
 
-    x: e4m3 [T, H]. pairs: in tiles of SPECIALIZED_TILE_ROWS rows.
+    x: e4m3 [T, H]. The tiles of `pairs` have SPECIALIZED_TILE_ROWS rows.
     """
     num_pairs, hidden_size = pair_results.shape
     intermediate_size = experts.w2.shape[2]
@@ -175,7 +175,7 @@ def _grouped_product(
     COPY_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """GATED: write quantised `silu(gate) * up` of each row. Otherwise write the weighted down product to each pair."""
+    """Write quantised `silu(gate) * up` of each row if GATED, or else each pair's weighted down projection."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -203,14 +203,14 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and the first row of work item `work`, or of the last item if `work` is past it."""
+    """Return the expert and the first row of work item `work`. A `work` past the end gives the last item."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
 
 @gluon.jit
 def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
-    """Copying warp: for each work item and step, load the tile's rows and weights into the ring."""
+    """Load the rows and weights of each work item and step into the ring. One warp runs this function."""
     x_ring, weight_ring, full, empty = rings
     x_desc, weight_desc, starts_ptr, tiles_ptr = sources
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
@@ -253,7 +253,7 @@ def _multiply(
     STAGES: gl.constexpr,
     INDEX: gl.constexpr,
 ):
-    """Four warps: multiply and store rows `64 * INDEX` to `64 * INDEX + 63` of each tile."""
+    """Multiply and store rows `64 * INDEX` to `64 * INDEX + 63` of each tile. Four warps run this function."""
     x_ring, weight_ring, full, empty = rings
     x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = sources
     SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -399,7 +399,7 @@ def _load_scales(
     K: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Load a step's scales: of the rows (unused values past the last row) and of the two blocks of columns."""
+    """Load a step's scales of the rows and of the two blocks of columns. Scales past the last row are not used."""
     BLOCKS: gl.constexpr = N // 128
     NUM_STEPS: gl.constexpr = K // 128
     COLUMN_TILES: gl.constexpr = BLOCKS if GATED else BLOCKS // 2
@@ -415,7 +415,7 @@ def _load_scales(
 
 @gluon.jit
 def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr):
-    """Store e4m3 [64, 128], 16 bytes per thread. Each warp keeps the rows that it has in the sums."""
+    """Store e4m3 [64, 128], 16 bytes per thread. Each warp stores the rows that it has summed."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]],
         [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
@@ -431,7 +431,7 @@ def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr)
 
 @gluon.jit
 def _store_pair_results(pair_results, pair, num_rows, out_ptr, first_column, N: gl.constexpr):
-    """Store [64, 128] to the first `num_rows` pairs, 16 bytes per thread. Each warp keeps its rows of the sums."""
+    """Store [64, 128] to the first `num_rows` pairs, 16 bytes per thread. Each warp stores the rows that it summed."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],

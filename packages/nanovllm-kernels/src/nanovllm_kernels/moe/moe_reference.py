@@ -34,7 +34,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> ChosenExpert
 
 
 def _mask_groups(choice_scores: Tensor, num_groups: int, top_groups: int) -> Tensor:
-    """Set scores [T, E] outside each token's best groups to -inf. Groups rank by the sum of their two best scores."""
+    """Set scores [T, E] outside each token's best groups to -inf. The two best scores of a group rank the group."""
     grouped = choice_scores.reshape(len(choice_scores), num_groups, -1)
     group_scores = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
     best_groups = group_scores.topk(top_groups, -1).indices

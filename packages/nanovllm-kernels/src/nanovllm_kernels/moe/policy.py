@@ -4,7 +4,7 @@
 |---|---|---|
 | 1 | block FP8 | `triton_matvec`: matrix-vector products |
 | up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs not sorted by expert |
-| more, with MIN_SPECIALIZED_AVERAGE_ROWS | block FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
+| more, with MIN_SPECIALIZED_AVERAGE_ROWS | FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
 | more | any | `triton_grouped`: sorted pairs |
 
 The constants were measured on one H200, with uncached weights of 256 to 512 experts of 2048 x 512 to 7168 x 2048.
@@ -21,10 +21,11 @@ Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]
 # Maximum number of tokens for `triton_unsorted`. The limit for block FP8 is lower: each program quantises all rows.
 MAX_UNSORTED_TOKENS = 32
 MAX_UNSORTED_FP8_TOKENS = 8
-# Minimum average number of rows per expert for `gluon_grouped`, and rows of its tiles.
+# Minimum average number of rows per expert for `gluon_grouped`.
 MIN_SPECIALIZED_AVERAGE_ROWS = 16
+# Rows per tile of `gluon_grouped`.
 SPECIALIZED_TILE_ROWS = 128
-# Rows and columns that share an FP8 scale, and depth of FP8 tiles.
+# Rows and columns of a weight block that shares an FP8 scale.
 GROUP = 128
 
 
@@ -43,8 +44,9 @@ def choose_kernel(
     return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
 
 
-# Columns per program of `triton_matvec` (a divisor of GROUP), and maximum elements of a weight's tile.
+# Columns per program of `triton_matvec`, a divisor of GROUP.
 MATVEC_COLUMNS = 4
+# Maximum number of elements in a weight's tile of `triton_matvec`.
 MAX_MATVEC_TILE_ELEMENTS = 16 * 1024
 # Maximum depth for which `triton_matvec` uses four warps instead of eight.
 MAX_FOUR_WARP_DEPTH = 2048
@@ -65,11 +67,11 @@ def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
     return MatvecConfig(MATVEC_COLUMNS, min(padded_groups, max_groups), 8 if depth > MAX_FOUR_WARP_DEPTH else 4)
 
 
-# `triton_unsorted` uses its widest tile with at least this number of programs: over two per SM of the largest GPUs.
+# `triton_unsorted` uses the widest tile that gives at least this number of programs, over two per SM.
 MIN_WIDE_TILE_PROGRAMS = 288
 # Minimum number of a tile's columns for tensor cores.
 MIN_TILE_COLUMNS = 16
-# Tiles with more rows have at most 32 columns: two tiles then fit an SM.
+# Tiles with more rows have at most 32 columns, so that two tiles fit an SM.
 MAX_ROWS_OF_WIDE_TILES = 16
 # Minimum depth for which FP8 launches have four pipeline stages instead of three.
 MIN_FOUR_STAGE_DEPTH = 4096
@@ -130,7 +132,7 @@ GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
 }
-# For weights and devices that `gluon_grouped` does not support.
+# Used for weights and devices that `gluon_grouped` does not support.
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 

@@ -1,4 +1,4 @@
-"""Experts for many tokens on CUDA: sorts pairs of a token and an expert by expert, then runs two grouped products.
+"""Runs experts for many tokens on CUDA: sorts (token, expert) pairs by expert, and runs two grouped products.
 
 Persistent programs process one tile after another. A separate kernel adds up the pairs' results in a fixed order.
 """
@@ -29,7 +29,7 @@ def run_experts(
     *,
     is_specialized: bool,
 ) -> None:
-    """Write the result of the package's `fused_experts` into `out` [T, H]. is_specialized: use `gluon_grouped`."""
+    """See the package's `fused_experts`. Writes into `out` [T, H]. is_specialized: whether to use `gluon_grouped`."""
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, _ = experts.w2.shape
     is_block_fp8 = experts.scales13 is not None

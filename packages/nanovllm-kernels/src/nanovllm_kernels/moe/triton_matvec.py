@@ -1,7 +1,7 @@
-"""Block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
+"""Runs block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
 
-Each program loads as much of a few columns at once as its registers can hold. Tensor cores would use only one of their
-64 rows.
+Each program loads as much of a few columns at once as fits its registers. Tensor cores would use only one of their 64
+rows.
 
 The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. With this proof,
 ptxas 12.8 and 12.9 merge an uninitialised register into the word (F2FP.E4M3.PACK_AB_MERGE_C), which gives garbage or
@@ -21,7 +21,7 @@ from nanovllm_kernels.triton_fp8 import quantize_groups
 
 
 def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
-    """Write the result of the package's `fused_experts` for one token into `out` [1, H]."""
+    """See the package's `fused_experts`. Writes into `out` [1, H]."""
     top_k = chosen.ids.shape[1]
     _, hidden_size, intermediate_size = experts.w2.shape
     overlap = can_overlap_launches(x.device)

@@ -1,4 +1,4 @@
-"""The CUDA kernel of `route`, with one program per token."""
+"""Chooses experts on CUDA, with one program per token."""
 
 import torch
 import triton

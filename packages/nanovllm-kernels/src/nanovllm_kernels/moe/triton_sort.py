@@ -1,4 +1,4 @@
-"""Sorts pairs of a token and an expert by expert on the device, and cuts the pairs into tiles of one expert each.
+"""Sorts (token, expert) pairs by expert on the device, and cuts the pairs into tiles of one expert each.
 
 One program sorts up to MAX_SINGLE_PART_PAIRS pairs. More pairs are split into parts: a first launch counts each part's
 pairs per expert, and a second launch sorts.
@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.moe.policy import max_tiles
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Maximum number of pairs that one program sorts alone. More pairs are split into small parts, or into large parts if
-# MAX_SMALL_PARTS small parts are too few.
+# Maximum number of pairs that one program sorts alone.
 MAX_SINGLE_PART_PAIRS = 2048
+# More pairs are split into small parts, or into large parts if MAX_SMALL_PARTS small parts are too few.
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
 LARGE_PART_PAIRS = 2048
@@ -29,7 +29,7 @@ class SortedPairs(NamedTuple):
     """Pairs sorted by expert, in tiles of one expert each.
 
     order: int32 [T k], the sorted pairs: `t * k + j` for `ids[t, j]`. The order within an expert is unspecified.
-    starts: int32 [E + 1], index in `order` of each expert's first pair, then the number of pairs.
+    starts: int32 [E + 1]. The pairs of expert e are order[starts[e] : starts[e + 1]].
     tiles: int32 [.., 2]. tiles[0, 0] is the number of tiles. Each further row has a tile's expert, and the index in
         `order` of the tile's first pair. Rows after the last tile have no values.
     """
@@ -153,7 +153,7 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # For each expert: the index of this part's first pair, in `order` and in tiles padded to BLOCK_M pairs.
+    # Index of this part's first pair of each expert, in `order` and in tiles padded to BLOCK_M pairs.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)

@@ -1,4 +1,4 @@
-"""Device functions that load and multiply tiles, for `triton_unsorted` and `triton_grouped`."""
+"""Loads and multiplies tiles inside the kernels of `triton_unsorted` and `triton_grouped`."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def load_weight(weight_ptr, columns, ks, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
-    """Return `sums + x @ weight.T`. SCALED: `scales` [rows] multiply the product. SWAPPED: sums are [columns, rows]."""
+    """Return `sums + x @ weight.T`. If SCALED, multiply by `scales` [rows]. If SWAPPED, `sums` are transposed."""
     if SWAPPED:
         left = weight
         right = x.T

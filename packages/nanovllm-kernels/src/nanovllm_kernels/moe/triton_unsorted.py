@@ -1,8 +1,8 @@
-"""Experts for few tokens on CUDA. Pairs of a token and its chosen expert are not sorted by expert.
+"""Runs experts for few tokens on CUDA, without sorting the (token, expert) pairs by expert.
 
 A program computes a tile of columns of one expert for all tokens, with zeros for tokens that did not choose the expert.
-The extra products cost nothing, because the loads of weights take longer. Of the programs for one tile of columns, the
-last to finish adds up the experts' results in a fixed order.
+The extra products cost nothing, because the loads of weights take longer. The programs of all experts share a tile of
+columns. The last of these programs adds up the experts' results in a fixed order.
 """
 
 import torch
@@ -19,7 +19,7 @@ from nanovllm_kernels.triton_fp8 import quantize_groups
 
 
 def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
-    """Write the result of the package's `fused_experts` into `out` [T, H]."""
+    """See the package's `fused_experts`. Writes into `out` [T, H]."""
     w13, w2, scales13, scales2, counters = experts
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, intermediate_size = w2.shape
@@ -98,8 +98,9 @@ def _find_expert(
 ):
     """Find the expert of this program.
 
-    Returns: expert, int64. chosen_slots [ROWS]: the slot in which each token chose the expert, or else at least TOP_K.
-        is_owner: whether this program computes the expert. Of an expert's pairs, only the first pair's program does.
+    Returns: (expert, chosen_slots, is_owner).
+        chosen_slots: [ROWS], index of the expert among each token's experts. TOP_K or more if the token has others.
+        is_owner: whether this program computes the expert. The program of the expert's first pair does.
     """
     program = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]

@@ -21,12 +21,12 @@ def build_inputs(
     """Gather the inputs of a step for B requests. Never waits for the device.
 
     rows: int32 [B], each request's row in the tables.
-    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. On CUDA
-        a request may have no tokens.
-    block_table: int32 [R, max_pages], each row's pages in order.
+    query_start_loc: int32 [B + 1]. Request b has the step's tokens from index [b] to [b + 1]. On CUDA a request may
+        have no tokens.
+    block_table: int32 [R, max_pages], the pages of all table rows in order.
     page_size: tokens per page.
-    num_tokens: number of tokens in the step. On CUDA, padding may be included: token 0 at position 0 in slot 0.
-    num_pages: number of the block table's columns to copy, enough for every token. None: all.
+    num_tokens: number of tokens in the step. On CUDA, it may include padding: token 0 at position 0 in slot 0.
+    num_pages: number of columns of the block table to copy, enough for every token. None: all columns.
     """
     num_pages = block_table.shape[1] if num_pages is None else num_pages
     if rows.is_cuda:
@@ -50,10 +50,11 @@ def commit_tokens(
 
     Never waits for the device. A sampled token is dropped if its row is full.
 
-    rows, query_start_loc: as for `build_inputs`. Only requests without tokens may share a row.
+    rows: int32 [B], each request's row in the tables. Only requests without tokens may have the row of another request.
+    query_start_loc: int32 [B + 1]. Request b has the step's tokens from index [b] to [b + 1].
     sampled: int32 [B], each request's new token.
     is_sampled: int32 [B], 0 to ignore the request's new token.
-    counts: int32 [R, V], as for `sampling.apply_penalties`, incremented for each sampled token. None: no counts.
+    counts: int32 [R, V], number of each token's occurrences, incremented for each sampled token. None: no counts.
     """
     if rows.is_cuda:
         _commit_tokens_op(rows, query_start_loc, sampled, is_sampled, *tables, counts)

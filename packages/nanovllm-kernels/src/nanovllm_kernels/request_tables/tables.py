@@ -9,7 +9,7 @@ class TokenTables(NamedTuple):
     """Tables of R requests.
 
     tokens: int32 [R, max_len], each request's prompt and generated tokens.
-    num_computed: int32 [R], number of each request's tokens in the cache.
+    num_computed: int32 [R], number of each request's tokens whose keys and values are in the cache.
     """
 
     tokens: Tensor
@@ -17,13 +17,13 @@ class TokenTables(NamedTuple):
 
 
 class BatchInputs(NamedTuple):
-    """Inputs of a step with T tokens of B requests, request after request.
+    """Inputs of a step with T tokens of B requests. The tokens of a request are adjacent.
 
     input_ids: int32 [T]. positions: int64 [T].
     seq_lens: int32 [B], number of each request's tokens including this step's, 0 for a request without new tokens.
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset.
     last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
-    block_tables: int32 [B, num_pages], each request's pages in order.
+    block_tables: int32 [B, num_pages], the pages of each request of the step in order.
     """
 
     input_ids: Tensor

@@ -1,7 +1,7 @@
 """Sampling operators: penalties, biases, masks, filters, the draw of tokens, and log-probabilities.
 
-Functions whose names end in "_" change the logits in place. The random numbers depend on (seed, position, token id)
-only, not on the batch or the device.
+Functions whose names end in "_" change the logits in place. The random numbers depend only on (seed, position, token
+id), not on the batch or the device.
 """
 
 from typing import NamedTuple
@@ -45,12 +45,13 @@ def apply_penalties(
 ) -> Tensor:
     """Make tokens that already occurred less likely. Returns new float32 logits [B, V].
 
-    logits: [B, V]. rows: int32 [B], each request's row of `counts` and of the penalties.
+    logits: [B, V].
+    rows: int32 [B], each request's row of `counts` and of the penalties.
     counts: int32 [R, V], number of times that each token was generated, plus IN_PROMPT_BIT for tokens of the prompt.
     repetition: float32 [R], 1 for off. Divides positive logits and multiplies negative logits of tokens in the prompt
         or the output (Keskar et al. 2019).
-    presence: float32 [R], 0 for off. Subtracted once from the logit of each generated token.
-    frequency: float32 [R], 0 for off. Subtracted from a token's logit once per time that the token was generated.
+    presence: float32 [R], 0 for off. Subtracted from the logit of each token that was generated at least once.
+    frequency: float32 [R], 0 for off. Multiplied by the number of times that a token was generated, and subtracted.
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
@@ -66,7 +67,7 @@ def apply_bias_(
     positions: int32 or int64 [B], position of each next token.
     bias_ids: int32 [R, K], token ids. The biases of equal ids add up.
     bias_values: float32 [R, K], the biases. -inf forbids a token.
-    bias_until: int32 [R, K], first position at which the bias does not apply. 0 for unused entries.
+    bias_until: int32 [R, K]. A bias applies at positions below this number. 0 for unused entries.
     """
     if logits.is_cuda:
         _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
@@ -79,7 +80,8 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 
     Logits of allowed tokens are raised to at least MIN_ALLOWED_LOGIT, because biases may forbid all allowed tokens.
 
-    logits: float32 [B, V]. mask_rows: int32 [M], unique rows of `logits` for the masks. -1 for an unused mask.
+    logits: float32 [B, V].
+    mask_rows: int32 [M], the row of `logits` that each mask applies to. Rows are unique. -1 for an unused mask.
     masks: int32 [M, ceil(V / 32)]. Bit t % 32 of masks[m, t // 32] allows token t.
     """
     if logits.is_cuda:
@@ -97,7 +99,7 @@ def forbid_sequences_(
     positions: int32 or int64 [B], position of each next token.
     tokens: int32 [R, T], each request's prompt and generated tokens.
     num_prompt_tokens: int32 [R]. Prompt tokens do not count as parts of forbidden sequences.
-    sequences: int32 [R, K, L], right-aligned forbidden sequences, padded with -1.
+    sequences: int32 [R, K, L], forbidden sequences of up to L tokens, padded with -1 on the left.
     """
     if logits.is_cuda:
         _forbid_sequences_op(logits, rows, positions, tokens, num_prompt_tokens, sequences)

@@ -1,10 +1,10 @@
-"""Settings of the draw, and constants that all sampling operators share."""
+"""Settings of the draw of tokens, and constants that all sampling operators share."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-# Bit of a token's count that is set if the prompt contains the token.
+# This bit of a token's count is set if the prompt contains the token.
 IN_PROMPT_BIT = 1 << 30
 # Below this temperature, the likeliest token is chosen.
 MIN_TEMPERATURE = 1e-5
@@ -17,7 +17,8 @@ class DrawSettings(NamedTuple):
 
     temperature: float32 [B]. Below MIN_TEMPERATURE the likeliest token is chosen, with the lowest id if tokens tie.
     top_k: int32 [B], 0 for off. Keeps logits that are at least the k-th largest logit.
-    top_p: float32 [B], 1 for off. Keeps p >= t, with the largest t whose sum of p is >= top_p (Holtzman et al. 2020).
+    top_p: float32 [B], 1 for off. Keeps the likeliest tokens until their probabilities p sum up to top_p, and tokens
+        that tie with the last of them (Holtzman et al. 2020).
     min_p: float32 [B], 0 for off. Keeps p >= min_p * max(p) (Nguyen et al. 2024).
     seeds: int64 [B], seeds of the random numbers.
     """

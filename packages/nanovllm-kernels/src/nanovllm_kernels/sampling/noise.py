@@ -1,7 +1,7 @@
-"""Random bits as a function of (seed, position, token id), equal on all devices.
+"""Computes random bits from (seed, position, token id), equal on all devices.
 
-Two 32-bit keys are derived from (seed, position). Multiplications and xor-shifts hash each token id with the keys
-(after Wang's and Appleby's integer mixers).
+Seed and position give two 32-bit keys. Multiplications and xor-shifts hash each token id with the keys, as in the
+integer mixers by Wang and Appleby.
 """
 
 import torch
@@ -16,8 +16,8 @@ TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
 FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears bit 31 (the sign) and bit 7. If bit 7 were kept, float32 would round 2^31 - 1 up to 2^31, the uniform number
-# would be 1, and the exponential draw infinite.
+# Clears bit 31 (the sign) and bit 7. With bit 7, float32 would round 2^31 - 1 up to 2^31. The uniform number would be
+# 1, and the exponential draw infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32

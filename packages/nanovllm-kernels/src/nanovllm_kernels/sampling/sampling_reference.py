@@ -7,13 +7,13 @@ from torch import Tensor
 from nanovllm_kernels.sampling import noise
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT, MIN_TEMPERATURE, DrawSettings
 
-# Number of largest logits that the filters search first, and the factor by which the number grows at each retry.
-# Sorting the whole vocabulary takes ten times as long as selecting a few hundred tokens.
+# Number of largest logits to which filters first apply. Sorting the whole vocabulary takes ten times as long.
 NUM_FIRST_CANDIDATES = 128
+# Growth of the number of candidates if the filters keep all candidates.
 CANDIDATE_GROWTH = 16
 # Additional candidates for ties with the k-th largest logit.
 NUM_TIE_CANDIDATES = 64
-# Number of logits that `_draw` processes at once. These fit the CPU's cache.
+# Number of logits that `_draw` processes at once. This number fits the CPU's cache.
 DRAW_ELEMENTS = 1 << 18
 
 
@@ -63,7 +63,7 @@ def forbid_sequences_(
     offsets = torch.arange(1 - sequences.shape[2], 0, device=logits.device)
     recent_positions = positions.unsqueeze(1) + offsets
     recent_tokens = tokens[rows.unsqueeze(1).long(), recent_positions.clamp(min=0).long()]
-    # Prompt tokens are replaced by -2, which matches no token.
+    # Prompt tokens become -2, which is in no sequence.
     is_generated = recent_positions >= num_prompt_tokens.index_select(0, rows).unsqueeze(1)
     generated = torch.where(is_generated, recent_tokens, -2).unsqueeze(1)
     is_matched = ((prefixes == generated) | (prefixes == -1)).all(-1) & (last_tokens >= 0)
@@ -88,21 +88,21 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 
 
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """Draw the token with the smallest Exp(1) / p of each row [B, V] (exponential race). temperature: [B, 1].
+    """Draw the token with the smallest Exp(1) / p of each row (exponential race). temperature: [B, 1].
 
-    The Gumbel-max trick gives the same token, but needs another logarithm.
+    The Gumbel-max trick would give the same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
-    winners = []
+    drawn_tokens = []
     rows_per_block = max(1, DRAW_ELEMENTS // vocab_size)
     for begin in range(0, logits.shape[0], rows_per_block):
         rows = slice(begin, begin + rows_per_block)
         scaled = logits[rows].float() / temperature[rows]
         weights = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
         bits = noise.hash_tokens(token_ids, first_keys[rows], second_keys[rows])
-        winners.append(weights.div_(noise.draw_negative_exponentials(bits)).min(-1).indices)
-    return winners[0] if len(winners) == 1 else torch.cat(winners)
+        drawn_tokens.append(weights.div_(noise.draw_negative_exponentials(bits)).min(-1).indices)
+    return drawn_tokens[0] if len(drawn_tokens) == 1 else torch.cat(drawn_tokens)
 
 
 def _draw_filtered(
@@ -142,9 +142,9 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
 
 
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
-    """Return how many of `values` the filters keep. values: the largest elements of `scaled`, in descending order.
+    """Return how many of `values` the filters keep.
 
-    If the filters keep all `values`, they may also keep further elements of `scaled`.
+    values: the largest elements of `scaled`, in descending order. If all are kept, further elements may be kept too.
     """
     weights = (values - values[0]).exp_().double()
     num_kept = values.shape[0]
@@ -154,7 +154,7 @@ def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p:
         if num_kept < values.shape[0] or num_kept == scaled.shape[0]:
             total = weights[:num_kept].sum()
         elif top_k > 0:
-            # Further elements of `scaled` may tie with the k-th value: the mass of all kept values is unknown.
+            # Further elements of `scaled` may tie with the k-th value, so that the sum for top-p is unknown.
             return num_kept
         else:
             total = (scaled - values[0]).exp_().sum(dtype=torch.float64)

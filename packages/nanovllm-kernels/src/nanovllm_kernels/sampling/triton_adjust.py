@@ -1,4 +1,4 @@
-"""Penalties, biases, forbidden sequences and masks on CUDA."""
+"""Applies penalties, biases, forbidden sequences and masks on CUDA."""
 
 import torch
 import triton
@@ -152,7 +152,7 @@ def _apply_bias(
     is_active = (entries < num_entries) & (position < until)
     ids = tl.load(ids_ptr + row * ids_stride + entries, mask=is_active, other=0)
     values = tl.load(values_ptr + row * values_stride + entries, mask=is_active, other=0.0)
-    # Ids may repeat.
+    # Ids may repeat, and their biases add up.
     tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=is_active)
 
 
@@ -207,7 +207,7 @@ def _forbid_sequences(
     num_prompt_tokens = tl.load(num_prompt_ptr + row)
     for distance in tl.range(1, LENGTH):
         recent_position = position - distance
-        # Prompt tokens load as -2, which is in no sequence. The padding of a sequence, -1, matches any token.
+        # Prompt tokens load as -2, which is in no sequence. The padding -1 of a sequence matches any token.
         generated = tl.load(
             tokens_ptr + row * tokens_stride + recent_position, mask=recent_position >= num_prompt_tokens, other=-2
         )

@@ -1,8 +1,8 @@
 """Draws the token with the best noisy logit among the tokens that a row's filters keep, without sorting.
 
-Rejection sampling (Ye et al. 2025, FlashInfer): the candidate with the best noisy logit is drawn if the filters keep
-the candidate. Otherwise only candidates with larger logits remain, and the next best candidate is tried. Candidates are
-the tokens of segments with a large maximum. A second pass over the row is rarely needed.
+The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the best noisy logit if the
+filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. Candidates are
+tokens of segments with a large maximum. If they are not enough, all tokens of the row are candidates.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
-# Lower bound of a row's largest logit, finite even when divided by a temperature. Avoids infinity minus infinity in a
-# row without finite logits.
+# Replaces smaller maxima of a row, finite even when divided by a temperature. A row without finite logits would give
+# infinity minus infinity.
 MIN_MAX_LOGIT = tl.constexpr(-1.0e30)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
@@ -25,7 +25,7 @@ def is_filtered(temperature, top_k, top_p, min_p, vocab_size, MIN_TEMPERATURE: t
 
 @triton.jit
 def _divide_by_temperature(logits, temperature):
-    """Divide logits by the temperature with the reference's rounding: other rounding could create or break ties."""
+    """Divide logits by the temperature, rounded as in `sampling_reference`: other rounding could change ties."""
     return tl.div_rn(logits, temperature)
 
 
@@ -41,7 +41,7 @@ def _raise_cut(values, low, max_value, min_count, max_count):
     """Raise `low` by bisection until at least `min_count` and at most `max_count` of `values` are >= `low`.
 
     If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
-    `values`: otherwise ties could prolong the search.
+    `values`, because ties could otherwise prolong the search.
     max_value: the largest of `values`.
     Returns: `low`, and the number of values that are at least `low`.
     """
@@ -82,7 +82,7 @@ def _weigh_tokens_above(
 
 @triton.jit
 def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BLOCK: tl.constexpr):
-    """Return the k-th largest value of a row, or the smallest value that is at least `low`, whichever is larger."""
+    """Return the larger of two values of a row: the k-th largest value, and the smallest value that is >= `low`."""
     lanes = tl.arange(0, BLOCK)
     max_value = _divide_by_temperature(max_logit, temperature)
     count, _, low = _weigh_tokens_above(logits_ptr, vocab_size, temperature, max_logit, low, True, BLOCK)
@@ -112,8 +112,8 @@ def _draw_from_row(
 ):
     """Draw the row's token with the best noisy logit among the tokens that the filters keep.
 
-    A token is kept if its value is at least `low`, and the tokens with larger values are fewer than `count_limit` and
-    have a smaller mass than `mass_limit`.
+    A kept token's value is at least `low`. Fewer than `count_limit` tokens have larger values, and the mass of these
+    tokens is below `mass_limit`.
     """
     lanes = tl.arange(0, BLOCK)
     token = vocab_size
@@ -144,7 +144,7 @@ def _draw_from_row(
 
 @triton.jit
 def _draw_from_candidates(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
-    """Draw like `_draw_from_row`, from candidates. values: scaled logits, -inf for a dropped candidate."""
+    """Draw from candidates, like `_draw_from_row`. values: scaled logits, -inf for a token that is no candidate."""
     token = NO_TOKEN
     is_rejected = True
     while is_rejected:
@@ -202,7 +202,7 @@ def draw_filtered(
     segments = tl.arange(0, PADDED_SEGMENTS)
     segment_values = tl.load(segment_maxima_ptr + segments, mask=segments < num_segments, other=float("-inf"))
     segment_values = _divide_by_temperature(segment_values, temperature)
-    # `min_segments` segments whose maxima reach the cut contain at least `min_segments` tokens that reach the cut.
+    # Each segment whose maximum reaches the cut has a token that reaches the cut.
     min_segments = tl.where(has_top_k & (top_k <= MAX_CANDIDATE_SEGMENTS), top_k, MAX_CANDIDATE_SEGMENTS // 2)
     cut, num_candidate_segments = _raise_cut(segment_values, low, max_value, min_segments, MAX_CANDIDATE_SEGMENTS)
     token = -1

@@ -1,4 +1,4 @@
-"""Noisy logits on CUDA: the logit divided by the temperature, plus Gumbel noise from the random bits of `noise`."""
+"""Computes noisy logits on CUDA: logits divided by the temperature, plus Gumbel noise from the bits of `noise`."""
 
 import math
 
@@ -54,7 +54,7 @@ def add_gumbel_noise(logits, tokens, scale, seed, position):
     # (bits + key) * multiplier. The product with the key is computed once per row.
     bits = bits * FINAL_HASH_MULTIPLIER + mixed.to(tl.int32) * FINAL_HASH_MULTIPLIER
     uniform = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
-    # -log(1 - uniform). If `uniform` is small, 1 - uniform loses digits: a series with an error of 2e-7 is used.
+    # -log(1 - uniform). For small `uniform`, 1 - uniform would lose digits. The series has an error of 2e-7.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5)))))
     exponential = tl.where(uniform < 0.0625, series, -LN_2 * _log2(1 - uniform))
     return logits * scale - _log2(exponential)

@@ -1,4 +1,4 @@
-"""The draw on CUDA: one program per chunk of a row stores the chunk's best token, then one program per row chooses.
+"""Draws tokens on CUDA: programs for chunks of a row store each chunk's best token, and one program chooses a token.
 
 Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """
@@ -17,11 +17,11 @@ CHUNK_TOKENS = 4096
 SEGMENT_TOKENS = 16
 NUM_SCAN_WARPS = 4
 NUM_CHOOSE_WARPS = 16
-# Maximum number of segments with candidates of a filtered row. The 8192 candidates fit the registers of one program.
+# Maximum number of segments whose tokens are candidates. The 8192 candidates fit the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
 # Tokens per block in passes over rows with more candidates.
 ROW_BLOCK_TOKENS = 8192
-# Maximum distance of a drawn token's scaled logit from the row's maximum: the noise lies between -2.9 and 22.2.
+# Maximum distance of a drawn token's scaled logit from the row's maximum. The noise is between -2.9 and 22.2.
 MAX_DRAWN_DISTANCE = 30.0
 
 

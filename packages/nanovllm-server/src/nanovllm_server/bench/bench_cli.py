@@ -14,6 +14,7 @@ from nanovllm_server.bench.workload import WorkloadShape
 from nanovllm_server.engine_flags import engine_config
 
 if TYPE_CHECKING:
+    from nanovllm_models import ModelDirectory
     from nanovllm_server.bench.client import Endpoint
     from nanovllm_server.bench.offline.cases import OfflineBenchmark
     from nanovllm_server.bench.offline.peer_process import GGUFWeights, Peer
@@ -59,10 +60,10 @@ def _run_offline(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench.report import InvalidSettingsError
 
     try:
-        model = flags.model or nanovllm_models.default_model_path()
-        spec = nanovllm_models.load(model, load_format=flags.load_format)
+        model = nanovllm_models.find_model(flags.model, with_weights=flags.load_format != "dummy")
+        spec = nanovllm_models.load(model.path, load_format=flags.load_format, served_name=model.name)
         options = comparison.OfflineOptions(
-            model=model,
+            model=model.path,
             load_format=flags.load_format,
             # Prompts share only the prefix. Without a prefix, lookups in the cache would find nothing.
             config=engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
@@ -136,7 +137,7 @@ def _run_kernels(flags: argparse.Namespace) -> None:
     kernels.run(flags.only, flags.repeat, _output_files(flags))
 
 
-def _peer(flags: argparse.Namespace, model: Path) -> "Peer | None":
+def _peer(flags: argparse.Namespace, model: "ModelDirectory") -> "Peer | None":
     from nanovllm_server.bench.offline.peer_process import Peer
 
     if flags.peer == "none":
@@ -144,7 +145,7 @@ def _peer(flags: argparse.Namespace, model: Path) -> "Peer | None":
     return Peer(flags.peer, flags.peer_python, dict(flags.peer_env), _gguf_weights(flags, model))
 
 
-def _gguf_weights(flags: argparse.Namespace, model: Path) -> "GGUFWeights | None":
+def _gguf_weights(flags: argparse.Namespace, model: "ModelDirectory") -> "GGUFWeights | None":
     """Raises BenchError if there is no GGUF file, and ModelError if the default model has none."""
     from nanovllm_models.default_model import cache_directory, find_source_file, is_default_model
     from nanovllm_server.bench.offline.peer_process import GGUFWeights
@@ -155,7 +156,7 @@ def _gguf_weights(flags: argparse.Namespace, model: Path) -> "GGUFWeights | None
     if flags.load_format == "dummy":
         raise BenchError("peer llamacpp has no dummy weights: leave --load-format out")
     source: Path | None = flags.peer_gguf
-    if source is None and is_default_model(model):
+    if source is None and is_default_model(model.path):
         source = find_source_file()
     if source is None:
         raise BenchError(f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf")

@@ -114,7 +114,8 @@ def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -
     _add_temperature_flag(parser, temperature)
     _add_result_flags(parser, repeat=3)
     add = parser.add_argument_group("engine, and peer").add_argument
-    add("model", nargs="?", type=Path, help="checkpoint directory; by default, SmolLM2-135M-Instruct")
+    model_help = "directory, or repository of the Hugging Face Hub; by default, SmolLM2-135M-Instruct"
+    add("model", nargs="?", help=model_help)
     format_help = "dummy: random weights, needs only config.json"
     add("--load-format", choices=("auto", "dummy"), default="auto", help=format_help)
     add("--threads", type=integer_at_least_1, help="threads of torch")

@@ -17,11 +17,11 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
     """Measures the kernels whose names contain `name_part`. Raises BenchError if there are none, or no GPU."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
-    if not (works := ladder.selected(name_part)):
+    if not (cases := ladder.selected(name_part)):
         raise BenchError(f"no kernel has {name_part!r} in its name")
     figures: list[ladder.Figure] = []
-    for work in tqdm(works, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
-        runs = [ladder.measure(work) for _ in range(repeat)]
+    for case in tqdm(cases, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
+        runs = [ladder.measure(case) for _ in range(repeat)]
         microseconds, rate = median(run.microseconds for run in runs), median(run.rate for run in runs)
         figures.append(replace(runs[0], microseconds=microseconds, rate=rate))
     rows = [[figure.name, f"{figure.microseconds:.1f}", f"{figure.rate:.2f}", figure.unit] for figure in figures]

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from nanovllm_core import Engine, EngineDeadError, GrammarError, OpenRequest, PromptLogprobs, Request, RequestOutput
 from nanovllm_server.chat.output_assembler import OutputAssembler
+from nanovllm_server.observability.choice_metrics import ChoiceMetrics
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
@@ -59,7 +60,6 @@ class Generation:
 
     timeout_s: maximum time from the requests' arrival to the end; None for no limit.
     make_grammar_error: makes the exception from the reason if a grammar fails during generation.
-    first_token_s: seconds from arrival to the first token; None before the first token.
     prompt_logprobs: None before the first token, or if not requested.
     """
 
@@ -73,7 +73,6 @@ class Generation:
         timeout_s: float | None = None,
         make_grammar_error: Callable[[str], Exception] = GrammarError,
     ):
-        self.first_token_s: float | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         self._timeout_s = timeout_s
         self._engine = engine
@@ -82,9 +81,7 @@ class Generation:
         self._metrics = metrics
         self._make_grammar_error = make_grammar_error
         self._notifier = OutputNotifier()
-        self._num_cached_tokens = 0
-        # Time of the last token per choice; None before the first token.
-        self._last_token_times: list[float | None] = [None] * len(assemblers)
+        self._choice_metrics = [ChoiceMetrics(metrics, request) for request in requests]
         self._open_requests: dict[int, OpenRequest] = {}
         self._timers: list[asyncio.TimerHandle | asyncio.Task[None]] = []
         self._is_closed = False
@@ -94,10 +91,15 @@ class Generation:
         """Token counts so far."""
         return Usage(
             self._requests[0].num_prompt_tokens,
-            self._num_cached_tokens,
+            self._choice_metrics[0].num_cached_tokens,
             sum(assembler.num_tokens for assembler in self._assemblers),
             sum(assembler.num_reasoning_tokens for assembler in self._assemblers),
         )
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from arrival to the first token; None before the first token."""
+        return min((choice.first_token_s for choice in self._choice_metrics if choice.first_token_s), default=None)
 
     @property
     def prompt_token_ids(self) -> NDArray[np.int32]:
@@ -138,6 +140,7 @@ class Generation:
                     if delta is not None:
                         deltas.append(delta)
                     if self._assemblers[index].finish_reason is not None:
+                        self._choice_metrics[index].record_finish(self._assemblers[index].num_tokens)
                         num_unfinished -= 1
                         # The engine does not know stop strings and would continue.
                         self._open_requests[index].close()
@@ -179,6 +182,7 @@ class Generation:
 
     def _open_choices(self, indices: Iterable[int]) -> None:
         for index in indices:
+            self._choice_metrics[index].record_submission()
             self._open_requests[index] = self._engine.open(self._requests[index], self._notifier)
 
     def _take_outputs(self) -> dict[int, RequestOutput]:
@@ -192,32 +196,26 @@ class Generation:
             raise self._make_grammar_error(str(error)) from error
 
     def _process_output(self, index: int, output: RequestOutput) -> Delta | None:
-        if index == 0:
-            self._num_cached_tokens = output.num_cached_tokens
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs = output.prompt_logprobs
-        self._record_latency(index, len(output.new_token_ids))
+        if index == 0 and output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if self.first_token_s is None:
+            self._metrics.prompt_tokens_total.add(0, self._requests[0].num_prompt_tokens)
+        self._choice_metrics[index].record_output(output)
         return self._assemblers[index].process_output(output)
 
-    def _record_latency(self, index: int, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        now, last_time = time.monotonic(), self._last_token_times[index]
-        self._last_token_times[index] = now
-        if last_time is None:
-            if self.first_token_s is None:
-                self.first_token_s = now - self._requests[index].arrival_time
-            self._metrics.time_to_first_token.observe_since(self._requests[index].arrival_time)
-            num_tokens -= 1
-        elif num_tokens:
-            self._metrics.inter_token_latency.observe((now - last_time) / num_tokens, num_tokens)
-
     def _record_metrics(self) -> None:
-        for request, assembler, reason in zip(self._requests, self._assemblers, self.finish_reasons, strict=True):
+        for reason in self.finish_reasons:
             self._metrics.finish_reasons.count(reason)
-            self._metrics.e2e_latency.observe_since(request.arrival_time)
-            self._metrics.prompt_tokens.observe(request.num_prompt_tokens)
-            self._metrics.generation_tokens.observe(assembler.num_tokens)
+        if not any(choice.is_finished for choice in self._choice_metrics):
+            return
+        # The choices share one prompt.
+        prompt_tokens, max_tokens = self._requests[0].num_prompt_tokens, self._requests[0].sampling.max_tokens
+        self._metrics.prompt_tokens.observe(prompt_tokens)
+        self._metrics.computed_prompt_tokens.observe(prompt_tokens - self._choice_metrics[0].num_cached_tokens)
+        self._metrics.max_generation_tokens.observe(max(assembler.num_tokens for assembler in self._assemblers))
+        self._metrics.num_choices.observe(len(self._requests))
+        if max_tokens is not None:
+            self._metrics.max_tokens.observe(max_tokens)
 
     async def _wake_reader_regularly(self, idle_s: float) -> None:
         while True:

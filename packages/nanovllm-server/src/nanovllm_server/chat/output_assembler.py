@@ -25,6 +25,8 @@ class ChoiceOptions:
     include_stop: the text includes the stop string or stop token.
     tag_ids: ids of special tokens that the parser reads as text.
     allows_parallel_calls: if false, the choice ends with its first call.
+    names_tokens_by_id: log-probabilities name tokens "token_id:ID" instead of by their text.
+    is_call_required: the answer consists of calls, so that text beside calls can only be a part of their markup.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 
@@ -34,6 +36,8 @@ class ChoiceOptions:
     include_reasoning: bool = True
     allows_parallel_calls: bool = True
     include_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    is_call_required: bool = False
     is_function_named: bool = False
 
 
@@ -77,7 +81,14 @@ class OutputAssembler:
                 self._token_ids.append(token_id)
             if self._sampling.logprobs is not None and output.logprobs is not None:
                 logprobs = output.logprobs[position]
-                self._logprobs.append(make_logprob_entry(self._vocabulary, token_id, logprobs, self._sampling.logprobs))
+                entry = make_logprob_entry(
+                    self._vocabulary,
+                    token_id,
+                    logprobs,
+                    self._sampling.logprobs,
+                    names_by_id=self._options.names_tokens_by_id,
+                )
+                self._logprobs.append(entry)
             if position < num_text_tokens and (text := self._detokenizer.push(token_id)):
                 self._apply_events(self._parser.push(text))
             self._update_reasoning_tokens()
@@ -101,7 +112,8 @@ class OutputAssembler:
         for event in events:
             match event:
                 case ContentText(text):
-                    self._add_text(text)
+                    if not self._options.is_call_required:
+                        self._add_text(text)
                 case ReasoningText(text):
                     if self._options.include_reasoning:
                         self._reasoning_pieces.append(text)
@@ -154,7 +166,8 @@ class OutputAssembler:
             logprobs=None if self._sampling.logprobs is None else tuple(self._logprobs),
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
-            in_reasoning=self.finish_reason is not None and self._parser.in_reasoning,
+            has_null_content=self._options.is_call_required
+            or (self.finish_reason is not None and self._parser.in_reasoning),
             token_ids=None if self._token_ids is None else tuple(self._token_ids),
         )
         if self._token_ids:
@@ -173,17 +186,24 @@ def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
 
 
 def make_logprob_entry(
-    vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int
+    vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int, *, names_by_id: bool = False
 ) -> TokenLogprob:
-    """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position."""
-    top_logprobs = [_serialize_logprob(vocabulary, top_id, logprob) for top_id, logprob in logprobs.top[:num_top]]
-    return {**_serialize_logprob(vocabulary, token_id, logprobs.logprob), "top_logprobs": top_logprobs}
+    """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position.
+
+    names_by_id: see `ChoiceOptions.names_tokens_by_id`.
+    """
+    top_logprobs = [
+        _serialize_logprob(vocabulary, top_id, logprob, names_by_id=names_by_id)
+        for top_id, logprob in logprobs.top[:num_top]
+    ]
+    entry = _serialize_logprob(vocabulary, token_id, logprobs.logprob, names_by_id=names_by_id)
+    return {**entry, "top_logprobs": top_logprobs}
 
 
-def _serialize_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float) -> TopLogprob:
+def _serialize_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float, *, names_by_id: bool) -> TopLogprob:
     token_bytes = vocabulary.token_bytes(token_id)
     return {
-        "token": token_bytes.decode(errors="replace"),
+        "token": f"token_id:{token_id}" if names_by_id else token_bytes.decode(errors="replace"),
         "logprob": max(logprob, MIN_LOGPROB),
         "bytes": None if vocabulary.is_special(token_id) else list(token_bytes),
     }

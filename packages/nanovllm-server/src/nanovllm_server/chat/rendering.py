@@ -15,7 +15,7 @@ from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.tool_prompt import write_history_as_text, write_tools_as_text
-from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.error import ApiError, prompt_too_long
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
@@ -56,11 +56,18 @@ class Renderer:
         messages: Sequence[Message],
         tools: ToolDefinitions | None = None,
         options: TemplateOptions = DEFAULT_OPTIONS,
+        *,
+        max_tokens: int | None = None,
     ) -> Prompt:
-        """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation."""
+        """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
+
+        max_tokens: size of the context. A prompt that is certain to exceed it gets a 400 before it is encoded.
+        """
         num_characters = sum(len(message.content or "") + 1 for message in messages)
         pool = self._large_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, self._render, messages, tools, options)
+        return await asyncio.get_running_loop().run_in_executor(
+            pool, self._render, messages, tools, options, max_tokens
+        )
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token ids of each word at the beginning of a text, and after a space."""
@@ -113,7 +120,13 @@ class Renderer:
         shows_text, shows_values = shows_arguments(as_text=True), shows_arguments(as_text=False)
         return shows_text and not shows_values, shows_text or shows_values
 
-    def _render(self, messages: Sequence[Message], tools: ToolDefinitions | None, options: TemplateOptions) -> Prompt:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: ToolDefinitions | None,
+        options: TemplateOptions,
+        max_tokens: int | None,
+    ) -> Prompt:
         template_messages = [self._to_template_message(message) for message in messages]
         if self._call_format is not None and not self._shows_calls:
             template_messages = write_history_as_text(template_messages, self._call_format)
@@ -133,6 +146,8 @@ class Renderer:
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value") from error
         except TemplateError as error:
             raise ApiError(400, f"messages: {error}", param="messages", code="template_error") from error
+        if max_tokens is not None and (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
+            raise prompt_too_long(max_tokens, f"at least {min_num_tokens}")
         return self._encode(text)
 
     def _encode(self, text: str) -> Prompt:

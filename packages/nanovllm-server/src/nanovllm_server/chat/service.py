@@ -20,7 +20,7 @@ from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
-from nanovllm_server.protocol.error import ApiError, invalid_grammar, unavailable, unsupported
+from nanovllm_server.protocol.error import ApiError, invalid_grammar, prompt_too_long, unavailable, unsupported
 from nanovllm_server.protocol.json import show
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
@@ -34,7 +34,13 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """The dependencies of the routes. running: generations that have not ended."""
+    """The dependencies of the routes.
+
+    allowed_hosts: arguments of `HostCheck`.
+    allowed_origins: arguments of `CrossOriginPolicy`.
+    body_memory_bytes: memory of all bodies in this worker that are larger than 64 KiB.
+    running: generations that have not ended.
+    """
 
     engine: Engine
     renderer: Renderer
@@ -45,9 +51,13 @@ class Service:
     metrics: Metrics
     logger: Logger
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
+    body_memory_bytes: int = 32 << 20
     request_timeout_s: float | None = None
     log_prompts: bool = False
+    allow_priority: bool = False
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     clock: Clock = field(default_factory=Clock)
     running: set[Generation] = field(default_factory=set[Generation])
@@ -58,35 +68,49 @@ class Service:
         info = self.engine.info
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
+    def engine_failure(self) -> str | None:
+        """Why the engine is dead; None while the engine lives."""
+        return None if self.engine.death_reason is None else f"the engine is dead: {self.engine.death_reason}"
+
     def unavailable_reason(self) -> str | None:
         """Why the server refuses requests; None if the server accepts requests."""
-        if self.engine.death_reason is not None:
-            return f"the engine is dead: {self.engine.death_reason}"
-        return self.admission.shutdown_reason
+        return self.engine_failure() or self.admission.shutdown_reason
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError (404) if no served model has this name."""
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {show(name)} does not exist; this server has {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def start_generation(self, chat: ChatRequest, exchange: HttpExchange) -> Generation:
         """Admits a request and prepares its generation, which ends when `exchange` ends. Raises ApiError."""
         if chat.unknown_fields:
             fields = [name[:MAX_LOGGED_NAME_LENGTH] for name in chat.unknown_fields[:MAX_LOGGED_FIELDS]]
             self.logger.debug("unknown fields ignored", fields=fields, request_id=exchange.request_id)
-        if chat.model not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {show(chat.model)} does not exist; this server has {', '.join(self.model_names)}",
-                param="model",
-                code="model_not_found",
-            )
-        if self.engine.death_reason is not None:
-            raise unavailable(f"the engine is dead: {self.engine.death_reason}", "engine_dead")
+        if chat.model is not None:
+            self.require_model(chat.model)
+        if (failure := self.engine_failure()) is not None:
+            raise unavailable(failure, "engine_dead")
         if chat.tools is not None and not self.model_format.has_tool_calls:
             raise unsupported(
                 "tools",
                 "tools are not supported: the format of this model's tool calls is unknown; start the server with "
                 "--tool-call-parser to name it",
             )
+        if chat.priority and not self.allow_priority:
+            raise unsupported(
+                "priority",
+                f"priority must be 0 or absent, not {chat.priority}: this server does not let clients set priorities; "
+                "start the server with --allow-priority to allow them",
+            )
         exchange.on_end_callbacks.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
-        prompt = await self.renderer.render(chat.messages, definitions, chat.template)
+        max_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
+        prompt = await self.renderer.render(chat.messages, definitions, chat.template, max_tokens=max_tokens)
         prompt, budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
@@ -94,7 +118,7 @@ class Service:
         constraint = constrain(chat.answer, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
-        requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange.arrival)
+        requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange)
         timeout_s = self._shortest_timeout(chat)
         parameter_types: ParameterTypes = {}
         make_grammar_error = GrammarError
@@ -112,7 +136,6 @@ class Service:
         )
         self.running.add(generation)
         exchange.on_end_callbacks.append(lambda: self._finish(generation, exchange))
-        self.metrics.queue_time.observe_since(exchange.arrival)
         exchange.log_fields["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
         return generation
 
@@ -131,18 +154,18 @@ class Service:
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
         """Returns (prompt: with the begin tag of reasoning if a budget needs the tag, budget: None for no limit)."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
-        if chat.max_reasoning_tokens is None or reasoning is None or state == "closed":
+        max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
+        if max_tokens is None or reasoning is None or state == "closed":
             return prompt, None
         end_id = self.model_format.reasoning_end_id
         if end_id is None:
             raise unsupported(
-                "max_reasoning_tokens",
-                f"max_reasoning_tokens is not supported: {reasoning.end} is not a single token of this model",
+                field_path, f"{field_path} is not supported: {reasoning.end} is not a single token of this model"
             )
         if state == "undecided":
             prompt = await self.renderer.extend(prompt, f"{reasoning.begin}\n")
         # The client's integer may be too large for the engine.
-        return prompt, ReasoningBudget(min(chat.max_reasoning_tokens, self.engine.info.max_model_len), (end_id,))
+        return prompt, ReasoningBudget(min(max_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
         """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
@@ -187,9 +210,11 @@ class Service:
             stop_strings=chat.stop_strings,
             include_stop=chat.include_stop,
             tag_ids=self.model_format.tag_ids(tools) if chat.skip_special_tokens else self.vocabulary.special_ids,
-            include_reasoning=chat.include_reasoning,
+            include_reasoning=chat.reasoning.is_included,
             allows_parallel_calls=chat.tools is None or chat.tools.allows_parallel_calls,
             include_token_ids=chat.return_token_ids,
+            names_tokens_by_id=chat.names_tokens_by_id,
+            is_call_required=chat.tools is not None and chat.tools.mode != "auto",
             is_function_named=chat.tools is not None and chat.tools.mode == "named",
         )
         make_parser = partial(
@@ -200,7 +225,7 @@ class Service:
         ]
 
     def _make_requests(
-        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, arrival: float
+        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, exchange: HttpExchange
     ) -> list[Request]:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
@@ -212,9 +237,10 @@ class Service:
                 id=f"{id_prefix}-{index}",
                 token_ids=token_ids,
                 sampling=_choice_sampling(sampling, index),
-                cache_salt=chat.cache_salt,
+                # Keys share no cached prompts. The digests of all keys have the same length, so salts can't collide.
+                cache_salt=exchange.key_digest + chat.cache_salt,
                 priority=chat.priority,
-                arrival_time=arrival,
+                arrival_time=exchange.arrival,
             )
             for index in range(chat.n)
         ]
@@ -234,14 +260,7 @@ class Service:
     def _check_prompt_length(self, chat: ChatRequest, num_tokens: int) -> None:
         max_model_len = self.engine.info.max_model_len
         if num_tokens >= max_model_len:
-            # Some clients search the message for OpenAI's wording, and then shorten the conversation.
-            raise ApiError(
-                400,
-                f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} "
-                f"tokens, of which at least one is for the answer, and the messages have {num_tokens}: shorten them",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise prompt_too_long(max_model_len, str(num_tokens))
         max_tokens = max_model_len - num_tokens
         for name, value in (
             (chat.max_tokens_field, chat.sampling.max_tokens),

@@ -1,29 +1,31 @@
 """The routes of the server. Every exception becomes an error response."""
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import orjson
 from hypercorn.typing import ASGIFramework, HTTPScope
-from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
 from structlog.contextvars import bind_contextvars
-from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge, RequestTimeout
 
 from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.prompt_logprobs import serialize_prompt_logprobs
 from nanovllm_server.chat.service import Service
+from nanovllm_server.http.body_memory import BodyMemory, BodyShare
+from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
-from nanovllm_server.http.header_checks import check_content_type, check_key
+from nanovllm_server.http.header_checks import check_content_type, check_framing, check_key
+from nanovllm_server.http.host_check import HostCheck
 from nanovllm_server.http.page import read_page
+from nanovllm_server.http.status_routes import add_status_routes, json_response
 from nanovllm_server.observability.http_exchange import HttpExchange, HttpExchangeMiddleware, get_exchange
-from nanovllm_server.protocol.bodies import Health
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
-from nanovllm_server.protocol.response import Delta, Envelope, models_body
+from nanovllm_server.protocol.response import Delta, Envelope
 
 BODY_TIMEOUT_S = 60
 # A thread parses larger bodies. On the event loop, parsing would block other requests for milliseconds.
@@ -38,25 +40,32 @@ EVENT_STREAM_HEADERS = {
 def create_app(service: Service) -> Quart:
     """Returns the application with all routes."""
     app = Quart(__name__, static_folder=None)
-    app.config.update(MAX_CONTENT_LENGTH=service.max_body_bytes, BODY_TIMEOUT=BODY_TIMEOUT_S, RESPONSE_TIMEOUT=None)
-    created_s = service.clock.now()
-
-    async def check_access() -> None:
-        if request.path.startswith("/v1/"):
-            check_key(service.api_keys, request.headers.get("Authorization"))
+    app.config.update(RESPONSE_TIMEOUT=None)
+    body_memory = BodyMemory(service.body_memory_bytes)
+    # The parsed values may take many times the memory of the body.
+    large_body_slot = asyncio.Semaphore()
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
-        chat = await _read_request(service, exchange)
-        generation = await service.start_generation(chat, exchange)
+        check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
+        async with body_memory.hold(_max_body_bytes(service)) as share:
+            chat = await _read_request(service, exchange, share, large_body_slot)
+            generation = await service.start_generation(chat, exchange)
+            # Frees the text of the messages. The answer may take long.
+            chat = replace(chat, messages=())
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
             service.clock.now(),
-            chat.model,
+            chat.model or service.model_names[0],
             generation.prompt_token_ids.tolist() if chat.return_token_ids else None,
         )
         if chat.stream:
-            stream = ChatStream(envelope, generation, include_usage=chat.include_usage)
+            stream = ChatStream(
+                envelope,
+                generation,
+                include_usage=chat.include_usage,
+                has_continuous_usage=chat.has_continuous_usage,
+            )
             await stream.wait_for_first_deltas()
             return Response(stream.events(exchange, service.logger), headers=EVENT_STREAM_HEADERS)
         deltas_by_choice: list[list[Delta]] = [[] for _ in range(chat.n)]
@@ -70,35 +79,58 @@ def create_app(service: Service) -> Quart:
             body["prompt_logprobs"] = await asyncio.to_thread(
                 serialize_prompt_logprobs, service.vocabulary, token_ids, prompt_logprobs
             )
-        return _json_response(body)
-
-    async def models() -> Response:
-        return _json_response(models_body(service.model_names, created_s, service.engine.info.max_model_len))
-
-    async def health() -> Response:
-        reason = service.unavailable_reason()
-        body: Health = {"status": "ok"} if reason is None else {"status": "unavailable", "reason": reason}
-        return _json_response(body, 200 if reason is None else 503)
-
-    async def metrics() -> Response:
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return json_response(body)
 
     async def handle_error(error: Exception) -> Response:
         api_error = _to_api_error(error, service)
-        response = _json_response(api_error.body(), api_error.status)
+        response = json_response(api_error.body(), api_error.status)
         response.headers.update(api_error.headers)
         return response
 
-    app.before_request(check_access)
+    _add_access_checks(app, service)
+    _close_connections_while_draining(app, service)
     app.add_url_rule("/v1/chat/completions", view_func=chat_completions, methods=["POST"])
-    app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
-    app.add_url_rule("/health", view_func=health, methods=["GET"])
-    app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
+    add_status_routes(app, service)
     _add_static_routes(app, service)
     app.register_error_handler(Exception, handle_error)
     middleware = HttpExchangeMiddleware(cast(ASGIFramework, app.asgi_app), service.logger, service.metrics.count_http)
     app.asgi_app = middleware  # pyright: ignore[reportAttributeAccessIssue]
     return app
+
+
+def _close_connections_while_draining(app: Quart, service: Service) -> None:
+    """Makes each 503 of a drain the last response of its connection."""
+
+    async def close_connection(response: Response) -> Response:
+        # The client's next request then reaches another server, if a proxy has one.
+        if response.status_code == 503 and service.admission.shutdown_reason is not None:
+            response.headers["Connection"] = "close"
+        return response
+
+    app.after_request(close_connection)
+
+
+def _add_access_checks(app: Quart, service: Service) -> None:
+    """Checks the headers of every request, before its route and its body."""
+    host_check = HostCheck(service.allowed_hosts)
+    origin_policy = CrossOriginPolicy(service.allowed_origins)
+
+    async def check_access() -> Response | None:
+        exchange = get_exchange(cast(HTTPScope, request.scope))
+        check_framing(request.scope["raw_path"], request.headers)
+        host_check.check(exchange.host)
+        if (headers := origin_policy.preflight_headers(request.method, request.headers)) is not None:
+            return Response(b"", 204, headers=headers)
+        if request.path.startswith("/v1/"):
+            exchange.key_digest = check_key(service.api_keys, request.headers.get("Authorization"))
+        return None
+
+    async def add_origin_headers(response: Response) -> Response:
+        response.headers.update(origin_policy.response_headers(request.headers))
+        return response
+
+    app.before_request(check_access)
+    app.after_request(add_origin_headers)
 
 
 def _add_static_routes(app: Quart, service: Service) -> None:
@@ -117,21 +149,33 @@ def _add_static_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-async def _read_request(service: Service, exchange: HttpExchange) -> ChatRequest:
-    check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-    data = await request.get_data(cache=False, as_text=False, parse_form_data=False)
+def _max_body_bytes(service: Service) -> int:
+    """Returns the announced size of the body, or the limit. Raises RequestEntityTooLarge."""
+    if request.content_length is None:
+        return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
+    if request.content_length > service.max_body_bytes:
+        raise RequestEntityTooLarge
+    return request.content_length
+
+
+async def _read_request(
+    service: Service, exchange: HttpExchange, share: BodyShare, large_body_slot: asyncio.Semaphore
+) -> ChatRequest:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            data = await exchange.body.read(service.max_body_bytes)
+    except TimeoutError as error:
+        raise RequestTimeout from error
+    share.shrink(len(data))
     if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)
     else:
-        chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
+        async with large_body_slot:
+            chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
     if exchange.has_generated_id and chat.request_id is not None:
         exchange.request_id = chat.request_id
         bind_contextvars(request_id=chat.request_id)
     return chat
-
-
-def _json_response(body: Mapping[str, object], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, content_type="application/json")
 
 
 def _to_api_error(error: Exception, service: Service) -> ApiError:

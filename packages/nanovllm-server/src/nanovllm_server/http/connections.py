@@ -1,10 +1,13 @@
 """Serves an ASGI application over HTTP/1.1, with modified connection classes of Hypercorn."""
 
 import asyncio
+import re
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import h11
+import orjson
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
@@ -13,16 +16,92 @@ from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework
 
+from nanovllm_server.protocol.error import ApiError
+
 BACKLOG = 2048
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
+# Event loops read up to 256 KiB from a connection at once, which is much memory for a thousand connections.
+MAX_READ_BYTES = 8 << 10
+# A line feed without a carriage return, or a header that continues on the next line.
+AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
+# Messages for requests that are not valid HTTP, by status.
+INVALID_HTTP_MESSAGES = {
+    400: "the request is not valid HTTP/1.1: check its first line, its headers and the framing of its body",
+    431: "the first line and the headers of the request are too long",
+    501: "Transfer-Encoding must be chunked",
+}
+
+
+class StrictConnection(h11.Connection):
+    """Refuses heads of requests that h11 accepts, but that proxies may read in another way."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Returns the next event. Raises RemoteProtocolError for invalid HTTP."""
+        if self.their_state is h11.IDLE:
+            received, _ = self.trailing_data
+            end = received.find(b"\r\n\r\n")
+            if AMBIGUOUS_LINE.search(received, 0, len(received) if end < 0 else end):
+                raise h11.RemoteProtocolError("a line of the head does not end with CRLF, or is folded")
+        return super().next_event()
 
 
 class Http1Protocol(H11Protocol):
     """HTTP/1.1 only, because Hypercorn never closes idle HTTP/2 connections."""
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        max_head_bytes = self.config.h11_max_incomplete_size
+        self.connection = StrictConnection(h11.SERVER, max_incomplete_event_size=max_head_bytes)
+
     async def _check_protocol(self, event: h11.Request) -> None:
         """Ignores requests to change the protocol."""
+
+    async def _send_error_response(self, status_code: int) -> None:
+        """Answers invalid HTTP. Hypercorn then closes the connection."""
+        message = INVALID_HTTP_MESSAGES.get(status_code, INVALID_HTTP_MESSAGES[400])
+        body = orjson.dumps(ApiError(status_code, message, code="invalid_http").body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=status_code, headers=headers), h11.Data(body), h11.EndOfMessage()):
+            await self._send_h11_event(event)
+
+
+class SmallReadProtocol(asyncio.BufferedProtocol):
+    """Passes received data to a stream in parts of at most `MAX_READ_BYTES`."""
+
+    # The event loop fills the buffer and then calls `buffer_updated` at once, so all connections can share the buffer.
+    _buffer = memoryview(bytearray(MAX_READ_BYTES))
+
+    def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
+        # The stream pauses the connection beyond twice its limit: here, after each full part.
+        reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
+        self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
+        self.pause_writing = self._stream.pause_writing
+        self.resume_writing = self._stream.resume_writing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._stream.connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        """Called by the event loop."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the event loop."""
+        self._stream.data_received(bytes(self._buffer[:nbytes]))
+
+    def eof_received(self) -> bool | None:
+        """Called by the event loop."""
+        return self._stream.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._stream.connection_lost(exc)
 
 
 class HttpConnection(TCPServer):
@@ -93,7 +172,7 @@ async def serve(
         if not task.cancelled() and (error := task.exception()) is not None and not _is_disconnect(error):
             loop.call_exception_handler({"message": "a connection failed", "exception": error, "task": task})
 
-    server = await asyncio.start_server(on_connect, sock=listener, backlog=BACKLOG)
+    server = await loop.create_server(lambda: SmallReadProtocol(on_connect), sock=listener, backlog=BACKLOG)
     try:
         await wait_for_stop()
     finally:

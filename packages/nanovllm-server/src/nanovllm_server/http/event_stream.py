@@ -10,7 +10,7 @@ from nanovllm_core import EngineDeadError
 from nanovllm_server.chat.generation import Generation
 from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.observability.logs import Logger
-from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, Error
+from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, CompletionUsage, Error
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
 from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
 
@@ -31,12 +31,19 @@ def write_error_event(error: ApiError) -> bytes:
 
 
 class ChatStream:
-    """The server-sent events of one answer."""
+    """The server-sent events of one answer.
 
-    def __init__(self, envelope: Envelope, generation: Generation, *, include_usage: bool):
+    include_usage: the last chunk has the usage.
+    has_continuous_usage: all other chunks have the usage so far.
+    """
+
+    def __init__(
+        self, envelope: Envelope, generation: Generation, *, include_usage: bool, has_continuous_usage: bool = False
+    ):
         self._envelope = envelope
         self._generation = generation
         self._include_usage = include_usage
+        self._has_continuous_usage = has_continuous_usage
         self._started_choices: set[int] = set()
         # Chunks differ only in their choices: serialise the other fields once per stream.
         template = write_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
@@ -72,15 +79,18 @@ class ChatStream:
     def _write_batch(self, deltas: list[Delta]) -> bytes:
         if not deltas:
             return KEEP_ALIVE_COMMENT
-        return b"".join([self._write_delta(delta) for delta in deltas])
+        usage = self._generation.usage.body() if self._has_continuous_usage else None
+        return b"".join([self._write_delta(delta, usage) for delta in deltas])
 
-    def _write_delta(self, delta: Delta) -> bytes:
+    def _write_delta(self, delta: Delta, usage: CompletionUsage | None) -> bytes:
         is_first = delta.index not in self._started_choices
         self._started_choices.add(delta.index)
-        return b"".join([self._write_choice(choice) for choice in stream_choices(delta, is_first=is_first)])
+        return b"".join([self._write_choice(choice, usage) for choice in stream_choices(delta, is_first=is_first)])
 
-    def _write_choice(self, choice: ChunkChoice) -> bytes:
-        if self._must_send_prompt:
-            self._must_send_prompt = False
-            return write_event(self._envelope.chunk([choice], None, with_usage=self._include_usage, with_prompt=True))
+    def _write_choice(self, choice: ChunkChoice, usage: CompletionUsage | None) -> bytes:
+        if self._must_send_prompt or usage is not None:
+            with_prompt, self._must_send_prompt = self._must_send_prompt, False
+            return write_event(
+                self._envelope.chunk([choice], usage, with_usage=self._include_usage, with_prompt=with_prompt)
+            )
         return self._chunk_begin + orjson.dumps(choice) + self._chunk_end

@@ -1,16 +1,28 @@
-"""Checks the API key and the content type of a request before the server reads the body."""
+"""Checks the first line and the headers of a request before the server reads the body."""
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from nanovllm_server.protocol.error import ApiError
 
 
-def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
-    """Checks the Authorization header, unless `api_keys` is empty. Raises ApiError (401)."""
+def check_framing(raw_path: bytes, headers: Container[str]) -> None:
+    """Refuses requests that a proxy may read in another way than this server. Raises ApiError (400)."""
+    if not raw_path.startswith(b"/"):
+        raise _invalid_http("the first line must have a path, such as /v1/chat/completions, instead of a URL")
+    if "Transfer-Encoding" in headers and "Content-Length" in headers:
+        raise _invalid_http("send Content-Length or Transfer-Encoding, not both")
+
+
+def _invalid_http(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
+
+
+def check_key(api_keys: Sequence[str], authorization: str | None) -> str:
+    """Checks the Authorization header. Raises ApiError (401). Returns the key's digest; "" if `api_keys` is empty."""
     if not api_keys:
-        return
+        return ""
     scheme, _, key = (authorization or "").partition(" ")
     # Comparing the digests of all keys takes constant time, and therefore reveals nothing about the keys.
     digest = _digest(key.strip())
@@ -24,6 +36,7 @@ def check_key(api_keys: Sequence[str], authorization: str | None) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return digest.hex()
 
 
 def _digest(key: str) -> bytes:

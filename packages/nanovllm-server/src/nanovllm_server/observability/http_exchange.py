@@ -19,11 +19,12 @@ from hypercorn.typing import (
 from structlog.contextvars import bind_contextvars
 
 from nanovllm_server.observability.logs import Logger
+from nanovllm_server.observability.request_body import RequestBody
 
 # Status in logs and metrics if the client disconnected before the end of the response.
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
-QUIET_PATHS = ("/health", "/metrics")
+QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
 # Maximum time by which the last part of a response is delayed until the whole request has arrived.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200
@@ -36,24 +37,29 @@ REQUEST_ID_HEADER = b"x-request-id"
 class HttpExchange:
     """One HTTP request and its response.
 
+    host: value of the Host header; None without the header.
     has_generated_id: the client sent no request id.
+    key_digest: digest of the API key; "" if the server needs no key.
+    is_chunked: the body has no Content-Length. The connection then closes after the response.
     arrival: value of `time.monotonic`.
     status: None before the response starts.
     log_fields: additional fields of the log line.
     on_end_callbacks: called in reverse order when the exchange ends.
-    body_received: set when the request is complete, or the client has disconnected.
     """
 
-    def __init__(self, request_id: str | None, path: str):
+    def __init__(self, request_id: str | None, path: str, *, host: str | None = None, is_chunked: bool = False):
         self.has_generated_id = request_id is None
         self.request_id = request_id or uuid.uuid4().hex
         self.path = path
+        self.key_digest = ""
+        self.host = host
+        self.is_chunked = is_chunked
         self.arrival = time.monotonic()
         self.status: int | None = None
         self.log_fields: dict[str, object] = {}
         self.on_end_callbacks: list[Callable[[], None]] = []
         self.is_response_complete = False
-        self.body_received = asyncio.Event()
+        self.body = RequestBody()
 
 
 class HttpExchangeMiddleware:
@@ -72,26 +78,36 @@ class HttpExchangeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The web framework fails with invalid Host headers. No route needs the header.
+        headers = dict(scope["headers"])
+        exchange = HttpExchange(
+            _client_request_id(scope),
+            scope["path"],
+            host=headers[b"host"].decode("latin-1") if b"host" in headers else None,
+            is_chunked=b"transfer-encoding" in headers,
+        )
+        # The web framework fails with invalid Host headers.
         scope["headers"] = [(name, HOST_HEADER_VALUE if name == b"host" else value) for name, value in scope["headers"]]
-        exchange = HttpExchange(_client_request_id(scope), scope["path"])
+        if not scope["path"].startswith("/"):
+            # The web framework also fails with paths that do not begin with a slash.
+            scope["path"] = "/"
         cast(dict[str, object], scope)[SCOPE_KEY] = exchange
         # Adds the request id to all log lines of this task, which handles only this exchange.
         bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_track() -> ASGIReceiveEvent:
+            await exchange.body.wait_until_decided()
             event = await receive()
-            if event["type"] != "http.request" or not event.get("more_body", False):
-                exchange.body_received.set()
-            return event
+            exchange.body.add(event)
+            return {**event, "body": b""} if event["type"] == "http.request" else event
 
         async def send_and_track(event: ASGISendEvent) -> None:
             if event["type"] == "http.response.start":
                 exchange.status = event["status"]
-                event = _with_request_id(event, exchange.request_id)
+                exchange.body.discard()
+                event = _with_headers(event, exchange)
             elif event["type"] == "http.response.body" and not event.get("more_body", False):
                 exchange.is_response_complete = True
-                if not exchange.body_received.is_set():
+                if not exchange.body.received.is_set():
                     await _wait_for_body(exchange)
             await send(event)
 
@@ -127,7 +143,7 @@ def get_exchange(scope: HTTPScope) -> HttpExchange:
 async def _wait_for_body(exchange: HttpExchange) -> None:
     # If the server closes a connection while the request still arrives, the client may lose the response.
     try:
-        await asyncio.wait_for(exchange.body_received.wait(), LINGER_S)
+        await asyncio.wait_for(exchange.body.received.wait(), LINGER_S)
     except TimeoutError:
         exchange.log_fields["lingered"] = True
 
@@ -141,5 +157,9 @@ def _client_request_id(scope: HTTPScope) -> str | None:
     return None
 
 
-def _with_request_id(event: HTTPResponseStartEvent, request_id: str) -> HTTPResponseStartEvent:
-    return {**event, "headers": [*event["headers"], (REQUEST_ID_HEADER, request_id.encode())]}
+def _with_headers(event: HTTPResponseStartEvent, exchange: HttpExchange) -> HTTPResponseStartEvent:
+    headers = [*event["headers"], (REQUEST_ID_HEADER, exchange.request_id.encode())]
+    if exchange.is_chunked:
+        # A proxy may see another end of the chunks, and send the rest as the next request of the connection.
+        headers.append((b"connection", b"close"))
+    return {**event, "headers": headers}

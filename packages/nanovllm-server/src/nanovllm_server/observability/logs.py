@@ -9,6 +9,8 @@ import orjson
 import structlog
 from structlog.types import EventDict, Processor
 
+# Numba logs each instruction that it compiles. The HTTP libraries of huggingface_hub log each request.
+VERBOSE_LIBRARIES = ("numba", "httpx", "httpx2")
 LogFormat = Literal["text", "json"]
 Logger = structlog.stdlib.BoundLogger
 
@@ -38,6 +40,8 @@ def configure_logs(log_format: LogFormat, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for library in VERBOSE_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.WARNING)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

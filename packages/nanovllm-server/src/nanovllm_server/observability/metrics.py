@@ -1,84 +1,117 @@
-"""Prometheus metrics of the engine and of all workers. Other servers' dashboards need only this prefix."""
+"""Prometheus metrics of the engine and of all workers. Names and meanings are vLLM's, if vLLM has such a metric."""
 
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, product
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nanovllm_core.engine.status import EngineInfo, EngineStats
+from nanovllm_server.observability.histograms import Histogram
 from nanovllm_server.observability.shared_counters import KeyedCounters, SharedCounters
 
-PREFIX = "nanovllm:"
+MetricsPrefix = Literal["nanovllm", "vllm"]
+# Values of vLLM's label `engine`: vLLM numbers its engines, and this server has one.
+ENGINE_INDEX = "0"
+# Former names in vLLM, which dashboards still use, by present name.
+FORMER_VLLM_NAMES = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+}
 
 # Upper bounds of histogram buckets.
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
 ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
 E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
-QUEUE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+PHASE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+CHOICE_COUNT_BOUNDS = (1, 2, 5, 10, 20)
 
 # Paths with counters of their own. All other paths count as OTHER_PATH.
-COUNTED_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/chat/completions")
+COUNTED_PATHS = (
+    *("/", "/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json"),
+    *("/v1/models", "/v1/chat/completions"),
+)
 OTHER_PATH = "other"
 STATUSES = range(100, 600)
 
 
-class Histogram:
-    """Counts observations by upper bound. Fast enough for one observation per token. For one thread only."""
-
-    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
-        self.name = name
-        self.help_text = help_text
-        self._bounds = bounds
-        # One counter per bound, one for larger values, one for the sum of all values.
-        self._counters = counters.claim(len(bounds) + 2)
-        self._sum_index = len(bounds) + 1
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Records `count` observations of `value`."""
-        self._counters.add(bisect_left(self._bounds, value), count)
-        self._counters.add(self._sum_index, value * count)
-
-    def observe_since(self, start: float) -> None:
-        """Records the seconds since `start`, a time of `time.monotonic`."""
-        self.observe(time.monotonic() - start)
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns (buckets: upper bounds with cumulative counts, value_sum: sum of all values) over all workers."""
-        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        counts = accumulate(map(self._counters.total, range(len(bounds))))
-        return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)
+# Pairs (labels in addition to the labels of all metrics, value).
+Samples = Iterable[tuple[Mapping[str, str], float]]
 
 
 class Metrics(Collector):
-    """All metrics of one server. model: value of the label `model_name`."""
+    """All metrics of one server.
 
-    def __init__(self, model: str, info: EngineInfo, read_stats: Callable[[], EngineStats], counters: SharedCounters):
-        histogram = partial(Histogram, counters=counters)
-        self._model = model
+    model: value of the label `model_name`.
+    prefix: prefix of all names but `http_requests_total`'s and those of processes. "vllm" adds vLLM's label `engine`.
+    process_metrics: None for no metrics of processes.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        info: EngineInfo,
+        read_stats: Callable[[], EngineStats],
+        counters: SharedCounters,
+        *,
+        prefix: MetricsPrefix = "nanovllm",
+        process_metrics: Collector | None = None,
+    ):
+        self._prefix: MetricsPrefix = prefix
+        self._labels = {"model_name": model} | ({"engine": ENGINE_INDEX} if prefix == "vllm" else {})
         self._info = info
         self._read_stats = read_stats
+        histogram = partial(Histogram, counters=counters)
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BOUNDS_S
         )
         self.inter_token_latency = histogram("inter_token_latency_seconds", "From one token to the next.", ITL_BOUNDS_S)
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time between a choice's tokens.", ITL_BOUNDS_S
+        )
         self.e2e_latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.", E2E_BOUNDS_S)
         self.queue_time = histogram(
-            "request_queue_time_seconds", "From arrival until the engine has the request.", QUEUE_BOUNDS_S
+            "request_queue_time_seconds", "From submission to the engine until the first step.", PHASE_BOUNDS_S
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", PHASE_BOUNDS_S
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last token.", PHASE_BOUNDS_S
+        )
+        self.inference_time = histogram(
+            "request_inference_time_seconds", "From the first step to the last token.", PHASE_BOUNDS_S
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a request's prompt.", TOKEN_COUNT_BOUNDS)
-        self.generation_tokens = histogram(
-            "request_generation_tokens", "Tokens of a request's output.", TOKEN_COUNT_BOUNDS
+        self.computed_prompt_tokens = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache.", TOKEN_COUNT_BOUNDS
         )
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Tokens of a choice's output.", TOKEN_COUNT_BOUNDS
+        )
+        self.max_generation_tokens = histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest choice.", TOKEN_COUNT_BOUNDS
+        )
+        self.num_choices = histogram("request_params_n", "Values of n.", CHOICE_COUNT_BOUNDS)
+        self.max_tokens = histogram("request_params_max_tokens", "Values of max_tokens.", TOKEN_COUNT_BOUNDS)
+        self.event_loop_lag = histogram(
+            "http_event_loop_lag_seconds",
+            "Delay of the event loops of HTTP workers, four samples a second.",
+            LAG_BOUNDS_S,
+        )
+        self._histograms = [value for value in vars(self).values() if isinstance(value, Histogram)]
+        self.prompt_tokens_total = counters.claim(1)
         self.finish_reasons: KeyedCounters[str] = KeyedCounters(counters, ("stop", "length", "tool_calls", "abort"))
         self.http_exchanges = KeyedCounters(counters, tuple(product((*COUNTED_PATHS, OTHER_PATH), STATUSES)))
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        if process_metrics is not None:
+            self._registry.register(process_metrics)
 
     def count_http(self, path: str, status: int) -> None:
         """Counts one HTTP exchange."""
@@ -90,49 +123,43 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics for prometheus-client."""
-        yield self._cache_config()
-        yield from self._engine_metrics()
-        for histogram in (
-            self.time_to_first_token,
-            self.inter_token_latency,
-            self.e2e_latency,
-            self.queue_time,
-            self.prompt_tokens,
-            self.generation_tokens,
-        ):
-            family = HistogramMetricFamily(PREFIX + histogram.name, histogram.help_text, labels=["model_name"])
-            buckets, value_sum = histogram.buckets()
-            family.add_metric([self._model], buckets, value_sum)
+        for family in (*self._engine_metrics(), *self._worker_metrics()):
             yield family
-        sequences = CounterMetricFamily(
-            PREFIX + "request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in self.finish_reasons.items():
-            sequences.add_metric([self._model, reason], count)
-        yield sequences
+            former_name = FORMER_VLLM_NAMES.get(family.name.removeprefix("vllm:"))
+            if self._prefix == "vllm" and former_name is not None:
+                yield _rename(family, f"vllm:{former_name}")
+
+    def _worker_metrics(self) -> Iterator[Metric]:
+        for histogram in self._histograms:
+            yield self._histogram(histogram.name, histogram.help_text, *histogram.buckets())
+        num_prompt_tokens = self.prompt_tokens_total.total(0)
+        help_text = "Prompt tokens computed or found in the prefix cache, once per request."
+        yield self._counter("prompt_tokens", help_text, [({}, num_prompt_tokens)])
+        reasons = dict(self.finish_reasons.items())
+        if self._prefix == "vllm":
+            # vLLM counts the reasons of its engine, which does not know tool calls.
+            reasons["stop"] += reasons.pop("tool_calls")
+        samples = [({"finished_reason": reason}, count) for reason, count in reasons.items()]
+        yield self._counter("request_success", "Choices that ended, by reason.", samples)
         exchanges = CounterMetricFamily(
-            PREFIX + "http_requests", "HTTP exchanges; status 499: the client disconnected.", labels=["path", "status"]
+            f"{self._prefix}:http_requests",
+            "HTTP exchanges; status 499: the client disconnected.",
+            labels=["path", "status"],
         )
         for (path, status), count in self.http_exchanges.items():
             if count:
                 exchanges.add_metric([path, str(status)], count)
         yield exchanges
 
-    def _cache_config(self) -> Metric:
-        info = self._info
-        labels = {
-            "model_name": self._model,
+    def _engine_metrics(self) -> Iterator[Metric]:
+        stats, info = self._read_stats(), self._info
+        cache_labels = {
             "cache_dtype": info.kv_cache_dtype,
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
+            "enable_prefix_caching": str(info.prefix_caching),
         }
-        help_text = "Configuration of the KV cache; always 1."
-        gauge = GaugeMetricFamily(PREFIX + "cache_config_info", help_text, labels=list(labels))
-        gauge.add_metric(list(labels.values()), 1)
-        return gauge
-
-    def _engine_metrics(self) -> Iterator[Metric]:
-        stats = self._read_stats()
+        yield self._gauge("cache_config_info", "Configuration of the KV cache; always 1.", [(cache_labels, 1)])
         for name, help_text, value in (
             ("num_requests_running", "Requests that take part in steps.", stats.num_requests_running),
             ("num_requests_waiting", "Requests in the engine's queue.", stats.num_requests_waiting),
@@ -141,35 +168,53 @@ class Metrics(Collector):
             ("decode_step_seconds", "Time of a usual step without prompts.", stats.decode_step_s),
             ("step_time_error_ratio", "Mean relative error of predicted step times.", stats.step_time_error),
         ):
-            gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        step_times = GaugeMetricFamily(
-            PREFIX + "step_time_coefficient_seconds",
+            yield self._gauge(name, help_text, [({}, value)])
+        yield self._gauge(
+            "step_time_coefficient_seconds",
             "Coefficients that predict step times: fixed, per token, per token of decode context, per pair of "
             "prompt tokens that attend to each other.",
-            labels=["model_name", "term"],
+            [({"term": term}, seconds) for term, seconds in stats.step_time_coefficients],
         )
-        for term, seconds in stats.step_time_coefficients:
-            step_times.add_metric([self._model, term], seconds)
-        yield step_times
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("num_preemptions", "Requests put back into the queue because the cache was full.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens received.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-            ("iteration_tokens", "Tokens computed, of prompts and decodes.", stats.iteration_tokens),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
         ):
-            counter = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
-        steps = CounterMetricFamily(
-            PREFIX + "graph_mode",
+            yield self._counter(name, help_text, [({}, value)])
+        # In vLLM, a histogram has this name, although it ends like a counter's.
+        bounds = [str(float(size)) for size, _ in stats.step_sizes[:-1]]
+        counts = accumulate(count for _, count in stats.step_sizes) if stats.step_sizes else [0]
+        buckets = list(zip([*bounds, "+Inf"], counts, strict=True))
+        help_text = "Tokens of a step, of prompts and decodes."
+        yield self._histogram("iteration_tokens_total", help_text, buckets, stats.iteration_tokens)
+        yield self._counter(
+            "graph_mode",
             "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
-            labels=["model_name", "mode", "batch"],
+            [({"mode": mode, "batch": batch}, count) for mode, batch, count in stats.graph_steps],
         )
-        for mode, batch, count in stats.graph_steps:
-            steps.add_metric([self._model, mode, batch], count)
-        yield steps
+
+    def _gauge(self, name: str, help_text: str, samples: Samples) -> Metric:
+        family = GaugeMetricFamily(f"{self._prefix}:{name}", help_text)
+        for labels, value in samples:
+            family.add_sample(family.name, {**self._labels, **labels}, value)
+        return family
+
+    def _counter(self, name: str, help_text: str, samples: Samples) -> Metric:
+        family = CounterMetricFamily(f"{self._prefix}:{name}", help_text)
+        for labels, value in samples:
+            family.add_sample(f"{family.name}_total", {**self._labels, **labels}, value)
+        return family
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[tuple[str, float]], value_sum: float) -> Metric:
+        family = HistogramMetricFamily(f"{self._prefix}:{name}", help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, value_sum)
+        return family
+
+
+def _rename(family: Metric, name: str) -> Metric:
+    renamed = Metric(name, family.documentation, family.type)
+    for sample in family.samples:
+        renamed.add_sample(name + sample.name.removeprefix(family.name), sample.labels, sample.value)
+    return renamed

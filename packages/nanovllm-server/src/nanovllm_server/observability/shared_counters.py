@@ -6,7 +6,7 @@ from ctypes import Array, c_double
 from typing import Generic, TypeVar
 
 # Maximum number of counters per worker.
-MAX_COUNTERS = 4096
+MAX_COUNTERS = 1 << 14
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -36,26 +36,33 @@ class CounterGroup:
         """Value of this worker's counter `index`."""
         return self._own_row[index]
 
+    def values(self, index: int) -> list[float]:
+        """Value of counter `index` of each worker."""
+        return [row[index] for row in self._rows]
+
     def total(self, index: int) -> float:
         """Sum of counter `index` over all workers."""
-        return sum(row[index] for row in self._rows)
+        return sum(self.values(index))
 
 
 class SharedCounters:
-    """One worker's access to all counters. All workers must claim the same groups in the same order."""
+    """One worker's access to all counters. All workers must claim the same groups in the same order.
+
+    num_claimed: number of this worker's counters in use.
+    """
 
     def __init__(self, memory: "Array[c_double]", worker: int = 0):
         cells = memoryview(memory).cast("B").cast("d")
         self._rows = [cells[start : start + MAX_COUNTERS] for start in range(0, len(cells), MAX_COUNTERS)]
         self._worker = worker
-        self._num_claimed = 0
+        self.num_claimed = 0
 
     def claim(self, num_counters: int) -> CounterGroup:
         """Reserves the next `num_counters` counters. Raises ValueError if too few are left."""
-        begin, end = self._num_claimed, self._num_claimed + num_counters
+        begin, end = self.num_claimed, self.num_claimed + num_counters
         if end > MAX_COUNTERS:
             raise ValueError(f"a worker has {MAX_COUNTERS} counters, too few for {end}")
-        self._num_claimed = end
+        self.num_claimed = end
         rows = [row[begin:end] for row in self._rows]
         return CounterGroup(rows[self._worker], rows)
 

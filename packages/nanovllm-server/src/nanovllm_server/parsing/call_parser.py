@@ -5,14 +5,14 @@ arguments are passed on unchanged.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Generic, TypeVar
 
 import orjson
 
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
-from nanovllm_server.parsing.events import EventCollector
-from nanovllm_server.parsing.parameter_values import object_json, parameter_json
+from nanovllm_server.parsing.events import WHITESPACE, EventCollector
+from nanovllm_server.parsing.parameter_values import declared_parameters, object_json, parameter_json
 from nanovllm_server.parsing.source import MAX_NAME_LENGTH, Reading, Source
 from nanovllm_server.protocol.json import JSON
 
@@ -219,19 +219,21 @@ class XmlReader(CallReader[XmlCalls]):
         if (yield from source.read_literal(form.call_end)):
             self.begin_call(name)
             return self._close_call("{}")
-        separator = "{"
-        while (yield from source.read_literal(form.parameter_begin)):
-            key = yield from source.read_name(form.key_end)
+        separator, next_key = "{", None
+        missing_keys = declared_parameters(self.schemas.get(name))
+        while next_key is not None or (yield from source.read_literal(form.parameter_begin)):
+            key = next_key if next_key is not None else (yield from source.read_name(form.key_end))
             if key is None:
                 break
             if separator == "{":
                 self.begin_call(name)
-            value: list[str] = []
-            if (yield from source.read_until((form.parameter_end,), value.append)) is None:
-                return True
-            yield from source.read_literal(form.parameter_end)
             key = key.strip()
-            value_json = self._parameter_json(name, key, "".join(value))
+            missing_keys.discard(key)
+            element = yield from self._read_value(missing_keys)
+            if element is None:
+                return True
+            value, next_key = element
+            value_json = self._parameter_json(name, key, value)
             self.collector.add_arguments(f"{separator}{orjson.dumps(key).decode()}: {value_json}")
             separator = ", "
             # If no further parameter follows, the text from here on is content.
@@ -248,6 +250,27 @@ class XmlReader(CallReader[XmlCalls]):
             self._close_call("}")
             self.collector.add_content(text_after_parameter)
         return True
+
+    def _read_value(self, missing_keys: Set[str]) -> Reading[tuple[str, str | None] | None]:
+        """Reads a value and its closing tag; returns None if the answer ends before.
+
+        missing_keys: parameters of the function that the call does not have yet.
+        Returns (value, next_key: name of the next parameter, whose opening tag comes instead of the closing tag).
+        """
+        source, form = self.source, self.form
+        value: list[str] = []
+        while True:
+            tag = yield from source.read_until((form.parameter_end, form.parameter_begin), value.append)
+            if tag is None:
+                return None
+            source.start_recording()
+            yield from source.read_literal(tag)
+            if tag == form.parameter_end:
+                return "".join(value), None
+            next_key = yield from source.read_name(form.key_end)
+            if next_key is not None and next_key.strip() in missing_keys:
+                return "".join(value) if form.has_line_breaks else "".join(value).rstrip(WHITESPACE), next_key
+            value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
         self.collector.add_arguments(brace)

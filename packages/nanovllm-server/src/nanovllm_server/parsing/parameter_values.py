@@ -27,16 +27,25 @@ def object_json(value: str | None) -> str | None:
 def parameter_json(value: str, schema: JSON, key: str) -> str:
     """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
 
-    If the schema allows a string, the result is a string; or null, if the schema allows null and the text is "null".
-    Otherwise the result is `value` itself if it is JSON, else a string.
+    If the parameter has no schema, or a schema that allows a string, the result is a string; or null, if the schema
+    allows null and the text is "null". Otherwise the result is `value` itself if it is JSON, else a string.
     """
-    types = declared_types(_property(schema, key), schema)
+    parameter_schema = _property(schema, key)
+    if not isinstance(parameter_schema, dict):
+        return orjson.dumps(value).decode()
+    types = declared_types(parameter_schema, schema)
     word = value.strip()
     if word in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
         return PYTHON_WORDS[word]
     if "string" in types:
         return "null" if word == "null" and "null" in types else orjson.dumps(value).decode()
     return word if _is_json(word) else orjson.dumps(value).decode()
+
+
+def declared_parameters(schema: JSON) -> set[str]:
+    """The names of the parameters that the schema of all parameters declares."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return {*properties} if isinstance(properties, dict) else set()
 
 
 def _property(schema: JSON, key: str) -> JSON:

@@ -1,10 +1,11 @@
 """The recipe with which the engine's process makes its model."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_core import EngineConfig
+from nanovllm_models import ModelDirectory
+from nanovllm_server.observability.logs import LogFormat, configure_logs
 
 if TYPE_CHECKING:
     from nanovllm_core import ModelSpec
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
 class EngineRecipe:
     """The argument of `EngineProcess`. Calling the recipe imports torch; making the recipe does not."""
 
-    model: Path
+    model: ModelDirectory
     load_format: "LoadFormat"
+    log_format: LogFormat
+    log_level: str
     engine_config: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
         """Loads the model. Raises ModelError."""
+        configure_logs(self.log_format, self.log_level)
         import nanovllm_models
 
-        config = self.engine_config
-        return nanovllm_models.load(self.model, load_format=self.load_format, seed=config.seed), config
+        config, model = self.engine_config, self.model
+        spec = nanovllm_models.load(model.path, load_format=self.load_format, seed=config.seed, served_name=model.name)
+        return spec, config

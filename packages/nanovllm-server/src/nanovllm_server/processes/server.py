@@ -7,14 +7,17 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack
+from ipaddress import ip_address
 from typing import Any
 
 from nanovllm_core import EngineClient, EngineInfo, EngineProcess
 from nanovllm_core.config import GIB
-from nanovllm_models import default_model_path
+from nanovllm_core.start_phases import log_phase
+from nanovllm_models import ModelDirectory
 from nanovllm_server import __version__
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.shared_counters import allocate_counters
+from nanovllm_server.processes.download import find_or_download
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.processes.worker_pool import WorkerPool
@@ -34,15 +37,19 @@ ENGINE_POLL_INTERVAL_S = 0.25
 
 
 async def run(settings: Settings) -> int:
-    """Serves until SIGTERM, SIGINT or the death of the engine. Returns the exit status.
+    """Serves until SIGTERM, SIGINT or the death of the engine. A second signal ends the drain. Returns the exit status.
 
     Raises SettingsError, ModelError, ConfigError, EngineDeadError or RuntimeError if the start fails.
     """
     raise_file_limit()
-    stop = asyncio.Event()
+    stop, end_drain = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (end_drain if stop.is_set() else stop).set()
+
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stop.set)
+        loop.add_signal_handler(signal_number, on_signal)
     with ExitStack() as stack:
         # `bind` reports a port in use: call `bind` before the model loads, which takes long.
         listeners = bind(settings.host, settings.port, settings.http_workers)
@@ -53,7 +60,7 @@ async def run(settings: Settings) -> int:
             return 0
         engine, workers = start_task.result()
         try:
-            return await _serve(settings, listeners, engine, workers, stop)
+            return await _serve(settings, listeners, engine, workers, stop, end_drain)
         finally:
             workers.kill()
             await engine.stop()
@@ -116,17 +123,29 @@ async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool
 
 
 async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[EngineClient, WorkerPool]:
-    model = settings.model or await asyncio.to_thread(default_model_path)
-    defaults = read_sampling_defaults(model)
+    with log_phase("total"):
+        with log_phase("model"):
+            model = await find_or_download(settings)
+        return await _start_processes(settings, listeners, model)
+
+
+async def _start_processes(
+    settings: Settings, listeners: list[socket.socket], model: ModelDirectory
+) -> tuple[EngineClient, WorkerPool]:
+    defaults = read_sampling_defaults(model.path)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    process = EngineProcess(EngineRecipe(model, settings.load_format, settings.engine_config))
+    recipe = EngineRecipe(model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config)
+    process = EngineProcess(recipe)
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
         [
-            WorkerArguments(index, settings, model, template, defaults, process.address, listener, counters, rings)
+            WorkerArguments(
+                index, settings, model.path, template, defaults, process.address, process.pid, listener, counters, rings
+            )
             for index, listener in enumerate(listeners)
-        ]
+        ],
+        settings.worker_timeout_s,
     )
     engine_task = asyncio.create_task(EngineClient.adopt(process))
     workers_task = asyncio.create_task(workers.wait_until_ready())
@@ -148,7 +167,12 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
 
 
 async def _serve(
-    settings: Settings, listeners: list[socket.socket], engine: EngineClient, workers: WorkerPool, stop: asyncio.Event
+    settings: Settings,
+    listeners: list[socket.socket],
+    engine: EngineClient,
+    workers: WorkerPool,
+    stop: asyncio.Event,
+    end_drain: asyncio.Event,
 ) -> int:
     logger = get_logger("nanovllm")
     host, port = listeners[0].getsockname()[:2]
@@ -171,12 +195,13 @@ async def _serve(
     if has_failed:
         logger.error("an HTTP worker can't be replaced", reason=str(workers.failed.exception()))
     if not death_task.done():
-        logger.info("draining", seconds=settings.drain_timeout_s)
-        drain_task = asyncio.create_task(workers.drain())
+        logger.info("draining", seconds=settings.drain_timeout_s, hint="a second signal ends the drain")
+        drain_tasks = asyncio.create_task(workers.drain()), asyncio.create_task(end_drain.wait())
         await asyncio.wait(
-            (drain_task, death_task), timeout=settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            (*drain_tasks, death_task), timeout=settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
-        drain_task.cancel()
+        for task in drain_tasks:
+            task.cancel()
     if death_task.done():
         logger.error("engine died", reason=engine.death_reason)
         await asyncio.wait((stop_task,), timeout=ENGINE_DEATH_GRACE_S)
@@ -198,6 +223,12 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
     names = settings.model_names or (info.model,)
     url_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{url_host}:{port}"
+    is_public = not ip_address(host).is_loopback
+    warning = (
+        f"  warning  {host} accepts other machines, and requests need no key: set --api-key-file, or --host 127.0.0.1\n"
+        if is_public and not settings.api_keys
+        else ""
+    )
     key_header = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
     workers = f" ({settings.http_workers} workers)" if settings.http_workers > 1 else ""
     cache = f"{info.kv_cache_tokens} tokens ({info.kv_cache_bytes / GIB:.2f} GiB of {info.kv_cache_dtype})"
@@ -206,6 +237,8 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
     return (
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
+        f"{warning}"
+        f"  page     {url}/\n"
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
         f"  products {info.arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import cast, get_args
 
@@ -20,7 +21,9 @@ from nanovllm_server.chat.service import Service
 from nanovllm_server.http.app import create_app
 from nanovllm_server.http.connections import serve
 from nanovllm_server.observability.logs import get_logger
+from nanovllm_server.observability.loop_lag import measure_loop_lag
 from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.process_metrics import ProcessMetrics
 from nanovllm_server.observability.shared_counters import SharedCounters
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
@@ -61,7 +64,12 @@ class ParentPipe:
             if self._worker_task is not None:
                 self._worker_task.cancel()
             return
-        self._events[order].set()
+        if order == "answer":
+            # If the parent has ended, the next call of this function handles that.
+            with suppress(BrokenPipeError):
+                self.report("alive")
+        else:
+            self._events[order].set()
 
 
 async def run(arguments: WorkerArguments, pipe: Connection, exits_itself: threading.Event) -> None:
@@ -113,12 +121,23 @@ async def _start(arguments: WorkerArguments) -> Service:
         model_format=model_format,
         model_names=names,
         admission=AdmissionControl(engine.info.max_num_seqs + settings.max_queue, counters),
-        metrics=Metrics(names[0], engine.info, lambda: engine.stats, counters),
+        metrics=Metrics(
+            names[0],
+            engine.info,
+            lambda: engine.stats,
+            counters,
+            prefix=settings.metrics_prefix,
+            process_metrics=ProcessMetrics(counters, arguments.engine_pid),
+        ),
         logger=get_logger("nanovllm"),
         api_keys=settings.api_keys,
+        allowed_hosts=settings.allowed_hosts,
+        allowed_origins=settings.allowed_origins,
         max_body_bytes=settings.max_body_bytes,
+        body_memory_bytes=settings.body_memory_bytes,
         request_timeout_s=settings.request_timeout_s,
         log_prompts=settings.log_prompts,
+        allow_priority=settings.allow_priority,
         defaults=arguments.defaults,
     )
 
@@ -144,6 +163,7 @@ def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_mo
 
 async def _serve(service: Service, arguments: WorkerArguments, parent: ParentPipe) -> None:
     drain_task = asyncio.create_task(_drain(service, parent))
+    lag_task = asyncio.create_task(measure_loop_lag(service.metrics.event_loop_lag.observe))
 
     async def wait_for_close() -> None:
         await parent.wait("close")
@@ -155,7 +175,8 @@ async def _serve(service: Service, arguments: WorkerArguments, parent: ParentPip
         await serve(app, arguments.listener, hypercorn_config(), wait_for_close)
     finally:
         drain_task.cancel()
-        await asyncio.wait((drain_task,))
+        lag_task.cancel()
+        await asyncio.wait((drain_task, lag_task))
 
 
 async def _drain(service: Service, parent: ParentPipe) -> None:
@@ -174,4 +195,6 @@ def hypercorn_config() -> Config:
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.include_server_header = False
+    # Parts of a request's body that wait for the application.
+    config.max_app_queue_size = 1
     return config

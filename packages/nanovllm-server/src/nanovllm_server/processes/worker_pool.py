@@ -1,4 +1,4 @@
-"""Starts the workers' processes, sends orders, and replaces dead workers."""
+"""Starts the workers' processes, sends orders, and replaces workers that are dead or do not respond."""
 
 import asyncio
 import multiprocessing
@@ -9,10 +9,18 @@ from nanovllm_server.processes.worker_main import run_worker
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
+# Time between two questions to a worker.
+MAX_HEARTBEAT_INTERVAL_S = 1.0
+# A worker that has run for this time is replaced without a delay.
+STABLE_S = 60.0
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+
 
 class WorkerProcess:
     """One worker's process.
 
+    is_alive: the event loop has answered since `ask` was called.
     ready: done when the worker can serve; has an exception if the worker can't start.
     drained: done when the worker's last request has ended after the order "drain".
     exited: done when the process has ended; the result is the exit code.
@@ -32,6 +40,7 @@ class WorkerProcess:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.drained: asyncio.Future[None] = self._loop.create_future()
         self.exited: asyncio.Future[int | None] = self._loop.create_future()
+        self.is_alive = True
         self._loop.add_reader(self._pipe.fileno(), self._on_report)
 
     def send_order(self, order: WorkerOrder) -> None:
@@ -41,6 +50,11 @@ class WorkerProcess:
                 self._pipe.send(order)
             except BrokenPipeError:
                 self._on_exit()
+
+    def ask(self) -> None:
+        """Asks the event loop for an answer. The last question must have been answered, or the pipe could fill up."""
+        self.is_alive = False
+        self.send_order("answer")
 
     def kill(self) -> None:
         """Kills the process."""
@@ -57,6 +71,8 @@ class WorkerProcess:
                 self.ready.set_result(None)
             case "drained":
                 self.drained.set_result(None)
+            case "alive":
+                self.is_alive = True
             case StartFailure(message, is_user_error):
                 self.ready.set_exception((SettingsError if is_user_error else RuntimeError)(message))
 
@@ -74,9 +90,14 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers of a server. failed: gets an exception if a dead worker's replacement can't start."""
+    """All workers of a server.
 
-    def __init__(self, arguments: list[WorkerArguments]):
+    timeout_s: a worker whose event loop does not respond for this time is killed and replaced.
+    failed: gets an exception if a dead worker's replacement can't start.
+    """
+
+    def __init__(self, arguments: list[WorkerArguments], timeout_s: float):
+        self._timeout_s = timeout_s
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arguments = arguments
         self._workers = [WorkerProcess(worker_arguments) for worker_arguments in arguments]
@@ -88,7 +109,7 @@ class WorkerPool:
         await asyncio.gather(*(worker.ready for worker in self._workers))
 
     def open(self) -> None:
-        """Lets all workers serve. Replaces workers that die from now on."""
+        """Lets all workers serve. Replaces workers that die or stop responding from now on."""
         for index, worker in enumerate(self._workers):
             worker.send_order("open")
             self._replace_tasks.append(asyncio.create_task(self._replace_when_dead(index)))
@@ -116,12 +137,16 @@ class WorkerPool:
             worker.kill()
 
     async def _replace_when_dead(self, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        backoff_s = 0.0
         try:
             while True:
-                # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
-                await asyncio.wait((self._workers[index].exited,))
+                begin_s = loop.time()
+                await self._watch(index)
                 exit_code = self._workers[index].exited.result()
-                self._logger.error("HTTP worker died", worker=index, exit_code=exit_code)
+                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_S else next_backoff(backoff_s)
+                self._logger.error("HTTP worker died", worker=index, exit_code=exit_code, replaced_after_s=backoff_s)
+                await asyncio.sleep(backoff_s)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
                 await asyncio.wait((worker.ready,))
                 worker.ready.result()
@@ -129,7 +154,32 @@ class WorkerPool:
         except (SettingsError, RuntimeError) as error:
             self.failed.set_exception(error)
 
+    async def _watch(self, index: int) -> None:
+        """Returns when the worker has ended. Kills the worker if its event loop does not respond."""
+        worker = self._workers[index]
+        interval_s = min(MAX_HEARTBEAT_INTERVAL_S, self._timeout_s / 4)
+        num_missed = 0
+        worker.ask()
+        # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
+        while not (await asyncio.wait((worker.exited,), timeout=interval_s))[0]:
+            if worker.is_alive:
+                num_missed = 0
+                worker.ask()
+                continue
+            # Counting intervals instead of time: a machine that was suspended must not lose its workers.
+            num_missed += 1
+            if num_missed * interval_s >= self._timeout_s:
+                self._logger.error("HTTP worker does not respond", worker=index, seconds=self._timeout_s)
+                worker.kill()
+                await asyncio.wait((worker.exited,))
+                return
+
     def _stop_replacing(self) -> None:
         for task in self._replace_tasks:
             task.cancel()
         self._replace_tasks.clear()
+
+
+def next_backoff(seconds: float) -> float:
+    """Returns the delay before a replacement. seconds: delay before the last replacement, which ended early."""
+    return min(2 * seconds, MAX_BACKOFF_S) if seconds else FIRST_BACKOFF_S

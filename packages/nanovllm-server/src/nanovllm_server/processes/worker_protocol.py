@@ -12,8 +12,9 @@ from nanovllm_server.protocol.request import SamplingDefaults
 from nanovllm_server.settings import Settings
 
 # open: serve. drain: refuse new requests, and report the end of the last running request. close: exit.
-WorkerOrder = Literal["open", "drain", "close"]
-WorkerReport = Literal["ready", "drained"]
+# answer: report "alive" from the event loop.
+WorkerOrder = Literal["open", "drain", "close", "answer"]
+WorkerReport = Literal["ready", "drained", "alive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class WorkerArguments:
     index: index of the worker, of its row in `counters` and of its ring in `rings`.
     model: directory of the tokenizer.
     template: chat template; None for the model's template.
+    engine_pid: process id of the engine.
     counters: memory of `SharedCounters`.
     rings: None for a single worker.
     """
@@ -41,6 +43,7 @@ class WorkerArguments:
     template: str | None
     defaults: SamplingDefaults
     engine: EngineAddress
+    engine_pid: int | None
     listener: socket.socket
     counters: "Array[c_double]"
     rings: RingMemory | None

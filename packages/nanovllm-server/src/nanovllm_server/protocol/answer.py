@@ -107,6 +107,8 @@ def _read_json_schema(fields: FieldReader) -> JsonAnswer:
     # The schema is enforced even if `strict` is false.
     json_schema_fields.boolean("strict")
     schema = json_schema_fields.raw("schema", {"type": ["object", "boolean"]})
+    if schema is None:
+        return _object_answer(fields.path("json_schema"))
     if not isinstance(schema, dict | bool):
         raise json_schema_fields.wrong("schema", "a JSON schema")
     return _json_answer(json_schema_fields.path("schema"), schema)

@@ -21,7 +21,9 @@ class ToolCall(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """A token and its log-probability. bytes: the token's UTF-8 bytes; null for special tokens."""
+    """A token and its log-probability. token: the token's text, or "token_id:ID" on request.
+    bytes: the token's UTF-8 bytes; null for special tokens.
+    """
 
     token: str
     logprob: float
@@ -152,7 +154,8 @@ class ChunkChoice(TypedDict):
 
 class ChatCompletionChunk(TypedDict):
     """One event of a streamed answer.
-    usage: on request; null except in the last chunk, which has no choices.
+    usage: on request; null except in the last chunk, which has no choices. With continuous_usage_stats every chunk has
+    the usage so far.
     prompt_token_ids: on request, in the first chunk.
     """
 
@@ -200,7 +203,19 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether the server accepts requests. reason: why the server is unavailable."""
+    """Whether the server lives or is ready. reason: why the server is unavailable."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]
+
+
+class Load(TypedDict):
+    """server_load: number of running and waiting sequences of all requests in the server."""
+
+    server_load: int
+
+
+class Version(TypedDict):
+    """version: version of nanovllm-server."""
+
+    version: str

@@ -41,6 +41,12 @@ def bad_field(path: str, expected: str, value: JSON) -> ApiError:
     return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
 
 
+def missing_field(path: str, expected: str) -> ApiError:
+    """A 400 for the absent field at `path`. expected: see `bad_field`."""
+    message = f"{path} is missing: it must be {expected}"
+    return ApiError(400, message, param=path, code="missing_required_parameter")
+
+
 def unsupported(path: str, message: str) -> ApiError:
     """A 400 for a field that requests an unsupported feature."""
     return ApiError(400, message, param=path, code="unsupported_parameter")
@@ -49,6 +55,18 @@ def unsupported(path: str, message: str) -> ApiError:
 def invalid_grammar(path: str, reason: str) -> ApiError:
     """A 400 for a field whose constraint on the answer can't be enforced."""
     return ApiError(400, f"{path} can't be enforced: {reason}", param=path, code="invalid_grammar")
+
+
+def prompt_too_long(max_model_len: int, num_tokens: str) -> ApiError:
+    """A 400 for messages that exceed the context. num_tokens: length of the prompt, for example "at least 5000"."""
+    # Some clients search the message for OpenAI's wording, and then shorten the conversation.
+    return ApiError(
+        400,
+        f"Input tokens exceed the configured limit: this model's maximum context length is {max_model_len} tokens, of "
+        f"which at least one is for the answer, and the messages have {num_tokens}: shorten them",
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 def unavailable(message: str, code: str) -> ApiError:

@@ -7,12 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias, TypeGuard
 
-from nanovllm_server.protocol.error import ApiError, bad_field
+from nanovllm_server.protocol.error import ApiError, bad_field, missing_field
 from nanovllm_server.protocol.json import JSON
 
 # A JSON schema (2020-12).
 Schema: TypeAlias = dict[str, JSON]
 ANYTHING: Schema = {}
+# From here on, not every integer has its own 64-bit float.
+MAX_EXACT_FLOAT = 1 << 53
 
 
 class FieldReader:
@@ -41,17 +43,20 @@ class FieldReader:
 
     def wrong(self, name: str, expected: str) -> ApiError:
         """Returns the error for the field `name`. expected: see `bad_field`."""
-        return bad_field(self.path(name), expected, self._values.get(name))
+        if name not in self._values:
+            return missing_field(self.path(name), expected)
+        return bad_field(self.path(name), expected, self._values[name])
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """An integer from `low` to `high` (None for no limit); 5.0 and true are not integers."""
+        """An integer from `low` to `high` (None for no limit). 5.0 is the integer 5; true is not an integer."""
         value = self.raw(name)
         if value is None:
             return None
-        if type(value) is not int or value < low or (high is not None and value > high):
+        integer = as_integer(value)
+        if integer is None or integer < low or (high is not None and integer > high):
             bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
             raise self.wrong(name, f"an integer {bounds}")
-        return value
+        return integer
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
         """A number from `low` to `high`. above_low: `low` itself is not allowed."""
@@ -126,6 +131,13 @@ def is_deeper(value: JSON, max_depth: int) -> bool:
             for child in (parent.values() if isinstance(parent, dict) else parent)
         ]
     return bool(level)
+
+
+def as_integer(value: JSON) -> int | None:
+    """The integer that `value` stands for; None for other values. Some clients write integers as floats."""
+    if type(value) is float and value.is_integer() and abs(value) < MAX_EXACT_FLOAT:
+        return int(value)
+    return value if type(value) is int else None
 
 
 def is_number(value: JSON, low: float, high: float) -> TypeGuard[int | float]:

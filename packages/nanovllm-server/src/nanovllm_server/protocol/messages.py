@@ -7,7 +7,8 @@ from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import show
 
 MAX_MESSAGES = 10_000
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# `function` is OpenAI's former name of `tool`.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class PastToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. content: None only for an assistant's message with tool calls or reasoning."""
+    """One message. content: None only for an assistant's message."""
 
     role: str
     content: str | None
@@ -55,40 +56,42 @@ def _read_message(fields: FieldReader) -> Message:
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.
     reasoning = next((text for text in map(fields.text, ("reasoning", "reasoning_content")) if text), None)
-    fields.text("refusal")
-    if fields.raw("function_call", {"type": "null"}) is not None:
-        path = fields.path("function_call")
-        raise unsupported(path, f"{path} is not supported: use tool_calls")
+    refusal = fields.text("refusal")
     if role != "assistant":
-        content = _read_content(fields, is_optional=False)
+        role = "tool" if role == "function" else role
+        content = _read_content(fields, is_answer=False)
         return Message(role=role, content=content, name=name, tool_call_id=tool_call_id)
-    content = _read_content(fields, is_optional=bool(calls or reasoning))
+    content = _read_content(fields, is_answer=True)
+    # An answer has either content or a refusal. Templates know only content.
+    content = refusal if content is None else content
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
-def _read_content(fields: FieldReader, *, is_optional: bool) -> str | None:
+def _read_content(fields: FieldReader, *, is_answer: bool) -> str | None:
     content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
-    if isinstance(content, str) or (content is None and is_optional):
+    # Answers without text are null, for example if the reasoning did not end.
+    if isinstance(content, str) or (content is None and is_answer):
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
     # Other servers also join text parts with line breaks.
     expected = 'an object like {"type": "text", "text": "..."}'
     return "\n".join(
-        _read_text_part(fields.element("content", index, part, expected)) for index, part in enumerate(content)
+        _read_text_part(fields.element("content", index, part, expected), is_answer=is_answer)
+        for index, part in enumerate(content)
     )
 
 
-def _read_text_part(fields: FieldReader) -> str:
-    part_type = fields.raw("type", {"const": "text"})
-    if part_type != "text":
-        if not isinstance(part_type, str):
-            raise fields.wrong("type", '"text"')
+def _read_text_part(fields: FieldReader, *, is_answer: bool) -> str:
+    part_type = fields.raw("type", {"enum": ["text", "refusal"]})
+    if not isinstance(part_type, str):
+        raise fields.wrong("type", '"text"')
+    if part_type != "text" and not (part_type == "refusal" and is_answer):
         path = fields.path("type")
         raise unsupported(path, f'{path} must be "text", not {show(part_type)}: this server takes text only')
-    text = fields.text("text")
+    text = fields.text(part_type)
     if text is None:
-        raise fields.wrong("text", "a string")
+        raise fields.wrong(part_type, "a string")
     return text
 
 
@@ -100,10 +103,19 @@ def _read_tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
         function = call.child("function")
         if function is None:
             raise call.wrong("function", "an object with name and arguments")
-        name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
-        if not name:
-            raise function.wrong("name", "a non-empty string")
-        if arguments is None:
-            raise function.wrong("arguments", "a string of JSON")
-        calls.append(PastToolCall(call.text("id"), name, arguments))
+        calls.append(_read_called_function(function, call.text("id")))
+    # OpenAI's former field for a single call.
+    if (function := fields.child("function_call")) is not None:
+        if calls:
+            raise fields.wrong("function_call", "left out when there are tool_calls")
+        calls.append(_read_called_function(function, None))
     return tuple(calls)
+
+
+def _read_called_function(function: FieldReader, call_id: str | None) -> PastToolCall:
+    name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
+    if not name:
+        raise function.wrong("name", "a non-empty string")
+    if arguments is None:
+        raise function.wrong("arguments", "a string of JSON")
+    return PastToolCall(call_id, name, arguments)

@@ -5,7 +5,16 @@ from typing import cast
 import msgspec
 
 from nanovllm_server import __version__
-from nanovllm_server.protocol.bodies import ChatCompletion, ChatCompletionChunk, Error, Health, ModelList
+from nanovllm_server.protocol.bodies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Error,
+    Health,
+    Load,
+    Model,
+    ModelList,
+    Version,
+)
 from nanovllm_server.protocol.field_reader import Schema
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.request import Limits, SamplingDefaults, read_chat_request
@@ -25,8 +34,23 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]},
         ],
+        "reasoning": {"effort": "low", "max_tokens": 100, "exclude": False},
         "stream": True,
         "stream_options": {"include_usage": True},
+    },
+    "a conversation with a refusal": {
+        "messages": [
+            *WEATHER_CHAT,
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't look outside."}]},
+            {"role": "user", "content": "Then guess."},
+        ],
+    },
+    "a conversation with functions instead of tools": {
+        "messages": [
+            *WEATHER_CHAT,
+            {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}},
+            {"role": "function", "name": "weather", "content": "18 degrees, sunny"},
+        ],
     },
     "tools": {
         "messages": [
@@ -73,6 +97,11 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before so many tokens.",
     "ignore_eos": "Continue after the end-of-sequence token.",
     "stop_token_ids": "Tokens that end the answer.",
+    "allowed_token_ids": "The answer consists only of these tokens; the end of a grammar is always allowed.",
+    "return_tokens_as_token_ids": "Log-probabilities name tokens `token_id:ID` instead of by their text.",
+    "reasoning": "The same options under other names: reasoning_effort, max_reasoning_tokens, include_reasoning.",
+    "max_reasoning_tokens": "The server ends longer reasoning.",
+    "thinking_token_budget": "Another name of max_reasoning_tokens; -1: no limit.",
     "include_reasoning": "Whether the answer includes the model's reasoning; the default is true.",
     "reasoning_effort": "The chat template's variable of this name; also sets enable_thinking, false for `none`.",
     "chat_template_kwargs": "Further variables of the chat template.",
@@ -86,9 +115,11 @@ EVENT_STREAM_DESCRIPTION = (
     "Server-sent events. Each event's data is a ChatCompletionChunk; a failure in mid-stream is an event named `error` "
     "whose data is an Error. The last event's data is `[DONE]`. Lines that begin with a colon keep connections alive."
 )
+LIVENESS_SUMMARY = "Whether the server lives; a draining server still does"
 ERROR_DESCRIPTIONS = {
     400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",
+    403: "The Host header has a name that the server does not allow.",
     404: "The model or the path does not exist.",
     405: "The path does not support the method.",
     408: "The body took too long to arrive.",
@@ -96,7 +127,7 @@ ERROR_DESCRIPTIONS = {
     415: "The Content-Type is not JSON.",
     429: "The queue is full.",
     500: "A bug; the log has details under the id in the message.",
-    503: "The server is draining, or the engine is dead.",
+    503: "The server is draining, the engine is dead, or large bodies fill the server's memory for bodies.",
     504: "The answer took longer than the limit of the request or of the server.",
 }
 
@@ -111,7 +142,8 @@ def openapi_document(
     for name, text in FIELD_DESCRIPTIONS.items():
         properties[name]["description"] = text
     _, schemas = msgspec.json.schema_components(
-        (ChatCompletion, ChatCompletionChunk, Error, Health, ModelList), ref_template="#/components/schemas/{name}"
+        (ChatCompletion, ChatCompletionChunk, Error, Health, Load, Model, ModelList, Version),
+        ref_template="#/components/schemas/{name}",
     )
     security: dict[str, JSON] = {"security": [{"key": []}]} if needs_key else {}
     security_scheme: dict[str, JSON] = {"type": "http", "scheme": "bearer"}
@@ -126,7 +158,18 @@ def openapi_document(
         "paths": {
             "/v1/chat/completions": {"post": {**_chat_operation(names), **security}},
             "/v1/models": {"get": {**_models_operation(), **security}},
-            "/health": {"get": _health_operation()},
+            "/v1/models/{name}": {"get": {**_model_operation(), **security}},
+            "/health": {"get": _health_operation("health", LIVENESS_SUMMARY, "The engine is dead.")},
+            "/ping": {"get": _health_operation("ping", LIVENESS_SUMMARY, "The engine is dead.")},
+            "/ready": {
+                "get": _health_operation(
+                    "ready", "Whether the server accepts requests", "The server is draining, or the engine is dead."
+                )
+            },
+            "/load": {
+                "get": _get_operation("load", "How many sequences the server has", "application/json", _ref("Load"))
+            },
+            "/version": {"get": _get_operation("version", "The server's version", "application/json", _ref("Version"))},
             "/metrics": {"get": _get_operation("metrics", "Counters and latencies, for Prometheus", "text/plain")},
             "/openapi.json": {
                 "get": _get_operation("openapi", "This document", "application/json", {"type": "object"})
@@ -174,13 +217,23 @@ def _models_operation() -> dict[str, JSON]:
     }
 
 
-def _health_operation() -> dict[str, JSON]:
+def _model_operation() -> dict[str, JSON]:
+    parameter: JSON = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
-        "operationId": "health",
-        "summary": "Whether the server accepts requests",
+        "operationId": "retrieveModel",
+        "summary": "The model under one of its names, which may contain slashes",
+        "parameters": [parameter],
+        "responses": {"200": _json_response("The model.", "Model"), **_error_responses(401, 404, 405, 500)},
+    }
+
+
+def _health_operation(name: str, summary: str, failure: str) -> dict[str, JSON]:
+    return {
+        "operationId": name,
+        "summary": summary,
         "responses": {
-            "200": _json_response("The server accepts requests.", "Health"),
-            "503": _json_response("The server is draining, or the engine is dead.", "Health"),
+            "200": _json_response("Yes.", "Health"),
+            "503": _json_response(failure, "Health"),
             **_error_responses(405, 500),
         },
     }
@@ -197,7 +250,7 @@ def _get_operation(name: str, summary: str, content_type: str, schema: Schema | 
 
 def _error_responses(*statuses: int) -> dict[str, JSON]:
     responses: dict[str, JSON] = {}
-    for status in statuses:
+    for status in sorted({403, *statuses}):
         response = _json_response(ERROR_DESCRIPTIONS[status], "Error")
         if status in (429, 503):
             header: JSON = {"description": "Seconds to wait.", "schema": {"type": "integer"}}

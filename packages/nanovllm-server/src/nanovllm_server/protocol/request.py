@@ -5,12 +5,19 @@ from typing import cast
 
 import orjson
 
-from nanovllm_core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
+from nanovllm_core.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
 from nanovllm_server.protocol.answer import Answer, parse_answer
 from nanovllm_server.protocol.error import ApiError, bad_field
-from nanovllm_server.protocol.field_reader import FieldReader, is_number
+from nanovllm_server.protocol.field_reader import FieldReader, as_integer, is_number
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.messages import Message, parse_messages
+from nanovllm_server.protocol.reasoning import ReasoningOptions, parse_reasoning
 from nanovllm_server.protocol.template import TemplateOptions, parse_template_options
 from nanovllm_server.protocol.tools import Toolbox, parse_tools
 from nanovllm_server.protocol.unsupported import refuse_unsupported
@@ -53,23 +60,25 @@ class Limits:
 class ChatRequest:
     """A valid chat completion request.
 
+    model: requested name; None for the served model.
     tools: None if tool calls are not allowed.
     answer: constraint on the answer; None for free text.
     n: number of choices.
     include_stop: the text includes the stop string or stop token.
     truncate_prompt_tokens: number of last prompt tokens to keep; -1: as many as fit into the context; None: all.
+    names_tokens_by_id: log-probabilities name tokens "token_id:ID" instead of by their text.
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
+    has_continuous_usage: every chunk of a stream has the usage so far.
     max_tokens_field: name of the field that gave `sampling.max_tokens`, for errors.
     unknown_fields: paths of unknown fields.
     """
 
-    model: str
+    model: str | None
     messages: tuple[Message, ...]
     tools: Toolbox | None
     answer: Answer | None
-    max_reasoning_tokens: int | None
+    reasoning: ReasoningOptions
     template: TemplateOptions
-    include_reasoning: bool
     sampling: SamplingParams
     n: int
     stop_strings: tuple[str, ...]
@@ -78,9 +87,11 @@ class ChatRequest:
     skip_special_tokens: bool
     truncate_prompt_tokens: int | None
     return_token_ids: bool
+    names_tokens_by_id: bool
     timeout_s: float | None
     stream: bool
     include_usage: bool
+    has_continuous_usage: bool
     max_tokens_field: str
     priority: int
     cache_salt: str
@@ -88,7 +99,7 @@ class ChatRequest:
     unknown_fields: tuple[str, ...]
 
 
-def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
+def parse_chat_request(data: bytes | bytearray, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Parses and validates the body of a request. Raises ApiError (400)."""
     try:
         body = cast(JSON, orjson.loads(data))
@@ -101,23 +112,21 @@ def parse_chat_request(data: bytes, limits: Limits, defaults: SamplingDefaults) 
 
 def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> ChatRequest:
     """Validates the fields of a request's body. Raises ApiError (400), which names the field."""
-    model = body.text("model", accepts={"minLength": 1})
-    if not model:
-        raise body.wrong("model", "the name of a model")
     messages, unknown_in_messages = parse_messages(body)
     refuse_unsupported(body)
     _check_ignored_fields(body)
     n = body.integer("n", 1, min(MAX_CHOICES, limits.max_sequences))
     stream = body.boolean("stream") or False
     sampling, max_tokens_field = _read_sampling(body, limits, defaults)
+    reasoning = parse_reasoning(body)
+    include_usage, has_continuous_usage = _read_stream_options(body, stream)
     return ChatRequest(
-        model=model,
+        model=body.text("model") or None,
         messages=messages,
         tools=parse_tools(body),
         answer=parse_answer(body),
-        max_reasoning_tokens=body.integer("max_reasoning_tokens", 0),
-        template=parse_template_options(body),
-        include_reasoning=body.boolean("include_reasoning") is not False,
+        reasoning=reasoning,
+        template=parse_template_options(body, reasoning),
         sampling=sampling,
         n=1 if n is None else n,
         stop_strings=_read_stop_strings(body),
@@ -126,15 +135,17 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         skip_special_tokens=body.boolean("skip_special_tokens") is not False,
         truncate_prompt_tokens=_read_truncate_prompt_tokens(body, limits),
         return_token_ids=body.boolean("return_token_ids") or False,
+        names_tokens_by_id=body.boolean("return_tokens_as_token_ids") or False,
         timeout_s=body.number("timeout", 0, MAX_TIMEOUT_S, above_low=True),
         stream=stream,
-        include_usage=_read_include_usage(body, stream),
+        include_usage=include_usage,
+        has_continuous_usage=has_continuous_usage,
         max_tokens_field=max_tokens_field,
         priority=body.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=body.text("cache_salt", MAX_ID_LENGTH) or "",
         request_id=_read_request_id(body),
         # Must come last: a field is unknown if no line above reads the field.
-        unknown_fields=(*body.unknown_paths(), *unknown_in_messages),
+        unknown_fields=(*body.unknown_paths(), *reasoning.unknown_fields, *unknown_in_messages),
     )
 
 
@@ -155,7 +166,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
     if max_tokens is not None and min_tokens > max_tokens:
         raise body.wrong("min_tokens", f"an integer from 0 to {max_tokens_field} ({max_tokens})")
     temperature = body.number("temperature", 0, 2)
-    top_p = body.number("top_p", 0, 1, above_low=True)
+    top_p = body.number("top_p", 0, 1)
     top_k = body.integer("top_k", -1)
     min_p = body.number("min_p", 0, 1)
     repetition_penalty = body.number("repetition_penalty", 0, 100, above_low=True)
@@ -173,7 +184,8 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
         logit_bias=_read_logit_bias(body, limits.vocab_size),
         min_tokens=min_tokens,
         ignore_eos=body.boolean("ignore_eos") or False,
-        stop_token_ids=_read_stop_token_ids(body, limits.vocab_size),
+        stop_token_ids=_read_token_ids(body, "stop_token_ids", MAX_STOP_TOKENS, limits.vocab_size),
+        allowed_token_ids=_read_allowed_token_ids(body, limits.vocab_size),
         logprobs=_read_logprobs(body),
         prompt_logprobs=_read_prompt_logprobs(body),
     )
@@ -271,13 +283,21 @@ def _read_truncate_prompt_tokens(body: FieldReader, limits: Limits) -> int | Non
     return value
 
 
-def _read_stop_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
-    expected = f"an array of at most {MAX_STOP_TOKENS} token ids"
+def _read_allowed_token_ids(body: FieldReader, vocab_size: int) -> tuple[int, ...]:
+    token_ids = _read_token_ids(body, "allowed_token_ids", MAX_ALLOWED_TOKENS, vocab_size)
+    if body.raw("allowed_token_ids") is not None and not token_ids:
+        raise body.wrong("allowed_token_ids", f"left out or an array of 1 to {MAX_ALLOWED_TOKENS} token ids")
+    return token_ids
+
+
+def _read_token_ids(body: FieldReader, name: str, max_ids: int, vocab_size: int) -> tuple[int, ...]:
+    expected = f"an array of at most {max_ids} token ids"
     id_schema: dict[str, JSON] = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     token_ids: list[int] = []
-    for index, token_id in enumerate(body.array("stop_token_ids", expected, MAX_STOP_TOKENS, id_schema) or []):
-        if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            raise bad_field(f"stop_token_ids[{index}]", f"a token id from 0 to {vocab_size - 1}", token_id)
+    for index, value in enumerate(body.array(name, expected, max_ids, id_schema) or []):
+        token_id = as_integer(value)
+        if token_id is None or not 0 <= token_id < vocab_size:
+            raise bad_field(f"{name}[{index}]", f"a token id from 0 to {vocab_size - 1}", value)
         token_ids.append(token_id)
     return tuple(token_ids)
 
@@ -290,11 +310,14 @@ def _read_request_id(body: FieldReader) -> str | None:
     return value
 
 
-def _read_include_usage(body: FieldReader, stream: bool) -> bool:
+def _read_stream_options(body: FieldReader, stream: bool) -> tuple[bool, bool]:
+    """Returns (include_usage, has_continuous_usage)."""
     options = body.child("stream_options")
     if options is None:
-        return False
+        return False, False
     if not stream:
         raise body.wrong("stream_options", "left out when stream is not true")
     options.boolean("include_obfuscation")
-    return options.boolean("include_usage") or False
+    include_usage = options.boolean("include_usage") or False
+    # As in vLLM, `continuous_usage_stats` has no effect without `include_usage`.
+    return include_usage, (options.boolean("continuous_usage_stats") or False) and include_usage

@@ -20,6 +20,7 @@ from nanovllm_server.protocol.bodies import (
     Finish,
     FunctionCall,
     FunctionCallDelta,
+    Model,
     ModelList,
     TokenLogprob,
     ToolCall,
@@ -44,7 +45,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: one object per token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
-    in_reasoning: the choice ended within reasoning, before any content.
+    has_null_content: content is null: the choice ended within reasoning, or the answer must be a call.
     token_ids: all tokens since the last delta; None if not requested.
     """
 
@@ -55,7 +56,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
-    in_reasoning: bool = False
+    has_null_content: bool = False
     token_ids: tuple[int, ...] | None = None
 
 
@@ -147,7 +148,7 @@ def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     choices: list[ChunkChoice] = []
     if is_first:
         # As in a complete answer, null means reasoning or a call instead of content.
-        content = None if delta.reasoning or delta.in_reasoning or (delta.calls and not delta.text) else ""
+        content = None if delta.reasoning or delta.has_null_content or (delta.calls and not delta.text) else ""
         choices.append(_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
     for choice_delta in choice_deltas:
         choices.append(_chunk_choice(delta.index, choice_delta, logprobs))
@@ -168,17 +169,19 @@ def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> Mod
     """Builds the list of models, which has the served model under each of its names."""
     return {
         "object": "list",
-        "data": [
-            {
-                "id": name,
-                "object": "model",
-                "created": created_s,
-                "owned_by": "nanovllm",
-                "root": names[0],
-                "max_model_len": max_model_len,
-            }
-            for name in names
-        ],
+        "data": [model_body(name, names, created_s, max_model_len) for name in names],
+    }
+
+
+def model_body(name: str, names: Sequence[str], created_s: int, max_model_len: int) -> Model:
+    """Builds the description of the served model under one of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "nanovllm",
+        "root": names[0],
+        "max_model_len": max_model_len,
     }
 
 
@@ -201,7 +204,7 @@ def _message(deltas: Sequence[Delta]) -> AnswerMessage:
     reasoning = "".join(delta.reasoning for delta in deltas)
     calls = _complete_calls(call for delta in deltas for call in delta.calls)
     content: str | None = "".join(delta.text for delta in deltas)
-    if not content and (reasoning or calls or deltas[-1].in_reasoning):
+    if not content and (reasoning or calls or deltas[-1].has_null_content):
         content = None
     message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high")
+from nanovllm_server.protocol.reasoning import ReasoningOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class TemplateOptions:
     continue_final_message: bool = False
 
 
-def parse_template_options(body: FieldReader) -> TemplateOptions:
+def parse_template_options(body: FieldReader, reasoning: ReasoningOptions) -> TemplateOptions:
     """Reads the template options of a request. Raises ApiError."""
     continue_final_message = body.boolean("continue_final_message") or False
     add_generation_prompt = body.boolean("add_generation_prompt")
@@ -35,19 +34,17 @@ def parse_template_options(body: FieldReader) -> TemplateOptions:
         )
         raise ApiError(400, message, param="add_generation_prompt", code="invalid_value")
     return TemplateOptions(
-        variables=_read_variables(body),
+        variables=_read_variables(body, reasoning),
         documents=_read_documents(body),
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continue_final_message,
     )
 
 
-def _read_variables(body: FieldReader) -> dict[str, JSON]:
-    effort = body.one_of("reasoning_effort", REASONING_EFFORTS)
-    variables: dict[str, JSON] = {}
-    if effort is not None:
-        # Some templates read `reasoning_effort`, others `enable_thinking`.
-        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+def _read_variables(body: FieldReader, reasoning: ReasoningOptions) -> dict[str, JSON]:
+    # Some templates read `reasoning_effort`, others `enable_thinking`.
+    values: dict[str, JSON] = {"reasoning_effort": reasoning.effort, "enable_thinking": reasoning.is_enabled}
+    variables = {name: value for name, value in values.items() if value is not None}
     template_kwargs = body.raw("chat_template_kwargs", {"type": "object"})
     if template_kwargs is not None and not isinstance(template_kwargs, dict):
         raise body.wrong("chat_template_kwargs", "an object")

@@ -1,22 +1,38 @@
 """Refuses fields of other servers' APIs that would change the answer. Values without effect are allowed."""
 
+import orjson
+
 from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
 # Values without effect, by unsupported field. null never has an effect.
 HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
-    "allowed_token_ids": (),
+    "add_special_tokens": (False,),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
+    "custom_logit_processor": (),
+    "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "echo": (False,),
     "functions": (),
     "function_call": ("none",),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
     "logits_processors": (),
+    "logprob_token_ids": (),
+    "lora_path": (),
+    "lora_request": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "return_tokens_as_token_ids": (False,),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
@@ -48,14 +64,8 @@ def refuse_unsupported(body: FieldReader) -> None:
 
 def _is_same(value: JSON, other: JSON) -> bool:
     # In Python, 1 == True. A client that sends 1 instead of true must get an error.
-    return type(value) is type(other) and value == other
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _suggest_values(values: tuple[JSON, ...]) -> str:
-    match values:
-        case (bool() as value,):
-            return f" or set it to {'true' if value else 'false'}"
-        case (str() as value,):
-            return f' or set it to "{value}"'
-        case _:
-            return ""
+    return f" or set it to {orjson.dumps(values[0]).decode()}" if values else ""

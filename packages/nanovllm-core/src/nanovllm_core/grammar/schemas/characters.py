@@ -1,12 +1,13 @@
-"""Sets of characters as ranges of code points: operations on them, and the sets that regex and JSON define."""
+"""Represents sets of characters as ranges of code points, and defines the sets of regex and JSON."""
 
 from typing import TypeAlias
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 MAX_CODE_POINT = 0x10FFFF
-# Characters that count as whitespace in every regex engine; in at least one engine.
+# Characters that are whitespace in every regex engine.
 SPACES: Ranges = ((9, 13), (32, 32))
+# Characters that are whitespace in at least one regex engine.
 SPACES_IN_ANY_ENGINE: Ranges = (
     (9, 13), (28, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E), (0x2000, 0x200A),
     (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
@@ -14,13 +15,13 @@ SPACES_IN_ANY_ENGINE: Ranges = (
 DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
-# By class letter: (characters in every regex engine, characters in at least one engine).
+# Pairs (characters in every regex engine, characters in at least one engine) by the letter of the escape.
 CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
     "d": (DIGITS, DIGITS + BEYOND_ASCII),
     "w": (WORD, WORD + BEYOND_ASCII),
     "s": (SPACES, SPACES_IN_ANY_ENGINE),
 }
-# Line ends, which `.` excludes in at least one regex engine. In every engine, `.` excludes the first one.
+# Characters that `.` excludes in at least one regex engine. Every engine excludes the first character, a line feed.
 LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
 # Characters that a JSON string holds without an escape.
 UNESCAPED: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
@@ -38,7 +39,7 @@ def normalize_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
 
 
 def invert_ranges(ranges: Ranges) -> Ranges:
-    """The code points that are in none of `ranges`."""
+    """The code points outside `ranges`."""
     gaps: list[tuple[int, int]] = []
     next_point = 0
     for low, high in normalize_ranges(ranges):
@@ -51,5 +52,5 @@ def invert_ranges(ranges: Ranges) -> Ranges:
 
 
 def intersect_ranges(first: Ranges, second: Ranges) -> Ranges:
-    """The code points that are in `first` and `second`."""
+    """The code points in both `first` and `second`."""
     return invert_ranges(normalize_ranges(invert_ranges(first) + invert_ranges(second)))

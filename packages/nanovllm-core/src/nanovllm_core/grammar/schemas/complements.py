@@ -1,4 +1,4 @@
-"""Complements of shapes, for schemas with `not`, `oneOf` and `if`."""
+"""Finds complements of shapes, for schemas with `not`, `oneOf` and `if`."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,21 +7,30 @@ from fractions import Fraction
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import key_of
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
-from nanovllm_core.grammar.schemas.shapes import ANY_VALUE, NEVER, Array, Constant, Number, Object, Shape, Text
+from nanovllm_core.grammar.schemas.shapes import (
+    ANY_VALUE_SHAPES,
+    FALSE_SCHEMA,
+    Array,
+    Constant,
+    Number,
+    Object,
+    Shape,
+    Text,
+)
 
 
 def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-    """The shapes of the values that are in none of `shapes`. Raises SchemaError if no shapes describe these values."""
-    remaining: tuple[Shape, ...] = ANY_VALUE
+    """The shapes of the values outside `shapes`. Raises SchemaError if no shapes describe these values."""
+    remaining: tuple[Shape, ...] = ANY_VALUE_SHAPES
     shapes = list(shapes)
     constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
     if constants:
         remaining = resolver.intersect(remaining, _complement_of_constants(list(constants.values()), place), place)
     for shape in (shape for shape in shapes if not isinstance(shape, Constant)):
-        if shape.is_narrowed:
+        if shape.omits_allowed_values:
             raise SchemaError(place, "not", "can't be negated: it has oneOf or unevaluated keywords inside")
-        options = [unrestricted for unrestricted in ANY_VALUE if type(unrestricted) is not type(shape)]
-        options += [replace(other, is_negated=True) for other in _complement_of_shape(resolver, shape, place)]
+        options = [unrestricted for unrestricted in ANY_VALUE_SHAPES if type(unrestricted) is not type(shape)]
+        options += [replace(other, comes_from_negation=True) for other in _complement_of_shape(resolver, shape, place)]
         remaining = resolver.intersect(remaining, options, place)
     return remaining
 
@@ -33,7 +42,7 @@ def _complement_of_constants(constants: list[Constant], place: str) -> list[Shap
     numbers = frozenset(Fraction(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
     if any(isinstance(shape.value, dict | list) for shape in constants):
         raise SchemaError(place, "not", "can't be negated: it has an array or object as a constant")
-    other_constants = [shape for shape in ANY_VALUE if isinstance(shape, Constant) and shape.key not in keys]
+    other_constants = [shape for shape in ANY_VALUE_SHAPES if isinstance(shape, Constant) and shape.key not in keys]
     return [Object(), Array(), Text(excluded=texts), Number(excluded=numbers), *other_constants]
 
 
@@ -68,15 +77,15 @@ def _complement_of_object(resolver: ShapeResolver, shape: Object, place: str) ->
         keywords = "additionalProperties, patternProperties or propertyNames"
         raise SchemaError(place, "not", f"can't be negated: it has {keywords}")
     complement = _complement_of_counts(shape)
-    complement += [Object(((name, (NEVER,)),)) for name in shape.required]
-    for name, schema_set in shape.properties:
-        if schema_set:
-            complement.append(Object(((name, resolver.negation(schema_set)),), (name,)))
+    complement += [Object(((name, FALSE_SCHEMA),)) for name in shape.required]
+    for name, conjunction in shape.properties:
+        if conjunction:
+            complement.append(Object(((name, resolver.negation(conjunction)),), (name,)))
     return complement
 
 
 def _complement_of_counts(shape: Text | Array | Object) -> list[Shape]:
-    """The shapes of fewer and of more characters, items or properties than `shape` allows."""
+    """The shapes of values with too few or too many characters, items or properties for `shape`."""
     shape_type = type(shape)
     complement: list[Shape] = [shape_type(high=shape.low - 1)] if shape.low else []
     return complement + ([] if shape.high is None else [shape_type(low=shape.high + 1)])

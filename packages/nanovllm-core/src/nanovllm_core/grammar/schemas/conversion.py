@@ -8,13 +8,13 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 
 
 def convert_schema(schema: JSON, place: str) -> dict[str, JSON]:
-    """Converts `schema` (draft 2020-12; keywords of older drafts are understood) to one that xgrammar enforces.
+    """Converts `schema`, of draft 2020-12 or older, to a schema that xgrammar enforces.
 
-    Every value that a grammar of the result permits is valid against `schema`, and there is at least one such value.
-    place: the name of the schema's root in errors.
+    A grammar of the result permits at least one value. Each permitted value is valid against `schema`.
+    Raises SchemaError if the conversion is not possible.
 
-    Raises SchemaError, which names the keyword and its place, if the conversion is not possible.
+    place: JSON pointer to `schema` in the client's request, for errors.
     """
     document = Document(schema, place)
     resolver = ShapeResolver(document, read_shapes)
-    return write_schema(resolver, resolver.schema_set_of(document.root))
+    return write_schema(resolver, resolver.conjunction_of(document.root))

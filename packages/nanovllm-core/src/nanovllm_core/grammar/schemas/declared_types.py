@@ -1,11 +1,12 @@
-"""Finds the types that a JSON schema declares for its values. The search is bounded, so any schema is safe."""
+"""Finds the types that a JSON schema declares for its values, in bounded time for any schema."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Maximum number of subschemas, type names and constants that are looked at; the search ignores the others.
+# Maximum number of subschemas, type names and constants. The search ignores all further ones.
 MAX_STEPS = 10_000
-# Maximum number of characters in a reference; of references in a chain, which may be circular.
+# Maximum number of characters in a reference.
 MAX_REFERENCE_LENGTH = 1_000
+# Maximum number of references in a chain, which may be circular.
 MAX_REFERENCES = 8
 TYPE_NAMES: dict[type, str] = {
     str: "string",
@@ -19,9 +20,10 @@ TYPE_NAMES: dict[type, str] = {
 
 
 def declared_types(schema: JSON, root: JSON) -> set[str]:
-    """The types that `schema`, a part of `root`, declares for its values; empty if it declares none.
+    """The types that `schema` and its subschemas in `$ref`, `anyOf`, `oneOf` and `allOf` declare.
 
-    The types come from `type`, else from `enum` and `const`. Schemas in `$ref`, `anyOf`, `oneOf`, `allOf` add theirs.
+    A schema declares types in `type`. Without `type`, the types of the constants in `enum` and `const` count.
+    root: schema to which references in `schema` are relative.
     """
     types: set[str] = set()
     pending, seen, steps = [schema], set[int](), 0
@@ -43,7 +45,7 @@ def declared_types(schema: JSON, root: JSON) -> set[str]:
 
 
 def resolve_references(schema: JSON, root: JSON) -> JSON:
-    """Follows the references of `schema`, a part of `root`; returns a schema without a reference."""
+    """Follows references from `schema` to a schema without a reference. root: schema that references name parts of."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
@@ -65,7 +67,7 @@ def _own_types(schema: dict[str, JSON], limit: int) -> list[str]:
 
 
 def _referenced_schema(schema: dict[str, JSON], root: JSON) -> JSON:
-    """The schema that `$ref` names by a JSON pointer; None without such a reference."""
+    """The schema that `$ref` names by a JSON pointer; None without a `$ref` or without a JSON pointer in `$ref`."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/") or len(reference) > MAX_REFERENCE_LENGTH:
         return None

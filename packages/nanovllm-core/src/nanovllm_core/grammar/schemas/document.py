@@ -1,4 +1,4 @@
-"""One JSON schema as its author wrote it: limits of its size, places of its parts, and targets of its references."""
+"""Indexes a JSON schema: checks its size, finds its subschemas and resolves its references."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
@@ -6,12 +6,12 @@ from urllib.parse import unquote, urldefrag, urljoin
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Limits of one schema: approximate size as JSON, depth of nested values, and number of values.
+# Maximum size of a schema as JSON, approximately.
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
-# Keywords whose value is a schema; an array of schemas; an object of schemas.
+# The value of these keywords is a schema, a list of schemas, or a map from names to schemas.
 SCHEMA_KEYWORDS = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -24,8 +24,8 @@ class SchemaError(GrammarError):
     """A schema is invalid or can't be enforced.
 
     place: JSON pointer to the keyword.
-    problem: the end of the message, which begins with the keyword and the place.
-    is_invalid: the schema is invalid; otherwise it is valid but can't be enforced.
+    problem: the message without the keyword and the place at its start.
+    is_invalid: True: the schema is invalid. False: the schema is valid, but can't be enforced.
     """
 
     def __init__(self, place: str, keyword: str, problem: str, *, is_invalid: bool = False):
@@ -41,26 +41,23 @@ class LocatedSchema:
 
     schema: JSON
     place: str
-    base: str
+    base_uri: str
 
 
 class Document:
-    """The root schema at `place` and an index of its parts that references can name.
-
-    Raises SchemaError if the schema is too large.
-    """
+    """Indexes the parts of a schema that references can name. Raises SchemaError if the schema is too large."""
 
     def __init__(self, schema: JSON, place: str):
         check_schema_size(schema, place)
         self.root = LocatedSchema(schema, place, "")
-        self._resources: dict[str, LocatedSchema] = {}
-        self._anchors: dict[tuple[str, str], LocatedSchema] = {}
-        self._dynamic_anchors: dict[str, list[LocatedSchema]] = {}
-        self._bases: dict[int, str] = {}
+        self._schema_by_uri: dict[str, LocatedSchema] = {}
+        self._schema_by_anchor: dict[tuple[str, str], LocatedSchema] = {}
+        self._schemas_by_dynamic_anchor: dict[str, list[LocatedSchema]] = {}
+        self._base_uri_by_schema_id: dict[int, str] = {}
         self._index_subschemas()
 
     def _index_subschemas(self) -> None:
-        self._resources[""] = self.root
+        self._schema_by_uri[""] = self.root
         pending = [self.root]
         while pending:
             located = pending.pop()
@@ -69,58 +66,61 @@ class Document:
                 continue
             uri = schema.get("$id")
             if isinstance(uri, str) and uri and not uri.startswith("#"):
-                base = urldefrag(urljoin(located.base, uri)).url
-                located = LocatedSchema(schema, located.place, base)
-                self._resources.setdefault(base, located)
+                base_uri = urldefrag(urljoin(located.base_uri, uri)).url
+                located = LocatedSchema(schema, located.place, base_uri)
+                self._schema_by_uri.setdefault(base_uri, located)
                 if located.place == self.root.place:
                     self.root = located
             elif isinstance(uri, str) and uri.startswith("#"):
-                self._anchors.setdefault((located.base, uri[1:]), located)
-            self._bases[id(schema)] = located.base
+                self._schema_by_anchor.setdefault((located.base_uri, uri[1:]), located)
+            self._base_uri_by_schema_id[id(schema)] = located.base_uri
             for keyword in ("$anchor", "$dynamicAnchor"):
                 anchor = schema.get(keyword)
                 if isinstance(anchor, str):
-                    self._anchors.setdefault((located.base, anchor), located)
+                    self._schema_by_anchor.setdefault((located.base_uri, anchor), located)
                     if keyword == "$dynamicAnchor":
-                        self._dynamic_anchors.setdefault(anchor, []).append(located)
+                        self._schemas_by_dynamic_anchor.setdefault(anchor, []).append(located)
             pending.extend(reversed(subschemas(located)))
 
-    def base(self, located: LocatedSchema) -> str:
-        """The URI to which references in the schema at `located` are relative."""
-        return self._bases.get(id(located.schema), located.base)
+    def base_uri(self, located: LocatedSchema) -> str:
+        """The URI to which references in this schema are relative."""
+        return self._base_uri_by_schema_id.get(id(located.schema), located.base_uri)
 
     def resolve_reference(self, located: LocatedSchema, reference: JSON, keyword: str) -> LocatedSchema:
-        """The target of `reference`, the value of `keyword` in the schema at `located`. Raises SchemaError."""
+        """Find the schema that `reference` names. Raises SchemaError.
+
+        located: the schema that contains `reference` as the value of `keyword`.
+        """
         place = f"{located.place}/{keyword}"
         if not isinstance(reference, str):
             raise SchemaError(place, keyword, "must be a string", is_invalid=True)
-        address, fragment = urldefrag(urljoin(self.base(located), reference))
+        address, fragment = urldefrag(urljoin(self.base_uri(located), reference))
         if reference.startswith("#"):
-            address, fragment = self.base(located), reference[1:]
-        resource = self._resources.get(address)
+            address, fragment = self.base_uri(located), reference[1:]
+        resource = self._schema_by_uri.get(address)
         if resource is None:
             raise SchemaError(
                 place, keyword, f"leads outside of the schema: {reference[:200]!r}; include the schema that it names"
             )
         if fragment and not fragment.startswith("/"):
-            anchor = self._anchors.get((address, unquote(fragment)))
+            anchor = self._schema_by_anchor.get((address, unquote(fragment)))
             if anchor is None:
                 raise SchemaError(place, keyword, f"leads to nothing: {reference[:200]!r}", is_invalid=True)
             return anchor
         return self._resolve_pointer(resource, unquote(fragment), place, keyword)
 
     def resolve_dynamic_reference(self, located: LocatedSchema, reference: JSON) -> LocatedSchema:
-        """The schema that a `$dynamicRef` names. Raises SchemaError if it depends on the context."""
+        """Find the schema that a `$dynamicRef` names. Raises SchemaError if several schemas have this anchor."""
         target = self.resolve_reference(located, reference, "$dynamicRef")
         schema = target.schema
         name = schema.get("$dynamicAnchor") if isinstance(schema, dict) else None
-        if isinstance(name, str) and len(self._dynamic_anchors.get(name, ())) > 1:
+        if isinstance(name, str) and len(self._schemas_by_dynamic_anchor.get(name, ())) > 1:
             problem = "depends on the schemas that lead to it, which can't be enforced; use $ref"
             raise SchemaError(f"{located.place}/$dynamicRef", "$dynamicRef", problem)
         return target
 
     def _resolve_pointer(self, resource: LocatedSchema, pointer: str, place: str, keyword: str) -> LocatedSchema:
-        value, target_place, base = resource.schema, resource.place, resource.base
+        value, target_place, base_uri = resource.schema, resource.place, resource.base_uri
         for part in pointer.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict) and name in value:
@@ -129,8 +129,8 @@ class Document:
                 value = value[int(name)]
             else:
                 raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", is_invalid=True)
-            target_place, base = f"{target_place}/{part}", self._bases.get(id(value), base)
-        return LocatedSchema(value, target_place, base)
+            target_place, base_uri = f"{target_place}/{part}", self._base_uri_by_schema_id.get(id(value), base_uri)
+        return LocatedSchema(value, target_place, base_uri)
 
 
 def subschemas(located: LocatedSchema) -> list[LocatedSchema]:
@@ -141,24 +141,25 @@ def subschemas(located: LocatedSchema) -> list[LocatedSchema]:
     for keyword, value in schema.items():
         place = f"{located.place}/{escape_pointer_part(keyword)}"
         if keyword in SCHEMA_KEYWORDS and isinstance(value, dict | bool):
-            found.append(LocatedSchema(value, place, located.base))
+            found.append(LocatedSchema(value, place, located.base_uri))
         if keyword in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            found.extend(LocatedSchema(item, f"{place}/{index}", located.base) for index, item in enumerate(value))
+            found.extend(LocatedSchema(item, f"{place}/{index}", located.base_uri) for index, item in enumerate(value))
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             found.extend(
-                LocatedSchema(item, f"{place}/{escape_pointer_part(name)}", located.base)
+                LocatedSchema(item, f"{place}/{escape_pointer_part(name)}", located.base_uri)
                 for name, item in value.items()
             )
     return found
 
 
 def escape_pointer_part(name: str) -> str:
-    """`name` as a part of a JSON pointer, cut to 100 characters."""
+    """Escape the first 100 characters of `name` for a JSON pointer."""
     return name[:100].replace("~", "~0").replace("/", "~1")
 
 
 def check_schema_size(schema: JSON, place: str) -> None:
-    """Refuses a schema that is too large or too deep. A loop, because recursion into a deep schema would overflow."""
+    """Raises SchemaError if the schema is too large or too deep."""
+    # A loop, because recursion into a deep schema would overflow the stack.
     level: list[JSON] = [schema]
     num_values = size_bytes = depth = 0
     while level:

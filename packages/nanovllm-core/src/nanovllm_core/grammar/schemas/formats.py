@@ -24,7 +24,7 @@ _IPV6 = "|".join(
     ]
 )
 
-# From RFC 3339 (with ISO 8601 durations), 4122, 2673, 4291, 1123, 5321 and 3986. Other formats are not enforced.
+# Sources: RFC 3339 (with ISO 8601 durations), 4122, 2673, 4291, 1123, 5321 and 3986.
 FORMATS: dict[str, str] = {
     "date": rf"^{_DATE}$",
     "time": rf"^{_TIME}$",

@@ -1,4 +1,4 @@
-"""JSON values: their type, comparison keys, and short forms for error messages."""
+"""Defines the type of JSON values, and writes values as comparison keys and as short texts for errors."""
 
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ MAX_SHOWN_CHARACTERS = 80
 
 
 def show(value: JSON) -> str:
-    """`value` as JSON, shortened to fit into a sentence."""
+    """Describe `value` in a few words for an error message."""
     match value:
         case dict() if value:
             return "an object"
@@ -26,7 +26,7 @@ def show(value: JSON) -> str:
 
 
 def key_of(value: JSON) -> str:
-    """A text that is the same for equal values only: 1 and 1.0 are equal, 1 and true are not."""
+    """Write a text that only equal values share. The values 1 and 1.0 are equal; 1 and true differ."""
     match value:
         case dict():
             return "{" + ",".join(f"{key_of(name)}:{key_of(value[name])}" for name in sorted(value)) + "}"

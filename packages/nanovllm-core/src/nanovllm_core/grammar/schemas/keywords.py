@@ -1,4 +1,4 @@
-"""Reads the keywords of one schema and returns the shapes of the values that it allows."""
+"""Finds the shapes of one schema from its keywords."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,15 +11,15 @@ from nanovllm_core.grammar.schemas.document import LocatedSchema, SchemaError, e
 from nanovllm_core.grammar.schemas.json_values import JSON, key_of, show
 from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
-    ANY_VALUE,
-    NEVER,
+    ANY_VALUE_SHAPES,
+    FALSE_SCHEMA,
     Array,
+    Conjunction,
     Constant,
     Contains,
     Number,
     Object,
     Places,
-    SchemaSet,
     Shape,
     Text,
 )
@@ -48,12 +48,12 @@ SHAPES_BY_TYPE: dict[str, tuple[Shape, ...]] = {
 def read_shapes(resolver: ShapeResolver, entry: LocatedSchema | Negation) -> tuple[Shape, ...]:
     """The shapes of the values that are valid against a schema or a negation. Raises SchemaError."""
     if isinstance(entry, Negation):
-        return complement_shapes(resolver, resolver.shapes(entry.schema_set), resolver.place(entry.schema_set))
+        return complement_shapes(resolver, resolver.shapes(entry.conjunction), resolver.place(entry.conjunction))
     return _KeywordReader(resolver, entry).read_shapes()
 
 
 class _KeywordReader:
-    """Reads one schema, keyword by keyword."""
+    """Reads the keywords of one schema."""
 
     def __init__(self, resolver: ShapeResolver, located: LocatedSchema):
         if not isinstance(located.schema, dict):
@@ -69,17 +69,17 @@ class _KeywordReader:
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in self.schema:
                 shapes = self.intersect(shapes, self.resolver.shapes(self.referenced_schema(keyword)))
-        for schema_set in self.subschema_list("allOf"):
-            shapes = self.intersect(shapes, self.resolver.shapes(schema_set))
+        for conjunction in self.subschema_list("allOf"):
+            shapes = self.intersect(shapes, self.resolver.shapes(conjunction))
         shapes = self.apply_dependencies(shapes)
         if "anyOf" in self.schema:
-            options = [self.resolver.shapes(schema_set) for schema_set in self.subschema_list("anyOf")]
+            options = [self.resolver.shapes(conjunction) for conjunction in self.subschema_list("anyOf")]
             shapes = self.intersect(shapes, list(dict.fromkeys(chain.from_iterable(options))))
         if "oneOf" in self.schema:
             shapes = self.apply_one_of(shapes)
         if "not" in self.schema:
-            schema_set = self.single_subschema("not")
-            shapes = self.intersect(shapes, self.complement(schema_set, "not"))
+            conjunction = self.single_subschema("not")
+            shapes = self.intersect(shapes, self.complement(conjunction, "not"))
         shapes = self.apply_condition(shapes)
         return self.apply_unevaluated(shapes)
 
@@ -95,16 +95,16 @@ class _KeywordReader:
     def unsupported(self, keyword: str, problem: str) -> SchemaError:
         return SchemaError(self.place_of(keyword), keyword, problem)
 
-    def subschema(self, value: JSON, *path: str) -> SchemaSet:
+    def subschema(self, value: JSON, *path: str) -> Conjunction:
         place = "/".join([self.located.place, *(escape_pointer_part(part) for part in path)])
         if not isinstance(value, dict | bool):
             raise SchemaError(place, path[0], f"must be a schema, not {show(value)}", is_invalid=True)
-        return self.resolver.schema_set_of(LocatedSchema(value, place, self.resolver.document.base(self.located)))
+        return self.resolver.conjunction_of(LocatedSchema(value, place, self.resolver.document.base_uri(self.located)))
 
-    def single_subschema(self, keyword: str) -> SchemaSet:
+    def single_subschema(self, keyword: str) -> Conjunction:
         return self.subschema(self.schema[keyword], keyword)
 
-    def subschema_list(self, keyword: str) -> list[SchemaSet]:
+    def subschema_list(self, keyword: str) -> list[Conjunction]:
         if keyword not in self.schema:
             return []
         values = self.schema[keyword]
@@ -149,9 +149,9 @@ class _KeywordReader:
     def intersect(self, first: tuple[Shape, ...], second: Sequence[Shape]) -> tuple[Shape, ...]:
         return self.resolver.intersect(first, second, self.located.place)
 
-    def complement(self, schema_set: SchemaSet, keyword: str) -> tuple[Shape, ...]:
+    def complement(self, conjunction: Conjunction, keyword: str) -> tuple[Shape, ...]:
         try:
-            return complement_shapes(self.resolver, self.resolver.shapes(schema_set), self.place_of(keyword))
+            return complement_shapes(self.resolver, self.resolver.shapes(conjunction), self.place_of(keyword))
         except SchemaError as error:
             if error.keyword != "not":
                 raise
@@ -162,7 +162,7 @@ class _KeywordReader:
 
     def read_types(self) -> tuple[Shape, ...]:
         declared = self.schema.get("type")
-        shapes: tuple[Shape, ...] = ANY_VALUE
+        shapes: tuple[Shape, ...] = ANY_VALUE_SHAPES
         if "type" in self.schema:
             names = declared if isinstance(declared, list) and declared else [declared]
             if not all(isinstance(name, str) and name in SHAPES_BY_TYPE for name in names):
@@ -176,14 +176,14 @@ class _KeywordReader:
             (ARRAY_KEYWORDS, self.read_array_keywords),
             (OBJECT_KEYWORDS, self.read_object_keywords),
         )
-        limits: list[Shape] = list(ANY_VALUE)
+        limited: list[Shape] = list(ANY_VALUE_SHAPES)
         for keywords, reader in readers:
             if not any(keyword in self.schema for keyword in keywords):
                 continue
             shape = reader()
-            limits = [limit for limit in limits if shape is None or type(limit) is not type(shape)]
-            limits += [] if shape is None else [replace(shape, places=self.places_of((*keywords, "minContains")))]
-        return shapes if limits == list(ANY_VALUE) else self.intersect(shapes, limits)
+            limited = [other for other in limited if shape is None or type(other) is not type(shape)]
+            limited += [] if shape is None else [replace(shape, places=self.places_of((*keywords, "minContains")))]
+        return shapes if limited == list(ANY_VALUE_SHAPES) else self.intersect(shapes, limited)
 
     def apply_constants(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("enum", "const"):
@@ -212,9 +212,9 @@ class _KeywordReader:
     def read_bound(
         self, keyword: str, exclusive_keyword: str, pick_stricter: Callable[[Fraction, Fraction], Fraction]
     ) -> tuple[Fraction | None, bool]:
-        """Returns (bound of a number or None, whether the range excludes the bound)."""
+        """Returns (bound, whether the range excludes the bound). A bound of None means no limit."""
         bound = self.read_number(keyword)
-        # Up to draft 4, a boolean says whether the range excludes its bound.
+        # Up to draft 4, the exclusive keyword is a boolean that applies to the other keyword's number.
         if isinstance(self.schema.get(exclusive_keyword), bool):
             return bound, self.schema[exclusive_keyword] is True and bound is not None
         exclusive_bound = self.read_number(exclusive_keyword)
@@ -256,7 +256,7 @@ class _KeywordReader:
         if not isinstance(unique, bool):
             raise self.invalid("uniqueItems", "true or false")
         items = self.schema.get("items")
-        # Up to draft 2019-09, `items` may be a list, and `additionalItems` then describes the other items.
+        # Up to draft 2019-09, `items` may be a list of schemas. `additionalItems` then describes the other items.
         prefix = self.subschema_list("items") if isinstance(items, list) and items else []
         rest_keyword = "additionalItems" if isinstance(items, list) else "items"
         rest_is_declared = rest_keyword in self.schema
@@ -275,7 +275,7 @@ class _KeywordReader:
         properties = {
             name: self.subschema(value, "properties", name) for name, value in self.read_map("properties").items()
         }
-        patterns: dict[str, SchemaSet] = {}
+        patterns: dict[str, Conjunction] = {}
         for text, value in self.read_map("patternProperties").items():
             patterns[self.read_pattern(text, "patternProperties")] = self.subschema(value, "patternProperties", text)
         required = self.read_strings(self.schema["required"], "required") if "required" in self.schema else ()
@@ -283,44 +283,44 @@ class _KeywordReader:
         names = self.single_subschema("propertyNames") if "propertyNames" in self.schema else ()
         return Object(tuple(properties.items()), required, tuple(patterns.items()), rest, names, low, high)
 
-    def referenced_schema(self, keyword: str) -> SchemaSet:
+    def referenced_schema(self, keyword: str) -> Conjunction:
         value = self.schema[keyword]
         document = self.resolver.document
         if keyword == "$dynamicRef":
-            return self.resolver.schema_set_of(document.resolve_dynamic_reference(self.located, value))
+            return self.resolver.conjunction_of(document.resolve_dynamic_reference(self.located, value))
         if keyword == "$recursiveRef":
             raise self.unsupported(keyword, "depends on the schemas that lead to it, which can't be enforced; use $ref")
-        return self.resolver.schema_set_of(document.resolve_reference(self.located, value, keyword))
+        return self.resolver.conjunction_of(document.resolve_reference(self.located, value, keyword))
 
     def apply_dependencies(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, value in self.read_map(keyword).items():
-                absent = Object(((name, (NEVER,)),))
+                without_name = Object(((name, FALSE_SCHEMA),))
                 if isinstance(value, list):
                     required_names = self.read_strings(value, keyword)
-                    present: list[Shape] = [Object(required=(name, *required_names))]
+                    with_name: list[Shape] = [Object(required=(name, *required_names))]
                 else:
-                    schema_set = self.subschema(value, keyword, name)
-                    present = list(self.intersect((Object(required=(name,)),), self.resolver.shapes(schema_set)))
-                other_types = [shape for shape in ANY_VALUE if not isinstance(shape, Object)]
-                shapes = self.intersect(shapes, [*other_types, absent, *present])
+                    conjunction = self.subschema(value, keyword, name)
+                    with_name = list(self.intersect((Object(required=(name,)),), self.resolver.shapes(conjunction)))
+                other_types = [shape for shape in ANY_VALUE_SHAPES if not isinstance(shape, Object)]
+                shapes = self.intersect(shapes, [*other_types, without_name, *with_name])
         return shapes
 
     def apply_one_of(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-        options = [(schema_set, self.resolver.shapes(schema_set)) for schema_set in self.subschema_list("oneOf")]
-        found: dict[Shape, None] = {}
+        options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
+        valid_for_one: dict[Shape, None] = {}
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 exclusive: tuple[Shape, ...] = (shape,)
-                for other_index, (schema_set, other) in enumerate(options):
+                for other_index, (conjunction, other) in enumerate(options):
                     if other_index != index and self.may_overlap(exclusive, other):
-                        closed = tuple(_close_object(part) for part in exclusive)
-                        if self.may_overlap(closed, other):
-                            exclusive = self.intersect(exclusive, self.complement(schema_set, "oneOf"))
+                        restricted = tuple(_without_undeclared_properties(part) for part in exclusive)
+                        if self.may_overlap(restricted, other):
+                            exclusive = self.intersect(exclusive, self.complement(conjunction, "oneOf"))
                         else:
-                            exclusive = closed
-                found.update(dict.fromkeys(exclusive))
-        return tuple(found)
+                            exclusive = restricted
+                valid_for_one.update(dict.fromkeys(exclusive))
+        return tuple(valid_for_one)
 
     def may_overlap(self, first: Sequence[Shape], second: Sequence[Shape]) -> bool:
         return self.resolver.may_have_value(self.resolver.intersect(first, second, self.place_of("oneOf")))
@@ -338,31 +338,34 @@ class _KeywordReader:
         return self.intersect(shapes, list(dict.fromkeys([*if_then, *if_not_else])))
 
     def apply_unevaluated(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-        for keyword, kind in (("unevaluatedProperties", Object), ("unevaluatedItems", Array)):
+        for keyword, shape_type in (("unevaluatedProperties", Object), ("unevaluatedItems", Array)):
             if keyword not in self.schema:
                 continue
-            schema_set = self.single_subschema(keyword)
+            conjunction = self.single_subschema(keyword)
             places = self.places_of((keyword,))
-            closed: list[Shape] = []
+            restricted: list[Shape] = []
             for shape in shapes:
-                if isinstance(shape, kind) and shape.is_negated and schema_set:
+                if isinstance(shape, shape_type) and shape.comes_from_negation and conjunction:
                     raise self.unsupported(
-                        keyword, "can't be enforced beside a not, if or oneOf with keywords for properties or items"
+                        keyword,
+                        "can't be enforced if not, if or oneOf in the same schema restricts properties or items",
                     )
-                if isinstance(shape, Object) and kind is Object and shape.rest is None:
-                    shape = replace(shape, rest=schema_set, is_narrowed=True, places=shape.places + places)
-                elif isinstance(shape, Array) and kind is Array and not shape.rest_is_declared:
-                    shape = replace(shape, rest=schema_set, is_narrowed=True, places=shape.places + places)
+                if isinstance(shape, Object) and shape_type is Object and shape.rest is None:
+                    shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)
+                elif isinstance(shape, Array) and shape_type is Array and not shape.rest_is_declared:
+                    shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)
                     shape = replace(shape, rest_is_declared=True)
-                closed.append(shape)
-            shapes = tuple(closed)
+                restricted.append(shape)
+            shapes = tuple(restricted)
         return shapes
 
 
-def _close_object(shape: Shape) -> Shape:
-    """Restricts an object shape to properties that are declared or required. Returns other shapes unchanged."""
+def _without_undeclared_properties(shape: Shape) -> Shape:
+    """Restricts an object shape to declared and required properties. Returns other shapes unchanged."""
     if isinstance(shape, Object) and shape.rest is None and not shape.patterns and shape.properties:
         known = dict(shape.properties)
         required_names = tuple((name, ()) for name in shape.required if name not in known)
-        return replace(shape, properties=shape.properties + required_names, rest=(NEVER,), is_narrowed=True)
+        return replace(
+            shape, properties=shape.properties + required_names, rest=FALSE_SCHEMA, omits_allowed_values=True
+        )
     return shape

@@ -1,6 +1,6 @@
 """Parses ECMA 262 patterns into trees, and rewrites the trees to match whole strings.
 
-JSON Schema searches for a pattern in the string; xgrammar matches the whole string.
+JSON Schema searches a string for a pattern. xgrammar instead matches the whole string.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class CharacterSet:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """The parts, one after another. Without parts: the empty string."""
+    """The parts in order. Without parts: the empty string."""
 
     parts: "tuple[Node, ...]"
 
@@ -62,14 +62,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The start of the string (`^`), or its end (`$`)."""
+    """The start (`^`) or the end (`$`) of the string."""
 
     is_start: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """A lookahead: the following text must begin with `part`. If negative, it must not."""
+    """Requires that the following text begins with `part`, or, if negative, does not begin with `part`."""
 
     part: "Node"
     is_negative: bool
@@ -85,10 +85,10 @@ ANY_STRING = Repeat(ANY_CHARACTER, 0, None)
 
 @lru_cache(maxsize=1024)
 def parse(pattern: str, *, any_engine: bool = False) -> Node:
-    """Parses `pattern` into a tree that keeps its anchors. Raises RegexError if it is invalid or not supported.
+    """Parses `pattern` into a tree with its anchors. Raises RegexError for invalid and unsupported patterns.
 
     Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
-    any_engine: True: the tree matches what at least one engine matches. False: what all engines match.
+    any_engine: True: the tree matches all strings that any engine matches. False: only strings that all engines match.
     """
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are supported")
@@ -99,7 +99,7 @@ def parse(pattern: str, *, any_engine: bool = False) -> Node:
 
 
 class _Parser:
-    """Reads one pattern from left to right. any_engine: see `parse`."""
+    """Reads one pattern from left to right."""
 
     def __init__(self, text: str, any_engine: bool):
         self.text = text
@@ -151,9 +151,9 @@ class _Parser:
 
     def quantifier(self) -> tuple[int, int | None] | None:
         bounds: tuple[int, int | None] | None = None
-        for word, meaning in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if bounds is None and self.skip(word):
-                bounds = meaning
+        for symbol, symbol_bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if bounds is None and self.skip(symbol):
+                bounds = symbol_bounds
         if bounds is None and self.peek() == "{":
             bounds = self.read_counts()
         if bounds is not None:
@@ -244,14 +244,14 @@ class _Parser:
         return self.escape(any_engine)
 
     def escape(self, any_engine: bool) -> tuple[Ranges, bool]:
-        """The characters that an escape stands for, and whether it is a class such as `\\d`."""
+        """Returns (characters of an escape, whether the escape is a class such as `\\d`)."""
         letter = self.peek()
         self.position += 1
         if letter.lower() in CLASS_ESCAPES and letter:
-            strict, loose = CLASS_ESCAPES[letter.lower()]
+            in_all_engines, in_any_engine = CLASS_ESCAPES[letter.lower()]
             if letter.islower():
-                return normalize_ranges(loose if any_engine else strict), True
-            return invert_ranges(strict if any_engine else loose), True
+                return normalize_ranges(in_any_engine if any_engine else in_all_engines), True
+            return invert_ranges(in_all_engines if any_engine else in_any_engine), True
         code_point = self.code_point(letter)
         return ((code_point, code_point),), False
 
@@ -290,7 +290,7 @@ class _Parser:
 
 
 def match_whole(tree: Node) -> Node:
-    """A tree without anchors that matches the whole of every string in which `tree` is found.
+    """Rewrites `tree` without anchors, to match the whole string where a search for `tree` succeeds.
 
     Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
     """
@@ -298,9 +298,10 @@ def match_whole(tree: Node) -> Node:
 
 
 def _with_open_edges(node: Node, is_first: bool, is_last: bool) -> Node:
-    """Adds `ANY_STRING` at edges of `node` that are edges of the whole pattern and have no anchor.
+    """Adds `ANY_STRING` at the start and the end of the whole pattern where `node` has no anchor.
 
-    is_first, is_last: whether `node` is at the start of the whole pattern; at its end.
+    is_first: `node` is at the start of the whole pattern.
+    is_last: `node` is at the end of the whole pattern.
     """
     if isinstance(node, Alternation) and _has_anchor(node):
         return Alternation(tuple(_with_open_edges(option, is_first, is_last) for option in node.options))
@@ -342,7 +343,7 @@ def _has_anchor(node: Node) -> bool:
 
 
 def concatenate(parts: list[Node]) -> Node:
-    """A sequence of the parts, in which nested sequences are flattened."""
+    """Concatenate the parts, and flatten nested concatenations."""
     flat: list[Node] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Concatenation) else (part,))
@@ -350,7 +351,7 @@ def concatenate(parts: list[Node]) -> Node:
 
 
 def restrict_alphabet(node: Node, alphabet: Ranges = UNESCAPED) -> Node:
-    """Restricts `node` to the characters of `alphabet`, and removes options that then match nothing."""
+    """Restricts `node` to the characters of `alphabet`, and removes options that match nothing afterwards."""
     match node:
         case CharacterSet(ranges):
             allowed = intersect_ranges(ranges, alphabet)

@@ -1,4 +1,4 @@
-"""Converts plans (see `value_plans`) to a JSON schema. xgrammar enforces every keyword of that schema."""
+"""Writes plans as a JSON schema. xgrammar enforces every keyword of the written schema."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -7,14 +7,14 @@ from typing import TypeAlias
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
-from nanovllm_core.grammar.schemas.shapes import SchemaSet
+from nanovllm_core.grammar.schemas.shapes import Conjunction
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plan_values
 
-# The plans of each set of schemas; None if any value is valid.
-PlansBySet: TypeAlias = dict[SchemaSet, tuple[Plan, ...] | None]
-# Maximum number of distinct subschemas of a schema.
+# None instead of plans: every value is valid.
+PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
+# Maximum number of distinct subschemas.
 MAX_SUBSCHEMAS = 5_000
-# Maximum depth of schemas that are written in place. Deeper schemas go to `$defs`.
+# Maximum depth of subschemas that are written in place. Deeper subschemas are written to `$defs`.
 MAX_INLINE_DEPTH = 16
 # When xgrammar tests whether two schemas are equal, it ignores properties with these names.
 IGNORED_PROPERTY_NAMES = frozenset(
@@ -22,135 +22,139 @@ IGNORED_PROPERTY_NAMES = frozenset(
 )
 
 
-def write_schema(resolver: ShapeResolver, root: SchemaSet) -> dict[str, JSON]:
-    """Return the JSON schema for xgrammar that permits the values valid against `root`.
+def write_schema(resolver: ShapeResolver, root: Conjunction) -> dict[str, JSON]:
+    """Write a JSON schema for xgrammar that permits the values that are valid against `root`.
 
     Raises SchemaError if no plan expresses these values, or if no finite value is valid.
     """
-    plans_by_set = _plan_all(resolver, root)
-    writer = _SchemaWriter(root, plans_by_set, _find_finite(plans_by_set))
+    plans_by_conjunction = _plan_all(resolver, root)
+    writer = _SchemaWriter(root, plans_by_conjunction, _find_finite(plans_by_conjunction))
     if root not in writer.finite:
-        innermost = _innermost_without_value(plans_by_set, writer.finite, root)
+        innermost = _innermost_without_value(plans_by_conjunction, writer.finite, root)
         raise SchemaError(*resolver.place_and_keyword(innermost), "allows no finite value")
     return writer.write()
 
 
-def _plan_all(resolver: ShapeResolver, root: SchemaSet) -> PlansBySet:
+def _plan_all(resolver: ShapeResolver, root: Conjunction) -> PlansByConjunction:
     """The plans of `root` and of all schemas inside it."""
-    plans_by_set: PlansBySet = {}
+    plans_by_conjunction: PlansByConjunction = {}
     pending = [root]
     while pending:
-        schema_set = pending.pop()
-        if schema_set in plans_by_set:
+        conjunction = pending.pop()
+        if conjunction in plans_by_conjunction:
             continue
-        plans_by_set[schema_set] = plan_values(resolver, schema_set)
-        if len(plans_by_set) > MAX_SUBSCHEMAS:
+        plans_by_conjunction[conjunction] = plan_values(resolver, conjunction)
+        if len(plans_by_conjunction) > MAX_SUBSCHEMAS:
             problem = f"has more than {MAX_SUBSCHEMAS} parts when written out"
             raise SchemaError(resolver.document.root.place, "schema", problem)
-        pending.extend(inner for plan in plans_by_set[schema_set] or () for inner in _inner_sets(plan))
-    return plans_by_set
+        pending.extend(inner for plan in plans_by_conjunction[conjunction] or () for inner in _inner_conjunctions(plan))
+    return plans_by_conjunction
 
 
-def _inner_sets(plan: Plan) -> Iterator[SchemaSet]:
+def _inner_conjunctions(plan: Plan) -> Iterator[Conjunction]:
     match plan:
         case Items(prefix, rest):
             yield from prefix
             yield rest
         case Properties(named, undeclared):
-            yield from (schema_set for _, schema_set, _ in named)
-            yield from (schema_set for _, schema_set in undeclared)
+            yield from (conjunction for _, conjunction, _ in named)
+            yield from (conjunction for _, conjunction in undeclared)
         case _:
             pass
 
 
-def _find_finite(plans_by_set: PlansBySet) -> set[SchemaSet]:
-    """The schemas that allow a finite value. The others allow no value, or only values nested without end."""
-    finite = {schema_set for schema_set, value_plans in plans_by_set.items() if value_plans is None}
+def _find_finite(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
+    """The conjunctions that allow a finite value. The others allow no value, or only values nested without end."""
+    finite = {conjunction for conjunction, value_plans in plans_by_conjunction.items() if value_plans is None}
     has_grown = True
     while has_grown:
         has_grown = False
-        for schema_set, value_plans in plans_by_set.items():
-            if schema_set not in finite and any(_has_finite_value(plan, finite) for plan in value_plans or ()):
-                finite.add(schema_set)
+        for conjunction, value_plans in plans_by_conjunction.items():
+            if conjunction not in finite and any(_has_finite_value(plan, finite) for plan in value_plans or ()):
+                finite.add(conjunction)
                 has_grown = True
     return finite
 
 
-def _has_finite_value(plan: Plan, finite: set[SchemaSet]) -> bool:
+def _has_finite_value(plan: Plan, finite: set[Conjunction]) -> bool:
     match plan:
         case Constants(values):
             return bool(values)
         case Items(prefix, rest, low):
-            is_prefix_finite = all(schema_set in finite for schema_set in prefix[:low])
+            is_prefix_finite = all(conjunction in finite for conjunction in prefix[:low])
             return is_prefix_finite and (low <= len(prefix) or rest in finite)
         case Properties(named, undeclared, low):
-            if any(schema_set not in finite for _, schema_set, is_required in named if is_required):
+            if any(conjunction not in finite for _, conjunction, is_required in named if is_required):
                 return False
-            num_finite = sum(schema_set in finite for _, schema_set, _ in named)
-            return low <= num_finite or any(schema_set in finite for _, schema_set in undeclared)
+            num_finite = sum(conjunction in finite for _, conjunction, _ in named)
+            return low <= num_finite or any(conjunction in finite for _, conjunction in undeclared)
         case _:
             return True
 
 
-def _innermost_without_value(plans_by_set: PlansBySet, finite: set[SchemaSet], schema_set: SchemaSet) -> SchemaSet:
-    """The innermost schema that `schema_set` requires and that allows no finite value."""
-    seen: set[SchemaSet] = set()
-    while schema_set not in seen:
-        seen.add(schema_set)
-        required_sets = (inner for plan in plans_by_set[schema_set] or () for inner in _required_sets(plan))
-        schema_set = next((inner for inner in required_sets if inner not in finite), schema_set)
-    return schema_set
+def _innermost_without_value(
+    plans_by_conjunction: PlansByConjunction, finite: set[Conjunction], conjunction: Conjunction
+) -> Conjunction:
+    """Follow required items and properties from `conjunction` to the innermost one without a finite value."""
+    seen: set[Conjunction] = set()
+    while conjunction not in seen:
+        seen.add(conjunction)
+        required = (inner for plan in plans_by_conjunction[conjunction] or () for inner in _required_conjunctions(plan))
+        conjunction = next((inner for inner in required if inner not in finite), conjunction)
+    return conjunction
 
 
-def _required_sets(plan: Plan) -> list[SchemaSet]:
+def _required_conjunctions(plan: Plan) -> list[Conjunction]:
     match plan:
         case Items(prefix, rest, low):
             return [*prefix[:low], *([rest] if low > len(prefix) else [])]
         case Properties(named):
-            return [schema_set for _, schema_set, is_required in named if is_required]
+            return [conjunction for _, conjunction, is_required in named if is_required]
         case _:
             return []
 
 
 class _SchemaWriter:
-    """Writes one schema: leaves and subschemas with one use in place; shared, recursive and deep ones under `$defs`."""
+    """Writes one schema. Shared, recursive and deep subschemas go to `$defs`."""
 
-    def __init__(self, root: SchemaSet, plans_by_set: PlansBySet, finite: set[SchemaSet]):
+    def __init__(self, root: Conjunction, plans_by_conjunction: PlansByConjunction, finite: set[Conjunction]):
         self.root = root
         self.depth = 0
-        self.plans_by_set = plans_by_set
+        self.plans_by_conjunction = plans_by_conjunction
         self.finite = finite
-        self.num_uses: dict[SchemaSet, int] = {}
-        for value_plans in plans_by_set.values():
+        self.num_uses: dict[Conjunction, int] = {}
+        for value_plans in plans_by_conjunction.values():
             for plan in value_plans or ():
-                for schema_set in _inner_sets(plan):
-                    self.num_uses[schema_set] = self.num_uses.get(schema_set, 0) + 1
-        self.definition_names: dict[SchemaSet, str] = {}
+                for conjunction in _inner_conjunctions(plan):
+                    self.num_uses[conjunction] = self.num_uses.get(conjunction, 0) + 1
+        self.definition_names: dict[Conjunction, str] = {}
         self.definitions: dict[str, JSON] = {}
         self.num_anchors = 0
 
     def write(self) -> dict[str, JSON]:
         schema = self.write_body(self.root)
-        # Writing a definition may add names of further definitions.
+        # Writing a definition may add more definitions.
         while len(self.definitions) < len(self.definition_names):
-            for schema_set, name in list(self.definition_names.items())[len(self.definitions) :]:
-                self.definitions[name] = self.write_body(schema_set)
+            for conjunction, name in list(self.definition_names.items())[len(self.definitions) :]:
+                self.definitions[name] = self.write_body(conjunction)
         if self.definitions:
             schema["$defs"] = self.definitions
         return schema
 
-    def write_subschema(self, schema_set: SchemaSet) -> JSON:
-        is_leaf = not any(True for plan in self.plans_by_set[schema_set] or () for _ in _inner_sets(plan))
-        if is_leaf or (self.num_uses[schema_set] == 1 and schema_set != self.root and self.depth < MAX_INLINE_DEPTH):
+    def write_subschema(self, conjunction: Conjunction) -> JSON:
+        is_leaf = not any(
+            True for plan in self.plans_by_conjunction[conjunction] or () for _ in _inner_conjunctions(plan)
+        )
+        if is_leaf or (self.num_uses[conjunction] == 1 and conjunction != self.root and self.depth < MAX_INLINE_DEPTH):
             self.depth += 1
-            schema = self.write_body(schema_set)
+            schema = self.write_body(conjunction)
             self.depth -= 1
             return schema
-        name = self.definition_names.setdefault(schema_set, _definition_name(len(self.definition_names)))
+        name = self.definition_names.setdefault(conjunction, _definition_name(len(self.definition_names)))
         return {"$ref": f"#/$defs/{name}"}
 
-    def write_body(self, schema_set: SchemaSet) -> dict[str, JSON]:
-        value_plans = self.plans_by_set[schema_set]
+    def write_body(self, conjunction: Conjunction) -> dict[str, JSON]:
+        value_plans = self.plans_by_conjunction[conjunction]
         if value_plans is None:
             return {}
         written = [self.write_plan(plan) for plan in value_plans if _has_finite_value(plan, self.finite)]
@@ -178,21 +182,21 @@ class _SchemaWriter:
         return self.with_unique_anchor(schema) if any(isinstance(value, dict | list) for value in values) else schema
 
     def with_unique_anchor(self, schema: dict[str, JSON]) -> dict[str, JSON]:
-        """`schema` with a unique `$anchor`, so that xgrammar does not treat it as equal to another schema."""
+        """Add a unique `$anchor`, so that xgrammar does not treat two schemas as equal."""
         self.num_anchors += 1
         return {**schema, "$anchor": f"n{self.num_anchors}"}
 
     def write_array(self, plan: Items) -> dict[str, JSON]:
         prefix = list(plan.prefix)
         high = plan.high
-        for index, schema_set in enumerate(prefix):
-            if schema_set not in self.finite:
+        for index, conjunction in enumerate(prefix):
+            if conjunction not in self.finite:
                 prefix, high = prefix[:index], index
                 break
         has_more_items = plan.rest in self.finite and (high is None or high > len(prefix))
         schema: dict[str, JSON] = {"type": "array"}
         if prefix:
-            schema["prefixItems"] = [self.write_subschema(schema_set) for schema_set in prefix]
+            schema["prefixItems"] = [self.write_subschema(conjunction) for conjunction in prefix]
         schema["items"] = self.write_subschema(plan.rest) if has_more_items else False
         if plan.low:
             schema["minItems"] = plan.low
@@ -202,18 +206,19 @@ class _SchemaWriter:
 
     def write_object(self, plan: Properties) -> dict[str, JSON]:
         named = [prop for prop in plan.named if prop[1] in self.finite]
-        undeclared = [(pattern, schema_set) for pattern, schema_set in plan.undeclared if schema_set in self.finite]
+        undeclared = [(pattern, conjunction) for pattern, conjunction in plan.undeclared if conjunction in self.finite]
         schema: dict[str, JSON] = {"type": "object"}
         if named:
-            schema["properties"] = {name: self.write_subschema(schema_set) for name, schema_set, _ in named}
+            schema["properties"] = {name: self.write_subschema(conjunction) for name, conjunction, _ in named}
         if any(is_required for *_, is_required in named):
             schema["required"] = [name for name, _, is_required in named if is_required]
-        # Equal patterns share one key.
         patterns: dict[str, JSON] = {
-            pattern: self.write_subschema(schema_set) for pattern, schema_set in undeclared if pattern is not None
+            pattern: self.write_subschema(conjunction) for pattern, conjunction in undeclared if pattern is not None
         }
-        any_name_sets = [schema_set for pattern, schema_set in undeclared if pattern is None]
-        schema["additionalProperties"] = self.write_subschema(any_name_sets[0]) if any_name_sets else False
+        any_name_conjunctions = [conjunction for pattern, conjunction in undeclared if pattern is None]
+        schema["additionalProperties"] = (
+            self.write_subschema(any_name_conjunctions[0]) if any_name_conjunctions else False
+        )
         if patterns:
             schema["patternProperties"] = patterns
         if plan.low:
@@ -240,5 +245,5 @@ def _write_bound(value: Fraction, integer: bool) -> JSON:
 
 
 def _definition_name(index: int) -> str:
-    """A name of letters and underscores only: xgrammar drops other characters from names of rules."""
+    """Make a name from `index` without digits, which xgrammar drops from names of rules."""
     return "part_" + "".join(chr(ord("a") + int(digit)) for digit in str(index))

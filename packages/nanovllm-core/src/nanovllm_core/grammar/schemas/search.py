@@ -1,16 +1,21 @@
-"""Searches strings for patterns given as trees, and bounds the lengths of their matches."""
+"""Searches strings for a regex tree, and bounds the lengths of its matches."""
 
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
 
 
 def is_found(tree: regex.Node, text: str) -> bool:
-    """Whether `tree` is found in `text`. Time: at most proportional to both sizes and to the repetition counts."""
+    """Whether a part of `text` matches `tree`. The time is linear in the sizes and in the repetition counts."""
     return bool(_match_ends(tree, text, frozenset(range(len(text) + 1))))
 
 
+def matches_whole(tree: regex.Node, text: str) -> bool:
+    """Whether all of `text` matches `tree`."""
+    return len(text) in _match_ends(tree, text, frozenset({0}))
+
+
 def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """The positions at which matches that begin at one of `starts` may end."""
+    """The possible end positions of matches that begin at one of `starts`."""
     match node:
         case regex.CharacterSet(ranges):
             return frozenset(
@@ -22,11 +27,13 @@ def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozense
             return starts
         case regex.Alternation(options):
             return frozenset[int]().union(*(_match_ends(option, text, starts) for option in options))
-        case regex.Anchor(start):
-            return starts & {0 if start else len(text)}
-        case regex.Lookahead(part, negative):
+        case regex.Anchor(is_start):
+            return starts & {0 if is_start else len(text)}
+        case regex.Lookahead(part, is_negative):
             return frozenset(
-                position for position in starts if bool(_match_ends(part, text, frozenset({position}))) is not negative
+                position
+                for position in starts
+                if bool(_match_ends(part, text, frozenset({position}))) is not is_negative
             )
         case regex.Repeat(part, low, high):
             ends = starts if low == 0 else frozenset[int]()
@@ -40,7 +47,7 @@ def _match_ends(node: regex.Node, text: str, starts: frozenset[int]) -> frozense
                         break
                     ends |= starts
                 elif starts == previous_starts:
-                    count = low - 1  # Further repetitions change nothing: skip to the last required one.
+                    count = low - 1  # More repetitions change nothing: skip to the last required one.
             return ends
 
 
@@ -49,7 +56,7 @@ def _contains(point: int, ranges: Ranges) -> bool:
 
 
 def match_lengths(node: regex.Node) -> tuple[int, int | None]:
-    """Returns (minimum, maximum) of the number of code points that `node` matches. A maximum of None is no limit."""
+    """Returns (minimum, maximum) of a match's length in code points. A maximum of None means no limit."""
     match node:
         case regex.CharacterSet():
             return 1, 1

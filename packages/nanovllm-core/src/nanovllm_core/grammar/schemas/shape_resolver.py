@@ -1,4 +1,4 @@
-"""Gives the schemas of one document numbers, and finds the shapes of sets of schemas. Reads a schema on first use."""
+"""Numbers the schemas of one document, and finds the shapes of conjunctions of schemas."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,135 +9,135 @@ from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import Document, LocatedSchema, SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON, key_of
 from nanovllm_core.grammar.schemas.shapes import (
-    ANY_VALUE,
-    NEVER,
+    ANY_VALUE_SHAPES,
+    FALSE_SCHEMA,
     Array,
+    Conjunction,
     Constant,
     Number,
     Object,
-    SchemaSet,
     Shape,
     Text,
     allows_count,
-    conjunction,
     includes_number,
     intersect_arrays,
     intersect_numbers,
     intersect_strings,
+    join_conjunctions,
     lower_maximum,
     schemas_of_item,
     with_origins_of,
 )
 
 # Maximum number of steps in one conversion. A step takes about 2 us, and usual schemas take less than 40,000 steps.
-# Without a limit, a few kilobytes of `oneOf` would take seconds, because the work for `oneOf` is quadratic.
+# Without this limit, a few kilobytes of `oneOf` take seconds: the time is quadratic in the number of alternatives.
 MAX_STEPS = 400_000
-# Maximum number of shapes of one set of schemas.
+# Maximum number of shapes of one conjunction.
 MAX_SHAPES = 4096
 # Maximum number of pairs of shapes that one `intersect` compares.
 MAX_PAIRS = 200_000
 # Maximum depth of nested schemas that `may_have_value` examines.
 MAX_EMPTINESS_DEPTH = 6
-# Maximum length of a chain of schemas in which reading each schema requires the next.
+# Maximum length of a chain of schemas in which each schema requires the shapes of the next schema.
 MAX_REFERENCE_CHAIN = 100
 
 
 class LoopError(SchemaError):
-    """A schema whose shapes depend on its own shapes."""
+    """The shapes of a schema depend on themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Negation:
-    """The values that at least one schema of `schema_set` excludes."""
+    """Allows the values that at least one schema of `conjunction` excludes."""
 
-    schema_set: SchemaSet
+    conjunction: Conjunction
 
 
 class ShapeResolver:
-    """The schemas of a document, by number, and their shapes.
+    """Numbers schemas and negations on first use, and caches the shapes of conjunctions.
 
-    reader: finds the shapes of one schema or negation. It asks this resolver for numbers and shapes of inner schemas.
+    reader: finds the shapes of one schema or negation.
     """
 
     def __init__(self, document: Document, reader: "SchemaReader"):
         self.document = document
         self._reader = reader
         self._entries: list[LocatedSchema | Negation | None] = [None]
-        # Index in `_entries`, by the `id` of a schema or by a negation.
+        # The key of a schema is its `id`, because dicts are not hashable.
         self._entry_numbers: dict[int | Negation, int] = {}
-        self._shapes: dict[SchemaSet, tuple[Shape, ...]] = {(): ANY_VALUE, (NEVER,): ()}
-        self._sets_in_progress: list[SchemaSet] = []
+        self._shapes: dict[Conjunction, tuple[Shape, ...]] = {(): ANY_VALUE_SHAPES, FALSE_SCHEMA: ()}
+        self._conjunctions_in_progress: list[Conjunction] = []
         self._num_steps = 0
 
-    def schema_set_of(self, located: LocatedSchema) -> SchemaSet:
-        """The set of the schema at `located`: () if the schema allows any value, (NEVER,) if it allows none."""
+    def conjunction_of(self, located: LocatedSchema) -> Conjunction:
+        """The conjunction of the schema at `located` alone; () for the schemas `true` and {}."""
         if located.schema is True or located.schema == {}:
             return ()
         if located.schema is False:
-            return (NEVER,)
+            return FALSE_SCHEMA
         return self._number_entry(id(located.schema), located)
 
-    def negation(self, schema_set: SchemaSet) -> SchemaSet:
-        """A set whose only entry is the negation of `schema_set`."""
-        if not schema_set or schema_set == (NEVER,):
-            return () if schema_set else (NEVER,)
-        negation = Negation(schema_set)
+    def negation(self, conjunction: Conjunction) -> Conjunction:
+        """A conjunction of one negation, which allows the values that `conjunction` excludes."""
+        if not conjunction or conjunction == FALSE_SCHEMA:
+            return () if conjunction else FALSE_SCHEMA
+        negation = Negation(conjunction)
         return self._number_entry(negation, negation)
 
-    def _number_entry(self, key: int | Negation, entry: LocatedSchema | Negation) -> SchemaSet:
+    def _number_entry(self, key: int | Negation, entry: LocatedSchema | Negation) -> Conjunction:
         if key not in self._entry_numbers:
             self._entry_numbers[key] = len(self._entries)
             self._entries.append(entry)
         return (self._entry_numbers[key],)
 
-    def place_and_keyword(self, schema_set: SchemaSet) -> tuple[str, str]:
-        """The place and the keyword that an error names when no value is valid against `schema_set`."""
-        for index in schema_set:
+    def place_and_keyword(self, conjunction: Conjunction) -> tuple[str, str]:
+        """Returns (place, keyword) for an error that `conjunction` allows no value."""
+        for index in conjunction:
             entry = self._entries[index]
             if isinstance(entry, LocatedSchema) and isinstance(entry.schema, dict):
                 for keyword in ("enum", "const", "allOf", "oneOf", "anyOf", "not", "required", "type"):
                     if keyword in entry.schema:
                         return f"{entry.place}/{keyword}", keyword
-        return self.place(schema_set), "schema"
+        return self.place(conjunction), "schema"
 
     def count_steps(self, num_steps: int = 1) -> None:
-        """Count steps of the conversion. Raises SchemaError after `MAX_STEPS`."""
+        """Raises SchemaError after `MAX_STEPS` steps of the conversion."""
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             root = self.document.root.place
             raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
 
-    def place(self, schema_set: SchemaSet) -> str:
-        """The place of the first schema of `schema_set`."""
-        for index in schema_set:
+    def place(self, conjunction: Conjunction) -> str:
+        """The place of the first schema of `conjunction`."""
+        for index in conjunction:
             entry = self._entries[index]
             while isinstance(entry, Negation):
-                entry = self._entries[entry.schema_set[0]]
+                entry = self._entries[entry.conjunction[0]]
             if entry is not None:
                 return entry.place
         return self.document.root.place
 
-    def shapes(self, schema_set: SchemaSet) -> tuple[Shape, ...]:
-        """The shapes of the values that are valid against all of `schema_set`. Raises SchemaError."""
-        if schema_set in self._shapes:
-            return self._shapes[schema_set]
-        if len(self._sets_in_progress) > MAX_REFERENCE_CHAIN:
+    def shapes(self, conjunction: Conjunction) -> tuple[Shape, ...]:
+        """The shapes of the values that are valid against all of `conjunction`. Raises SchemaError."""
+        if conjunction in self._shapes:
+            return self._shapes[conjunction]
+        if len(self._conjunctions_in_progress) > MAX_REFERENCE_CHAIN:
             problem = f"is in a chain of more than {MAX_REFERENCE_CHAIN} schemas"
-            raise SchemaError(self.place(schema_set), "$ref", problem, is_invalid=True)
-        if schema_set in self._sets_in_progress:
-            raise LoopError(self.place(schema_set), "$ref", "leads back to itself without end", is_invalid=True)
-        self._sets_in_progress.append(schema_set)
+            raise SchemaError(self.place(conjunction), "$ref", problem, is_invalid=True)
+        if conjunction in self._conjunctions_in_progress:
+            raise LoopError(self.place(conjunction), "$ref", "leads back to itself without end", is_invalid=True)
+        self._conjunctions_in_progress.append(conjunction)
         try:
             intersection: tuple[Shape, ...] | None = None
-            for index in schema_set:
-                shapes = self._read(index) if len(schema_set) == 1 else self.shapes((index,))
+            for index in conjunction:
+                shapes = self._read(index) if len(conjunction) == 1 else self.shapes((index,))
                 if intersection is not None:
-                    shapes = self.intersect(intersection, shapes, self.place(schema_set))
+                    shapes = self.intersect(intersection, shapes, self.place(conjunction))
                 intersection = shapes
         finally:
-            self._sets_in_progress.pop()
-        self._shapes[schema_set] = intersection or ()
-        return self._shapes[schema_set]
+            self._conjunctions_in_progress.pop()
+        self._shapes[conjunction] = intersection or ()
+        return self._shapes[conjunction]
 
     def _read(self, index: int) -> tuple[Shape, ...]:
         entry = self._entries[index]
@@ -146,11 +146,14 @@ class ShapeResolver:
     # Intersection.
 
     def intersect(self, first: Sequence[Shape], second: Sequence[Shape], place: str) -> tuple[Shape, ...]:
-        """The shapes of values in both `first` and `second`. Raises SchemaError at `place` if there are too many."""
+        """The shapes of the values in both `first` and `second`. Raises SchemaError for too many shapes.
+
+        place: JSON pointer for the error.
+        """
         self.count_steps()
-        if first is ANY_VALUE:
+        if first is ANY_VALUE_SHAPES:
             return tuple(second)
-        if second is ANY_VALUE:
+        if second is ANY_VALUE_SHAPES:
             return tuple(first)
         intersection: dict[Shape, None] = {}
         second_keys = {shape.key for shape in second if isinstance(shape, Constant)}
@@ -194,7 +197,7 @@ class ShapeResolver:
             return None
         names = dict.fromkeys([name for name, _ in first.properties] + [name for name, _ in second.properties])
         properties = tuple(
-            (name, conjunction(self.schemas_of_property(first, name), self.schemas_of_property(second, name)))
+            (name, join_conjunctions(self.schemas_of_property(first, name), self.schemas_of_property(second, name)))
             for name in names
         )
         return Object(
@@ -205,13 +208,13 @@ class ShapeResolver:
             if second.rest is None
             else second.rest
             if first.rest is None
-            else conjunction(first.rest, second.rest),
-            conjunction(first.name_schemas, second.name_schemas),
+            else join_conjunctions(first.rest, second.rest),
+            join_conjunctions(first.name_schemas, second.name_schemas),
             low,
             high,
         )
 
-    def _intersect_patterns(self, first: Object, second: Object, place: str) -> tuple[tuple[str, SchemaSet], ...]:
+    def _intersect_patterns(self, first: Object, second: Object, place: str) -> tuple[tuple[str, Conjunction], ...]:
         first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
         if (
             first_patterns
@@ -223,29 +226,29 @@ class ShapeResolver:
         return tuple(
             (
                 pattern,
-                conjunction(
+                join_conjunctions(
                     first_patterns.get(pattern, first.rest or ()), second_patterns.get(pattern, second.rest or ())
                 ),
             )
             for pattern in first_patterns | second_patterns
         )
 
-    def schemas_of_property(self, shape: Object, name: str) -> SchemaSet:
-        """The schemas that apply to the property `name` in objects of this shape."""
+    def schemas_of_property(self, shape: Object, name: str) -> Conjunction:
+        """The schemas against which the property `name` must be valid in objects of `shape`."""
         self.count_steps(1 + len(shape.properties) // 32)
-        schema_sets = [schema_set for known, schema_set in shape.properties if known == name]
-        schema_sets += [schema_set for pattern, schema_set in shape.patterns if self.is_found(pattern, name, shape)]
-        if not schema_sets:
-            schema_sets = [shape.rest or ()]
+        conjunctions = [conjunction for known, conjunction in shape.properties if known == name]
+        conjunctions += [conjunction for pattern, conjunction in shape.patterns if self.is_found(pattern, name, shape)]
+        if not conjunctions:
+            conjunctions = [shape.rest or ()]
         if shape.name_schemas and not self.admits(shape.name_schemas, name):
-            schema_sets.append((NEVER,))
-        joined: SchemaSet = ()
-        for schema_set in schema_sets:
-            joined = conjunction(joined, schema_set)
+            conjunctions.append(FALSE_SCHEMA)
+        joined: Conjunction = ()
+        for conjunction in conjunctions:
+            joined = join_conjunctions(joined, conjunction)
         return joined
 
     def is_found(self, pattern: str, text: str, shape: Shape) -> bool:
-        """Whether `pattern` is found in `text`. Raises SchemaError if regex engines disagree about it."""
+        """Whether a search for `pattern` in `text` succeeds. Raises SchemaError if regex engines disagree."""
         is_found_by_all = search.is_found(regex.parse(pattern), text)
         if not is_found_by_all and search.is_found(regex.parse(pattern, any_engine=True), text):
             problem = f"{pattern!r} matches {text!r} in some regex engines only"
@@ -257,9 +260,9 @@ class ShapeResolver:
 
     # Membership.
 
-    def admits(self, schema_set: SchemaSet, value: JSON) -> bool:
-        """Whether `value` is valid against all of `schema_set`."""
-        return any(self._shape_admits(shape, value) for shape in self.shapes(schema_set))
+    def admits(self, conjunction: Conjunction, value: JSON) -> bool:
+        """Whether `value` is valid against all of `conjunction`."""
+        return any(self._shape_admits(shape, value) for shape in self.shapes(conjunction))
 
     def _shape_admits(self, shape: Shape, value: JSON) -> bool:
         self.count_steps()
@@ -302,7 +305,7 @@ class ShapeResolver:
     # Emptiness.
 
     def may_have_value(self, shapes: Iterable[Shape], depth: int = MAX_EMPTINESS_DEPTH) -> bool:
-        """False if the shapes certainly have no value. True may be wrong, because `depth` bounds the search."""
+        """Returns False only if the shapes allow no value. True may be wrong, because `depth` bounds the search."""
         return any(self._shape_may_have_value(shape, depth) for shape in shapes)
 
     def _shape_may_have_value(self, shape: Shape, depth: int) -> bool:
@@ -312,22 +315,23 @@ class ShapeResolver:
                 if shape.high is not None and shape.high < len(shape.required):
                     return False
                 return all(
-                    self._set_may_have_value(self.schemas_of_property(shape, name), depth) for name in shape.required
+                    self._conjunction_may_have_value(self.schemas_of_property(shape, name), depth)
+                    for name in shape.required
                 )
             case Array() if depth:
                 items = [schemas_of_item(shape, index) for index in range(min(shape.low, len(shape.prefix) + 1))]
-                return all(self._set_may_have_value(item, depth) for item in items)
+                return all(self._conjunction_may_have_value(item, depth) for item in items)
             case Number(integer=True, low=Fraction() as low, high=Fraction() as high):
                 smallest = -(-low.numerator // low.denominator) + (shape.excludes_low and low.denominator == 1)
                 return smallest <= high.numerator // high.denominator - (shape.excludes_high and high.denominator == 1)
             case _:
                 return True
 
-    def _set_may_have_value(self, schema_set: SchemaSet, depth: int) -> bool:
+    def _conjunction_may_have_value(self, conjunction: Conjunction, depth: int) -> bool:
         try:
-            return self.may_have_value(self.shapes(schema_set), depth - 1)
+            return self.may_have_value(self.shapes(conjunction), depth - 1)
         except LoopError:
-            return True  # The schema contains itself and is being read: assume that it has a value.
+            return True  # The schema contains itself: assume that it has a value.
 
 
 SchemaReader: TypeAlias = Callable[[ShapeResolver, LocatedSchema | Negation], tuple[Shape, ...]]

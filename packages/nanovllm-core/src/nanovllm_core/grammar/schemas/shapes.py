@@ -1,7 +1,7 @@
-"""Shapes: descriptions of values of one JSON type. A schema allows the values of any of its shapes.
+"""Defines shapes. A shape describes values of one JSON type. A schema allows the values of all its shapes.
 
 Items and properties refer to their schemas by number, so that recursive schemas have finite shapes.
-A bound or count of None means no limit.
+A bound of None means no limit.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Schemas against which a value must be valid, all of them: sorted numbers from `ShapeResolver`. () allows any value.
-SchemaSet: TypeAlias = tuple[int, ...]
-# Number of the schema that allows no value.
-NEVER = 0
+# Sorted numbers of schemas. A value must be valid against all of them. The empty conjunction () allows any value.
+Conjunction: TypeAlias = tuple[int, ...]
+# The conjunction of the schema `false`, which allows no value.
+FALSE_SCHEMA: Conjunction = (0,)
 # Pairs (keyword, JSON pointer to the keyword in the document).
 Places: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -22,19 +22,19 @@ Places: TypeAlias = tuple[tuple[str, str], ...]
 class Shape:
     """Values of one JSON type.
 
-    places: keywords that the shape comes from, for error messages.
-    is_narrowed: the shape lacks some values that the schema allows. Such a shape can't be negated.
-    is_negated: the shape comes from a negation, whose properties and items remain unevaluated in JSON Schema's sense.
+    places: keywords that define the shape, for error messages.
+    omits_allowed_values: the shape lacks some values that the schema allows, and can't be negated.
+    comes_from_negation: JSON Schema says that a negation leaves properties and items unevaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
-    is_narrowed: bool = field(default=False, compare=False, kw_only=True)
-    is_negated: bool = field(default=False, compare=False, kw_only=True)
+    omits_allowed_values: bool = field(default=False, compare=False, kw_only=True)
+    comes_from_negation: bool = field(default=False, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Constant(Shape):
-    """One value. key: `key_of(value)`, equal for equal values."""
+    """One value. key: a text that equal values share."""
 
     value: JSON = field(compare=False)
     key: str
@@ -44,10 +44,9 @@ class Constant(Shape):
 class Number(Shape):
     """Numbers from `low` to `high`.
 
-    integer: only numbers without a fraction.
-    excludes_low, excludes_high: whether the range excludes the bound.
+    excludes_low: the range excludes `low`.
+    excludes_high: the range excludes `high`.
     divisors: each number is a multiple of every divisor.
-    excluded: numbers that the shape does not include.
     """
 
     integer: bool = False
@@ -63,8 +62,9 @@ class Number(Shape):
 class Text(Shape):
     """Strings of `low` to `high` code points, without those in `excluded`.
 
-    patterns, absent_patterns: all of `patterns` and none of `absent_patterns` are found in the string.
-    format: the grammar writes strings in this format, although other strings are valid. None for no format.
+    patterns: a search in the string finds each of these patterns.
+    absent_patterns: a search in the string finds none of these patterns.
+    format: format of the strings that the grammar writes. JSON Schema also allows other strings.
     """
 
     low: int = 0
@@ -77,24 +77,25 @@ class Text(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Contains:
-    """A condition on an array: `low` to `high` items are valid against `item_schemas`."""
+    """Requires that `low` to `high` items of an array are valid against `item_schemas`."""
 
-    item_schemas: SchemaSet
+    item_schemas: Conjunction
     low: int
     high: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Array(Shape):
-    """Arrays of `low` to `high` items, which are distinct if `unique`.
+    """Arrays of `low` to `high` items.
 
-    prefix: schemas of the first items.
-    rest: schemas of all other items.
-    rest_is_declared: `rest` comes from a keyword, so that unevaluatedItems does not apply.
+    prefix: schemas of the first items, one conjunction per item.
+    rest: schemas of every other item.
+    unique: the items are distinct.
+    rest_is_declared: a keyword defines `rest`. The keyword unevaluatedItems does not apply to this array.
     """
 
-    prefix: tuple[SchemaSet, ...] = ()
-    rest: SchemaSet = ()
+    prefix: tuple[Conjunction, ...] = ()
+    rest: Conjunction = ()
     low: int = 0
     high: int | None = None
     unique: bool = False
@@ -107,21 +108,20 @@ class Object(Shape):
     """Objects of `low` to `high` properties, whose names are valid against `name_schemas`.
 
     properties: pairs (name, schemas of the value).
-    patterns: pairs (pattern that is found in the name, schemas of the value).
-    rest: schemas of all other properties; None if no keyword is about them.
+    patterns: pairs (pattern that a search in the name finds, schemas of the value).
+    rest: schemas of every other property; None if no keyword mentions other properties.
     """
 
-    properties: tuple[tuple[str, SchemaSet], ...] = ()
+    properties: tuple[tuple[str, Conjunction], ...] = ()
     required: tuple[str, ...] = ()
-    patterns: tuple[tuple[str, SchemaSet], ...] = ()
-    rest: SchemaSet | None = None
-    name_schemas: SchemaSet = ()
+    patterns: tuple[tuple[str, Conjunction], ...] = ()
+    rest: Conjunction | None = None
+    name_schemas: Conjunction = ()
     low: int = 0
     high: int | None = None
 
 
-# The shapes of a schema without restrictions.
-ANY_VALUE: tuple[Shape, ...] = (
+ANY_VALUE_SHAPES: tuple[Shape, ...] = (
     Object(),
     Array(),
     Text(),
@@ -132,10 +132,10 @@ ANY_VALUE: tuple[Shape, ...] = (
 )
 
 
-def conjunction(first: SchemaSet, second: SchemaSet) -> SchemaSet:
-    """The set of all schemas in `first` and `second`."""
-    if NEVER in first or NEVER in second:
-        return (NEVER,)
+def join_conjunctions(first: Conjunction, second: Conjunction) -> Conjunction:
+    """The conjunction of all schemas in `first` and `second`."""
+    if FALSE_SCHEMA in (first, second):
+        return FALSE_SCHEMA
     return first if not second else tuple(sorted({*first, *second}))
 
 
@@ -145,7 +145,7 @@ def lower_maximum(first: int | None, second: int | None) -> int | None:
 
 
 def intersect_numbers(first: Number, second: Number) -> Number | None:
-    """The numbers that are in `first` and `second`; None if there are none."""
+    """The numbers in both `first` and `second`; None if the ranges do not overlap."""
     lows = [(s.low, s.excludes_low) for s in (first, second) if s.low is not None]
     highs = [(s.high, not s.excludes_high) for s in (first, second) if s.high is not None]
     low, excludes_low = max(lows, default=(None, False))
@@ -164,7 +164,7 @@ def intersect_numbers(first: Number, second: Number) -> Number | None:
 
 
 def includes_number(shape: Number, value: Fraction) -> bool:
-    """Whether `value` is one of the shape's numbers."""
+    """Whether `shape` allows `value`."""
     if shape.low is not None and (value < shape.low or (shape.excludes_low and value == shape.low)):
         return False
     if shape.high is not None and (value > shape.high or (shape.excludes_high and value == shape.high)):
@@ -175,7 +175,7 @@ def includes_number(shape: Number, value: Fraction) -> bool:
 
 
 def intersect_strings(first: Text, second: Text) -> Text | None:
-    """The strings that are in `first` and `second`; None if their lengths exclude each other."""
+    """The strings in both `first` and `second`; None if the length limits do not overlap."""
     low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
     if high is not None and low > high:
         return None
@@ -190,14 +190,16 @@ def intersect_strings(first: Text, second: Text) -> Text | None:
 
 
 def intersect_arrays(first: Array, second: Array) -> Array | None:
-    """The arrays that are in `first` and `second`; None if their lengths exclude each other."""
+    """The arrays in both `first` and `second`; None if the length limits do not overlap."""
     low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
     if high is not None and low > high:
         return None
     count = max(len(first.prefix), len(second.prefix))
     return Array(
-        tuple(conjunction(schemas_of_item(first, index), schemas_of_item(second, index)) for index in range(count)),
-        conjunction(first.rest, second.rest),
+        tuple(
+            join_conjunctions(schemas_of_item(first, index), schemas_of_item(second, index)) for index in range(count)
+        ),
+        join_conjunctions(first.rest, second.rest),
         low,
         high,
         first.unique or second.unique,
@@ -206,26 +208,26 @@ def intersect_arrays(first: Array, second: Array) -> Array | None:
     )
 
 
-def schemas_of_item(shape: Array, index: int) -> SchemaSet:
-    """The schemas of the item at `index`."""
+def schemas_of_item(shape: Array, index: int) -> Conjunction:
+    """The schemas against which the item at `index` must be valid."""
     return shape.prefix[index] if index < len(shape.prefix) else shape.rest
 
 
 def with_origins_of(shape: Shape, *origins: Shape) -> Shape:
-    """`shape` with the places and flags of `origins`, the shapes that it was made from."""
+    """Give `shape` the places and flags of `origins`, from which `shape` was made."""
     return replace(
         shape,
         places=tuple(dict.fromkeys(place for origin in origins for place in origin.places)),
-        is_narrowed=any(origin.is_narrowed for origin in origins),
-        is_negated=any(origin.is_negated for origin in origins),
+        omits_allowed_values=any(origin.omits_allowed_values for origin in origins),
+        comes_from_negation=any(origin.comes_from_negation for origin in origins),
     )
 
 
 def allows_count(shape: Text | Array | Object, count: int) -> bool:
-    """Whether `count` characters, items or properties are within the shape's limits."""
+    """Whether a string, array or object of `shape` may have `count` characters, items or properties."""
     return shape.low <= count and (shape.high is None or count <= shape.high)
 
 
 def keyword_place(shape: Shape, keyword: str) -> str | None:
-    """The place of `keyword` if the shape comes from it; else None."""
+    """The place of `keyword`; None if `keyword` does not define the shape."""
     return next((place for name, place in shape.places if name == keyword), None)

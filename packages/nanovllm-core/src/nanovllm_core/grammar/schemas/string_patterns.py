@@ -1,4 +1,4 @@
-"""Writes the strings of a `Text` shape as one pattern for xgrammar."""
+"""Writes a pattern for xgrammar that matches the strings of a `Text` shape."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -11,8 +11,9 @@ from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_patte
 from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 
 MAX_LENGTH = 1_000_000
-# Limits of the trie in `exclude_strings`: depth in characters, and number of prefixes.
+# Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
+# Maximum number of prefixes in this trie.
 MAX_TRIE_PREFIXES = 16
 
 
@@ -24,7 +25,7 @@ def format_pattern(name: str) -> str | None:
 
 
 def string_pattern(shape: Text, place: str) -> str | None:
-    """The pattern of a shape's strings for xgrammar; None if there are no strings. Raises SchemaError."""
+    """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError."""
     tree = string_tree(shape, place)
     return None if tree == regex.NO_STRING else write_json_string_pattern(tree)
 
@@ -52,18 +53,14 @@ def string_tree(shape: Text, place: str) -> regex.Node:
     if shape.excluded:
         if tree == regex.restrict_alphabet(regex.ANY_STRING):
             return exclude_strings(shape.excluded)
-        if any(_matches(tree, text) for text in shape.excluded):
+        if any(search.matches_whole(tree, text) for text in shape.excluded):
             problem = "of single strings can't be enforced together with a pattern or length"
             raise SchemaError(error_place, "not", problem)
     return tree
 
 
-def _matches(tree: regex.Node, text: str) -> bool:
-    return search.is_found(regex.concatenate([regex.Anchor(True), tree, regex.Anchor(False)]), text)
-
-
 def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | None:
-    """Restricts `tree` to strings of `low` to `high` code points. Returns None if it can't find a tree."""
+    """Restricts `tree` to strings of `low` to `high` code points. Returns None if this is not supported."""
     min_length, max_length = search.match_lengths(tree)
     if min_length >= low and (high is None or (max_length is not None and max_length <= high)):
         return tree
@@ -86,7 +83,7 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
 
 
 def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:
-    """Applies the limits to the only part that varies in length; None if several do."""
+    """Limits the only part of variable length. Returns None if several parts have variable lengths."""
     varying = [index for index, part in enumerate(parts) if len(set(search.match_lengths(part))) > 1]
     if len(varying) != 1:
         return None
@@ -103,7 +100,7 @@ class _TrieNode:
     """A node of the trie of excluded strings.
 
     is_end: an excluded string ends here.
-    is_truncated: the trie ends here although an excluded string goes on, so all strings with this prefix are excluded.
+    is_truncated: an excluded string is longer than the trie is deep. All strings with this prefix are excluded.
     """
 
     is_end: bool = False
@@ -112,7 +109,7 @@ class _TrieNode:
 
 
 def exclude_strings(texts: Collection[str]) -> regex.Node:
-    """All strings without escapes except `texts`. If `texts` are many or long, excludes other strings too."""
+    """A tree of all strings without escapes except `texts`. If `texts` are many or long, excludes more strings."""
     max_depth = MAX_TRIE_DEPTH
     while max_depth > 1 and len({text[:length] for text in texts for length in range(max_depth)}) > MAX_TRIE_PREFIXES:
         max_depth //= 2

@@ -1,31 +1,32 @@
-"""Patterns for the names of undeclared properties."""
+"""Plans the properties that a schema allows but does not declare."""
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.pattern_writer import write_pattern
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
-from nanovllm_core.grammar.schemas.shapes import NEVER, Constant, Object, SchemaSet, Text, keyword_place
+from nanovllm_core.grammar.schemas.shapes import FALSE_SCHEMA, Conjunction, Constant, Object, Text, keyword_place
 from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, string_tree
 
 
 def plan_undeclared_properties(
-    resolver: ShapeResolver, shape: Object, rest: SchemaSet, place: str
-) -> tuple[list[tuple[str, SchemaSet, bool]], list[tuple[str | None, SchemaSet]]]:
-    """Plans undeclared properties: those with a known name, and those whose names match a pattern (None for any name).
+    resolver: ShapeResolver, shape: Object, rest: Conjunction, place: str
+) -> tuple[list[tuple[str, Conjunction, bool]], list[tuple[str | None, Conjunction]]]:
+    """Plans undeclared properties with known names, and undeclared properties whose names match a pattern.
 
-    Returns lists of (name, schemas of the value, False: not required) and of (pattern or None, schemas of the value).
+    Returns two lists: (name, schemas of the value, False) and (pattern or None for any name, schemas of the value).
+    rest: schemas of values of undeclared properties.
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
         return [], _plan_pattern_properties(shape, declared, place)
-    if rest == (NEVER,):
+    if rest == FALSE_SCHEMA:
         return [], []
     if not shape.name_schemas:
         if not declared:
             return [], [(None, rest)]
         return [], [(write_pattern(exclude_strings(declared)), rest)]
-    named: list[tuple[str, SchemaSet, bool]] = []
-    patterns: list[tuple[str | None, SchemaSet]] = []
+    named: list[tuple[str, Conjunction, bool]] = []
+    patterns: list[tuple[str | None, Conjunction]] = []
     for name_shape in resolver.shapes(shape.name_schemas):
         match name_shape:
             case Constant(value=str() as name) if name not in declared:
@@ -42,7 +43,7 @@ def plan_undeclared_properties(
 def _name_tree(name_shape: Text, declared: list[str], shape: Object, place: str) -> regex.Node:
     error_place = keyword_place(shape, "propertyNames") or place
     tree = string_tree(name_shape, error_place)
-    matching = [name for name in declared if search.is_found(_anchored(tree), name)]
+    matching = [name for name in declared if search.matches_whole(tree, name)]
     if not matching:
         return tree
     if tree == regex.restrict_alphabet(regex.ANY_STRING):
@@ -50,24 +51,20 @@ def _name_tree(name_shape: Text, declared: list[str], shape: Object, place: str)
     raise SchemaError(error_place, "propertyNames", f"matches the name of a declared property: {matching[0]!r}")
 
 
-def _anchored(tree: regex.Node) -> regex.Node:
-    return regex.concatenate([regex.Anchor(True), tree, regex.Anchor(False)])
-
-
-def _plan_pattern_properties(shape: Object, declared: list[str], place: str) -> list[tuple[str | None, SchemaSet]]:
+def _plan_pattern_properties(shape: Object, declared: list[str], place: str) -> list[tuple[str | None, Conjunction]]:
     error_place = keyword_place(shape, "patternProperties") or place
-    allowed = [(pattern, schema_set) for pattern, schema_set in shape.patterns if schema_set != (NEVER,)]
-    if len({schema_set for _, schema_set in shape.patterns}) > 1:
+    allowed = [(pattern, conjunction) for pattern, conjunction in shape.patterns if conjunction != FALSE_SCHEMA]
+    if len({conjunction for _, conjunction in shape.patterns}) > 1:
         raise SchemaError(error_place, "patternProperties", "with several patterns can't be enforced")
     if shape.name_schemas:
         raise SchemaError(error_place, "patternProperties", "can't be enforced beside propertyNames")
-    planned: list[tuple[str | None, SchemaSet]] = []
-    for pattern, schema_set in allowed:
+    planned: list[tuple[str | None, Conjunction]] = []
+    for pattern, conjunction in allowed:
         tree = string_tree(Text(patterns=frozenset({pattern})), error_place)
         for name in declared:
             if search.is_found(regex.parse(pattern, any_engine=True), name):
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"
                 raise SchemaError(error_place, "patternProperties", problem)
         if tree != regex.NO_STRING:
-            planned.append((write_pattern(tree), schema_set))
+            planned.append((write_pattern(tree), conjunction))
     return planned

@@ -1,7 +1,7 @@
-"""Turns shapes into plans: descriptions of values that an xgrammar grammar can express. Refuses all other shapes.
+"""Turns shapes into plans. A plan describes values that an xgrammar grammar can express.
 
-A plan allows only values that the schema allows, but maybe not all: properties keep their declared order, strings
-with a pattern or length have no escapes, and the items that `contains` requires come first.
+A plan may allow fewer values than the schema: properties keep their declared order, strings with a pattern or length
+have no escapes, and the items that `contains` requires come first.
 """
 
 from dataclasses import dataclass, replace
@@ -14,16 +14,16 @@ from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
-    ANY_VALUE,
-    NEVER,
+    ANY_VALUE_SHAPES,
+    FALSE_SCHEMA,
     Array,
+    Conjunction,
     Constant,
     Number,
     Object,
-    SchemaSet,
     Shape,
     Text,
-    conjunction,
+    join_conjunctions,
     keyword_place,
     lower_maximum,
 )
@@ -32,14 +32,15 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of values of an enum whose arrangements are listed for uniqueItems.
+# Maximum number of enum values if uniqueItems is replaced by a list of all arrays.
 MAX_UNIQUE_ENUM_VALUES = 200
-# Maximum minItems and maxItems that are passed to xgrammar.
+# Maximum of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
 # Maximum multipleOf without bounds.
 MAX_UNBOUNDED_MULTIPLE = 1024
-# Maximum magnitudes in xgrammar: of integers, and of the bounds of other numbers.
+# Maximum magnitude of integers in xgrammar.
 MAX_INT64 = 2**63 - 1
+# Maximum magnitude of the bounds of other numbers in xgrammar.
 MAX_EXACT_INTEGER = 2**53
 # xgrammar writes a bounded number with up to 6 fraction digits.
 DECIMAL_SCALE = 10**6
@@ -54,7 +55,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers between bounds; fields as in `shapes.Number`. divisor: all numbers are multiples of it; None for any."""
+    """Numbers between bounds. divisor: all numbers are multiples of this integer; None for any number."""
 
     integer: bool
     low: Fraction | None = None
@@ -73,24 +74,24 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Arrays of `low` to `high` (None for no limit) items. prefix, rest: schemas of the first items, of all others."""
+    """Arrays of `low` to `high` items. prefix: schemas of the first items. rest: schemas of every other item."""
 
-    prefix: tuple[SchemaSet, ...]
-    rest: SchemaSet
+    prefix: tuple[Conjunction, ...]
+    rest: Conjunction
     low: int
     high: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """Objects of `low` to `high` properties (None for no limit).
+    """Objects of `low` to `high` properties.
 
-    named: (name, schemas of the value, whether the property is required), in the order of writing.
-    undeclared: (pattern of the name, schemas of the value) of further properties. A pattern of None: any name.
+    named: tuples (name, schemas of the value, whether the property is required), in the order of the output.
+    undeclared: pairs (pattern, schemas of the value) for other names that match the pattern; None for any name.
     """
 
-    named: tuple[tuple[str, SchemaSet, bool], ...]
-    undeclared: tuple[tuple[str | None, SchemaSet], ...]
+    named: tuple[tuple[str, Conjunction, bool], ...]
+    undeclared: tuple[tuple[str | None, Conjunction], ...]
     low: int
     high: int | None
 
@@ -98,14 +99,14 @@ class Properties:
 Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
-def plan_values(resolver: ShapeResolver, schema_set: SchemaSet) -> tuple[Plan, ...] | None:
-    """The plans of the values that are valid against `schema_set`; None if any value is. Raises SchemaError."""
-    shapes = resolver.shapes(schema_set)
-    if set(shapes) == set(ANY_VALUE):
+def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan, ...] | None:
+    """Plan the values that are valid against `conjunction`. Returns None if every value is. Raises SchemaError."""
+    shapes = resolver.shapes(conjunction)
+    if set(shapes) == set(ANY_VALUE_SHAPES):
         return None
     shapes = _infer_types(shapes)
     planned: list[Plan] = []
-    place = resolver.place(schema_set)
+    place = resolver.place(conjunction)
     for shape in shapes:
         match shape:
             case Number():
@@ -125,17 +126,17 @@ def plan_values(resolver: ShapeResolver, schema_set: SchemaSet) -> tuple[Plan, .
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Without `type`, keeps only types that keywords restrict. For example, `properties` then implies an object."""
-    unrestricted = set(ANY_VALUE)
+    """Keeps only the restricted types if the schema allows all types: `properties` alone implies an object."""
+    unrestricted_shapes = set(ANY_VALUE_SHAPES)
     if not all(
-        any(type(full) is type(shape) and (full == shape or not isinstance(full, Constant)) for shape in shapes)
-        for full in ANY_VALUE
+        any(type(other) is type(shape) and (other == shape or not isinstance(other, Constant)) for shape in shapes)
+        for other in unrestricted_shapes
     ):
         return shapes
     restricted = tuple(
         shape
         for shape in shapes
-        if shape not in unrestricted and not shape.is_negated and not isinstance(shape, Constant)
+        if shape not in unrestricted_shapes and not shape.comes_from_negation and not isinstance(shape, Constant)
     )
     return restricted or shapes
 
@@ -148,7 +149,7 @@ def _unsupported(shape: Shape, keyword: str, place: str, problem: str) -> Schema
 
 
 def _check_constant(shape: Constant, place: str) -> None:
-    """Refuses integers beyond 64 bits: xgrammar would change them to floats."""
+    """Raises SchemaError for integers beyond 64 bits, because xgrammar changes such integers to floats."""
     pending = [shape.value]
     while pending:
         value = pending.pop()
@@ -181,7 +182,7 @@ def _plan_numbers(shape: Number, place: str) -> list[Plan]:
 
 
 def _bound_keyword(shape: Number) -> str:
-    """The keyword that an error about the bounds names."""
+    """The first keyword that defines a bound, for errors."""
     keywords = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     return next((keyword for keyword, _ in shape.places if keyword in keywords), "minimum")
 
@@ -194,31 +195,31 @@ def _has_writable_number(low: Fraction, high: Fraction, excludes_low: bool, excl
 
 
 def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
-    """The ranges between the excluded numbers."""
-    unrestricted = replace(shape, excluded=frozenset())
+    """Plan the ranges between the excluded numbers."""
+    unrestricted_shapes = replace(shape, excluded=frozenset())
     planned: list[Plan] = []
     low, excludes_low = shape.low, shape.excludes_low
     for value in sorted(shape.excluded):
         if (shape.low is not None and value < shape.low) or (shape.high is not None and value > shape.high):
             continue
         if low is None or low < value:
-            gap = replace(unrestricted, low=low, excludes_low=excludes_low, high=value, excludes_high=True)
+            gap = replace(unrestricted_shapes, low=low, excludes_low=excludes_low, high=value, excludes_high=True)
             planned.extend(_plan_numbers(gap, place))
         low, excludes_low = value, True
     if shape.high is None or low is None or low < shape.high:
-        planned.extend(_plan_numbers(replace(unrestricted, low=low, excludes_low=excludes_low), place))
+        planned.extend(_plan_numbers(replace(unrestricted_shapes, low=low, excludes_low=excludes_low), place))
     return planned
 
 
 def _common_multiple(shape: Number, place: str) -> Fraction | None:
-    """The least common multiple of `divisors`, an integer for integers; None without divisors."""
+    """The least common multiple of `shape.divisors`; None without divisors."""
     step: Fraction | None = None
     for divisor in shape.divisors:
         # The least common multiple of fractions in lowest terms.
         step = divisor if step is None else step * (step / divisor).denominator
     if step is not None and shape.integer and step.denominator != 1:
         # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
-        # A large d means that a float such as 0.1 is not the fraction that its author meant.
+        # A large d shows that n/d is a rounded float: the author wrote 0.1, which binary floats can't store.
         if step.denominator > MAX_UNBOUNDED_MULTIPLE:
             raise _unsupported(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
         step = Fraction(step.numerator)
@@ -245,7 +246,7 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
             raise _unsupported(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
             return [Numbers(True, divisor=step)]
-        # Zeros after a number do not make it a multiple of this step, so the grammar could not always end a number.
+        # With this step, the grammar can't always end a number, because appended zeros may never give a multiple.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
         problem = "can be enforced with both bounds or without bounds; give the other bound"
@@ -258,7 +259,7 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
 
 
 def _ends_with_zeros(step: int) -> bool:
-    """Whether every integer becomes a multiple of `step` if enough zeros are appended."""
+    """Whether appending enough zeros makes every integer a multiple of `step`."""
     return 10 ** step.bit_length() % step == 0
 
 
@@ -278,10 +279,10 @@ def _plan_strings(shape: Text, place: str) -> list[Plan]:
 
 def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan]:
     high = shape.high
-    if shape.rest == (NEVER,):
+    if shape.rest == FALSE_SCHEMA:
         high = lower_maximum(high, len(shape.prefix))
-    if (NEVER,) in shape.prefix:
-        high = lower_maximum(high, shape.prefix.index((NEVER,)))
+    if FALSE_SCHEMA in shape.prefix:
+        high = lower_maximum(high, shape.prefix.index(FALSE_SCHEMA))
     prefix, num_contained = _add_contained_items(shape, high, place)
     low = max(shape.low, num_contained)
     if high is not None and low > high:
@@ -293,12 +294,12 @@ def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan
         prefix = prefix[:high]
     if shape.unique and (high is None or high > 1):
         return [_plan_unique_items(resolver, shape, prefix, low, high, place)]
-    rest = (NEVER,) if high is not None and high <= len(prefix) else shape.rest
+    rest = FALSE_SCHEMA if high is not None and high <= len(prefix) else shape.rest
     return [Items(tuple(prefix), rest, low, high)]
 
 
-def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[list[SchemaSet], int]:
-    """Returns (schemas of the first items, with `contains` added; number of items that `contains` requires)."""
+def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[list[Conjunction], int]:
+    """Returns (schemas of the first items, including `contains`; number of items that `contains` requires)."""
     prefix = list(shape.prefix)
     position = 0
     for contains in sorted(shape.contains, key=lambda contains: contains.item_schemas):
@@ -309,15 +310,15 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
             raise _unsupported(shape, "contains", place, problem)
         prefix += [shape.rest] * (position + contains.low - len(prefix))
         for index in range(position, position + contains.low):
-            prefix[index] = conjunction(prefix[index], contains.item_schemas)
+            prefix[index] = join_conjunctions(prefix[index], contains.item_schemas)
         position += contains.low
     return prefix, position
 
 
 def _plan_unique_items(
-    resolver: ShapeResolver, shape: Array, prefix: list[SchemaSet], low: int, high: int | None, place: str
+    resolver: ShapeResolver, shape: Array, prefix: list[Conjunction], low: int, high: int | None, place: str
 ) -> Plan:
-    """Lists all arrays of distinct items; if there are too many, only those in the order of the enum."""
+    """Lists all arrays of distinct enum values. If these are too many, lists only arrays in the order of the enum."""
     items = resolver.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
     max_length = min(len(values) if high is None else high, len(values))
@@ -338,14 +339,14 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     missing = tuple((name, resolver.schemas_of_property(shape, name)) for name in shape.required if name not in known)
     shape = replace(shape, properties=shape.properties + missing)
     named = [(name, resolver.schemas_of_property(shape, name), name in shape.required) for name, _ in shape.properties]
-    if any(schema_set == (NEVER,) and is_required for _, schema_set, is_required in named):
+    if any(conjunction == FALSE_SCHEMA and is_required for _, conjunction, is_required in named):
         return []
-    named = [prop for prop in named if prop[1] != (NEVER,)]
+    named = [prop for prop in named if prop[1] != FALSE_SCHEMA]
     rest = shape.rest
     if rest is None:
-        # No keyword is about other properties: exclude these if declared properties exist and suffice for `low`.
-        rest = (NEVER,) if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
-    undeclared: list[tuple[str | None, SchemaSet]] = []
+        # No keyword mentions other properties: exclude them if declared properties exist and suffice for `low`.
+        rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
+    undeclared: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:
         with_known_names, undeclared = plan_undeclared_properties(resolver, shape, rest, place)
         named += with_known_names

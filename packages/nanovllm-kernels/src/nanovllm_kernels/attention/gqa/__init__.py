@@ -35,28 +35,29 @@ def plan_batch(
 ) -> AttentionBatch:
     """Plan the attention of a step, once for all layers.
 
-    block_tables: int32 [B, max_blocks], each request's pages in order. Entries past the request's length may be any
-        valid page numbers: their pages are not read.
+    block_tables: int32 [B, max_blocks], page numbers of each request, in order. Entries past a request's last page must
+        be valid page numbers, but these pages are not read.
     seq_lens: int32 [B], tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. Query i of a
         request b with n queries has position seq_lens[b] - n + i and sees the tokens up to this position.
-    num_decodes: number of leading requests with exactly one query. None (not for "torch"): the host does not know the
-        number, and a captured graph can be replayed for any lengths within the bounds.
-    max_query_len, max_seq_len: upper bounds on queries and tokens of a request. The launch depends on these bounds.
+    num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
+        graph can then be replayed for any lengths within the bounds. "torch" does not allow None.
+    max_query_len: upper bound on the queries of a request. Launches depend on this bound.
+    max_seq_len: upper bound on the tokens of a request. Launches depend on this bound.
     num_heads: number of query heads.
     kv_cache: the cache of any layer; only shape, dtype and device matter.
     backend: "torch" runs everywhere, but waits for the device on CUDA. Other backends need CUDA (or Triton's
-        interpreter), never wait, and allow requests without a query. "flash" and "cutedsl" need the extras flash-attn
-        and cutedsl. FlashAttention does not read FP8 caches.
+        interpreter), never wait, and allow requests without a query. "flash" needs the extra flash-attn, and does not
+        read FP8 caches. "cutedsl" needs the extra cutedsl.
     dtype: dtype of the queries. None: dtype of the cache.
     num_tokens: upper bound on the tokens of the step. None: B * max_query_len.
-    has_only_whole_prompts: whether every request with several queries has all of its tokens in this step. Then
-        FlashAttention reads the step's own keys and values, see `AttentionBatch.reads_own_keys`.
+    has_only_whole_prompts: whether every request with several queries has all of its tokens in this step. If so,
+        FlashAttention reads the step's own keys and values instead of the cache.
     """
     query_dtype = dtype or kv_cache.dtype
     work_element_bytes = tile_configs.tile_element_bytes(query_dtype.itemsize, kv_cache.element_size())
-    tables = (block_tables, seq_lens, query_start_loc)
-    batch = AttentionBatch(*tables, max_query_len, max_seq_len, work_element_bytes)
+    request_tensors = (block_tables, seq_lens, query_start_loc)
+    batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
     if backend == "torch":
         is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
         if num_decodes is not None and is_bf16_on_cpu and runs_in_float32(int(query_start_loc[-1])):
@@ -101,7 +102,7 @@ def _plan_cute_decodes(
 
 
 def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
-    """Return the lengths of requests with one query, and 0 for other requests."""
+    """Return the number of tokens of each request with one query, and 0 for other requests."""
     if num_decodes is not None:
         return seq_lens[:num_decodes]
     if max_query_len == 1:
@@ -119,7 +120,7 @@ def _plan_work_lists(
     *,
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
-    """Return `batch` with work lists and FlashAttention planned for requests that the CuTe DSL kernel does not take."""
+    """Plan work lists and FlashAttention for requests that the CuTe DSL kernel does not take. Return the new batch."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
     configs = [
@@ -167,8 +168,8 @@ def _plan_work_lists(
     batch = replace(batch, narrow_work=work_lists[0], wide_work=work_lists[1])
     if request_filter == WorkListFilter() or excluded_query_lens is None:
         return batch
-    tables = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
-    requests = flash_requests.gather_flash_requests(excluded_query_lens, *tables, kv_cache.shape[1])
+    request_tensors = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
+    requests = flash_requests.gather_flash_requests(excluded_query_lens, *request_tensors, kv_cache.shape[1])
     return replace(batch, flash_requests=requests)
 
 
@@ -184,9 +185,9 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum number of tokens with which a captured step of whole prompts does not read the cache.
+    """Return the minimum tokens of a captured step that may set `has_only_whole_prompts` and not read the cache.
 
-    None: such steps always read the cache. See `has_only_whole_prompts` of `plan_batch`.
+    None: such a step always reads the cache.
     """
     is_latent = kv_cache.shape[2] == 1
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -212,7 +213,7 @@ def paged_attention(
     kv_scales: Tensor | None = None,
     own_keys_values: Tensor | None = None,
 ) -> Tensor:
-    """Causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
+    """Compute causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
 
     q: [T, Hq, D], request after request; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
     kv_cache: [N, P, 2 Hkv, D], q's dtype or float8_e4m3fn, contiguous, Hq a multiple of Hkv. Each slot holds the key
@@ -275,7 +276,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Attend with each kernel that has a plan. Lists of tensors: the fields of a plan; empty if there is no plan."""
+    """Run each kernel that has a plan. A list of tensors holds the fields of one plan. Without the plan it is empty."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -283,11 +284,11 @@ def _paged_attention_op(
     if cute_decode_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
-        # Token b is request b's query. Requests with several queries get zeros here, and their results below.
+        # Token b is request b's query. Requests with several queries get zeros here. Their results are written below.
         num_reqs = min(len(cute_decode_lens), len(q))
-        tables = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
+        decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
-        cute_decode.paged_decode(q, kv_cache, kv_scales, *tables, scale, workspace, out)
+        cute_decode.paged_decode(q, kv_cache, kv_scales, *decode_tensors, scale, workspace, out)
     for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
             triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)

@@ -27,7 +27,7 @@ CUTLASS_DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 
 
 class RingSize(NamedTuple):
-    """Warps of a CTA, and steps (see `cute_decode_kernel`) that each warp's ring in shared memory holds."""
+    """Sizes the rings of a CTA in shared memory: one ring per warp, `num_stages` steps of 16 tokens per ring."""
 
     num_warps: int
     num_stages: int
@@ -53,9 +53,10 @@ class DecodeWorkspace(NamedTuple):
 def supports_decode(
     head_dim: int, group_size: int, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether `paged_decode` has a kernel for this shape.
+    """Return whether `paged_decode` has a kernel for this shape.
 
-    group_size: query heads per key-value head. dtype: dtype of the queries.
+    group_size: query heads per key-value head.
+    dtype: dtype of the queries.
     """
     is_fp8 = cache_dtype == fp8.DTYPE
     return (
@@ -91,17 +92,18 @@ def paged_decode(
     workspace: DecodeWorkspace,
     out: Tensor,
 ) -> None:
-    """Grouped-query attention (Ainslie et al. 2023) of one query per request. Requires `supports_decode`.
+    """Compute grouped-query attention (Ainslie et al. 2023) of one query per request. Requires `supports_decode`.
 
     q: [>= B, Hq, D], float16 or bfloat16. Row b is the query of request b. Heads are contiguous, rows have any stride.
     kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
         heads. This step's keys and values are already written.
-    kv_scales: see the package's `paged_attention`.
+    kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
-    seq_lens: int32 [B], tokens of each request; a request with 0 tokens gets zeros. scale: positive.
-    workspace: see `allocate_workspace`. out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
+    seq_lens: int32 [B], tokens of each request. A request with 0 tokens gets zeros.
+    scale: positive factor for the products before the softmax.
+    out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
 
-    The first call for a shape compiles the kernel, and cannot be captured.
+    The first call for a shape compiles the kernel, and cannot be captured in a CUDA graph.
     """
     num_heads, head_dim = q.shape[1:]
     num_blocks, page_size, heads_per_slot, _ = kv_cache.shape
@@ -143,7 +145,7 @@ def compile_decode(shape: DecodeShape, options: str = ""):
 
 
 def _num_parts(num_kv_heads: int, device: torch.device) -> int:
-    """Return the number of parts per key-value head, so that all CTAs run at once, at most one per SM."""
+    """Return the largest number of parts per key-value head with which all CTAs run at once, one per SM."""
     return max(1, describe_device(device).num_sms // num_kv_heads)
 
 

@@ -1,8 +1,8 @@
-"""The CuTe DSL kernel of paged decode, with one query per request. The bulk copy engine (TMA) loads keys and values.
+"""Computes paged decode in the CuTe DSL, with one query per request. The bulk copy engine (TMA) loads keys and values.
 
 A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into the warp's ring in
-shared memory, and computes the step. The steps of all requests are cut into equal parts, one per CTA of a head (Osama
-et al. 2023). A CTA's warps take the CTA's steps in turn and synchronise only where a request ends.
+shared memory, and computes the step. For each key-value head, the steps of all requests are cut into equal parts, one
+per CTA (Osama et al. 2023). The warps of a CTA take its steps in turn, and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ LOG2_STEP_TOKENS = STEP_TOKENS.bit_length() - 1
 class StepLoader:
     """Loads the steps of a warp.
 
-    cache_steps: the cache of this key-value head, indexed in steps.
-    ring_slots, barriers: slots of the CTA's rings, and their barriers. The warp's slots begin at `first_ring_slot`.
+    cache_steps: the cache of this key-value head, indexed by step.
+    ring_slots: slots of all rings of the CTA. The warp's slots begin at `first_ring_slot`.
+    barriers: one barrier per slot.
     end_step: the step after the CTA's last step.
     scales_ptr: pointer to the scales of this head in an FP8 cache.
     scale_ring_address: shared address of the rings of scales.
@@ -51,7 +52,7 @@ class DecodeKernel:
 
     def __init__(self, shape: DecodeShape):
         self.shape = shape
-        # log2 of the steps of a page.
+        # log2 of the number of steps per page.
         self.page_shift = (shape.page_size // STEP_TOKENS).bit_length() - 1
 
     @cute.jit
@@ -226,7 +227,7 @@ class DecodeKernel:
                 row_sum.fill(0.0)
                 row_max.fill(-Float32.inf)
                 while step < request_part_end:
-                    # The previous step's slot is free: refill it.
+                    # The previous step's slot is free.
                     next_index, next_step, next_request, next_begin, next_end = self.refill_slot(
                         loader, spare_slot, next_index, next_step, next_request, next_begin, next_end
                     )
@@ -295,7 +296,7 @@ class DecodeKernel:
             lower_steps = arch.shuffle_sync_up(steps_up_to_lane, 1 << i)
             steps_up_to_lane += lower_steps * Int32(lane >= 1 << i)
         total_steps = arch.shuffle_sync(steps_up_to_lane, WARP_SIZE - 1)
-        # Parts of less than one step per warp would cost more time to merge than they save.
+        # Parts with less than one step per warp would cost more time in merges than they save.
         part_size = cutlass.max((total_steps + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
         part_begin = part * part_size
         part_end = cutlass.min(part_begin + part_size, total_steps)
@@ -340,7 +341,7 @@ class DecodeKernel:
         begin: Int32,
         end: Int32,
     ):
-        """Start the copy of `step`, at `cache_index`, into `ring_slot`, and look up the warp's next step."""
+        """Start copying `step`, which is at `cache_index`, into `ring_slot`. Look up the warp's next step."""
         if step < loader.end_step:
             self.start_copy(loader, ring_slot, cache_index)
             step += self.shape.num_warps
@@ -379,7 +380,7 @@ class DecodeKernel:
         return (seq_len + (STEP_TOKENS - 1)) >> LOG2_STEP_TOKENS
 
     def look_up_step(self, loader, request, request_step):
-        """Return the index of a request's step in the cache, counted in steps."""
+        """Return the index in the cache of a request's step. The index counts steps."""
         page = loader.block_tables[request * loader.table_stride + (request_step >> self.page_shift)]
         return (page << self.page_shift) + (request_step & ((1 << self.page_shift) - 1))
 

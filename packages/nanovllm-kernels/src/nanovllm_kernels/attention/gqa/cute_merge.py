@@ -19,14 +19,14 @@ MERGED_PARTS = 8
 
 @dataclass(frozen=True)
 class ResultExchange:
-    """Memory through which warps and CTAs exchange results, and the thread's position.
+    """Holds the memory through which warps and CTAs exchange results, and the thread's position.
 
     out: [B, Hq, D].
     partial_out: float32 [slots, Hkv, group_size, D].
     partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
-    counters: int32 [(slots of groups of parts + B) * Hkv], arrived CTAs.
+    counters: int32 [(group slots + B) * Hkv], number of arrived CTAs for each group of parts, then for each request.
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
-    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then a number of arrived CTAs.
+    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then a copy of a counter.
 
     Part p has slot 2p for the request that began before part p, and slot 2p + 1 for the request that begins in part p.
     Group g of MERGED_PARTS parts likewise has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1.
@@ -47,17 +47,17 @@ class ResultExchange:
 
 
 def count_slots(num_parts: int) -> tuple[int, int]:
-    """Return the number of slots of parts, and of groups of parts."""
+    """Return (number of slots of parts, number of slots of groups)."""
     return 2 * num_parts, 2 * -(-num_parts // MERGED_PARTS)
 
 
 @cute.jit
 def clear_empty_requests(
-    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, lengths: cute.Tensor, num_reqs: Int32, part: Int32
+    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, seq_lens: cute.Tensor, num_reqs: Int32, part: Int32
 ):
     """Zero the outputs of requests without tokens. Parts divide these requests among themselves."""
     for request in range(part, num_reqs, exchange.num_parts):
-        if lengths[request] == 0:
+        if seq_lens[request] == 0:
             first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
             for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
                 cute_ptx.store_global_2_words(exchange.out + first_element + quad * 4, Int32(0), Int32(0))
@@ -79,7 +79,7 @@ def merge_request(
 ):
     """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
-    spare_address: shared address of the warp's ring slot that is not being filled. The slot passes rows to other warps.
+    spare_address: shared address of a free slot in the warp's ring. Other warps read this warp's rows from this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
     arch.sync_threads()
@@ -93,7 +93,7 @@ def merge_request(
             _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
     if not is_whole:
         _merge_parts(shape, exchange, out, request, part, first_part, last_part)
-    # Order these accesses before the next copies into the spare slots by the asynchronous proxy.
+    # The asynchronous proxy must not copy into the spare slots before these accesses.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
 
@@ -156,7 +156,7 @@ def _merge_last_parts(
 
 @cute.jit
 def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Whether this CTA arrives last of `num_arrivals`. The last CTA sees the writes of all, and resets the counter."""
+    """Return whether this CTA is the last to arrive. The last CTA sees all CTAs' writes, and resets the counter."""
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
@@ -196,7 +196,7 @@ def _share_rows(
 
 
 def _locate_lane_sums(shape, lane, row, lane_row, tile):
-    """Return (offset in the shared rows of a lane's two neighbouring sums, accumulator of the first, of the second)."""
+    """Return (offset of a lane's two adjacent sums in the shared rows, index of the first in `acc`, of the second)."""
     if not shape.is_fp8:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
@@ -209,7 +209,7 @@ def _locate_lane_sums(shape, lane, row, lane_row, tile):
 
 
 def _merge_warps(shape, exchange, quad):
-    """Return (maximum score, sum of weights, four sums) of elements 4 * quad to 4 * quad + 3 of the group's output."""
+    """Merge elements 4 * quad to 4 * quad + 3 of the output. Return (maximum score, sum of weights, four sums)."""
     row, column = quad // (shape.head_dim // 4), quad % (shape.head_dim // 4)
     offset = row * shape.head_dim + ((column >> 1) ^ (row & 7)) * 8 + (column & 1) * 4
     maxima = [exchange.row_stats[(warp * 2) * TILE_ROWS + row] for warp in range(shape.num_warps)]
@@ -235,7 +235,7 @@ def _merge_slots(
     first_merged: Int32,
     last_merged: Int32,
 ):
-    """Like `_merge_warps`, for parts (or groups) first_merged..last_merged of a request that begins in `first_part`."""
+    """Merge parts (or groups) first_merged..last_merged, as `_merge_warps` does. The request begins in `first_part`."""
     max_score, weight_sum = -Float32.inf, Float32(0.0)
     sum_0, sum_1, sum_2, sum_3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
     for first_loaded in range(first_merged, last_merged + 1, MERGED_PARTS):
@@ -287,7 +287,7 @@ def _store_slot(
     weight_sum: Float32,
     sums: cutlass.Constexpr,
 ):
-    """Store four partial sums, and the row's statistics once per row."""
+    """Store four partial sums. The first four sums of a row also store the row's statistics."""
     row, column = _partial_row(shape, exchange, slot, quad), quad % (shape.head_dim // 4)
     cute_ptx.store_global_4_floats(exchange.partial_out + row * shape.head_dim + column * 4, sums)
     if column == 0:

@@ -1,4 +1,4 @@
-"""PTX instructions as functions, for the CuTe DSL decode kernel.
+"""Wraps PTX instructions in functions, for the CuTe DSL decode kernel.
 
 Shared addresses are Int32, global addresses are pointers. Fragments have the layout of PTX's `mma.m16n8k16`:
 lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
@@ -19,7 +19,7 @@ def load_matrices(address, *, transpose):
 
 
 def multiply_add(dtype, a, b, c):
-    """Return C + A B of 16 x 16 by 16 x 8 in float32: `a` is four Int32, `b` two, `c` and the result four Float32."""
+    """Return C + A B as four Float32. `a` (16 x 16) is four Int32, `b` (16 x 8) two Int32, `c` four Float32."""
     type_name = "bf16" if dtype is BFloat16 else "f16"
     return arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{type_name}.{type_name}.f32"
@@ -78,7 +78,7 @@ def power_of_2(exponent):
 
 
 def exp2(x):
-    """Return 2 ** x to about 2 ulp, 0 for -infinity."""
+    """Return 2 ** x with an error of about 2 ulp. -infinity gives 0."""
     return arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 

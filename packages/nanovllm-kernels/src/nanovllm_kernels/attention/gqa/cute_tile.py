@@ -1,4 +1,4 @@
-"""One warp's tile of the CuTe DSL decode kernel: scores, online softmax and weighted values of one step.
+"""Computes one step in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
 
 The query heads of a key-value head are rows of `mma.m16n8k16`, so that keys and values are read once per group. The
 softmax is online (Milakov and Gimelshein 2018), in base 2.
@@ -13,7 +13,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP_SIZE = 32
-# Tokens of a step: as many as the smallest page has, and as one multiply-add with values takes.
+# Tokens of a step. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
 STEP_TOKENS = 16
 # Rows of a tile, each one query head.
 TILE_ROWS = 16
@@ -57,12 +57,12 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a step's keys, which precede the values. The first rows of all tokens precede their second rows."""
+        """Bytes of a step's keys, which precede the values. All tokens' first rows precede all second rows."""
         return STEP_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values: as many as a tile's float32 sums, or half of the sums with FP8, take."""
+        """Bytes of a step's keys and values. Float32 sums of a tile have this size, or with FP8 twice this size."""
         return 2 * self.keys_bytes
 
     @property
@@ -78,7 +78,7 @@ class DecodeShape:
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries from element `offset` of `q` on, as fragments of operand A. Other rows are zero."""
+    """Load a group's queries from element `offset` of `q` on, as fragments of operand A. Unused rows are zero."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
@@ -134,7 +134,7 @@ def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int
         chunk = lane + WARP_SIZE * i
         if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:
             cute_ptx.clear_shared_16_bytes(values_address + chunk * 16)
-    # Order these writes before the next copy into the slot by the asynchronous proxy.
+    # The asynchronous proxy must not copy into the slot before these writes.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
 

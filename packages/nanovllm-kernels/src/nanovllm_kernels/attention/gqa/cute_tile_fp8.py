@@ -1,8 +1,8 @@
-"""The tile of `cute_tile` for an FP8 cache: e4m3 keys and values, with a scale per token and head (see `fp8`).
+"""Computes one step like `cute_tile`, for an FP8 cache: e4m3 elements, with one scale per token and head (see `fp8`).
 
-As in `triton_softmax`, operands are float16, queries are divided by a power of two, and log2 of each value scale is
-added to the score in base 2. A group has at most 8 query heads, because a step's slot must hold the sums.
-Fragments permute every 16 dimensions: of queries, keys and sums, lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3.
+Operands are float16. Queries are divided by a power of two, and log2 of each value scale is added to the score in base
+2 (`triton_softmax` says why). A group has at most 8 query heads, because a step's slot must hold the sums.
+Every 16 dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
 from typing import NamedTuple
@@ -16,16 +16,16 @@ from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, cle
 
 
 class LaneScore(NamedTuple):
-    """A lane's score, at `index` in the lane's fragment. Lane l has the score of token 2 (l % 4) + `token_offset`."""
+    """Locates one score of lane l: `index` in the lane's fragment, for token 2 (l % 4) + `token_offset`."""
 
     index: int
     token_offset: int
 
 
 LANE_SCORES = (LaneScore(0, 0), LaneScore(1, 1), LaneScore(4, 8), LaneScore(5, 9))
-# Weights reach 2^15: otherwise the small weights of a long context would be subnormal in float16.
+# Let weights reach 2^15. With a lower limit, small weights of a long context would be subnormal in float16.
 MAX_WEIGHT_LOG2 = 15.0
-# Mask of a float32's exponent bits, and twice the exponent's bias.
+# Mask of a float32's exponent bits.
 EXPONENT_MASK = 0x7F800000
 TWICE_EXPONENT_BIAS = 254
 
@@ -69,7 +69,7 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Add a step like `cute_tile.attend`. scales_address: shared address of the step's scales.
+    """Add a step to the running softmax. scales_address: shared address of the step's scales.
 
     row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of weights that exclude the value scales.
     """
@@ -107,7 +107,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` to those of 1 / value scale."""
+    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` for 1 / value scale."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)

@@ -1,4 +1,4 @@
-"""Attention of requests with several queries by FlashAttention's CuTe build (Shah et al. 2024), on Hopper."""
+"""Calls FlashAttention's CuTe build (Shah et al. 2024) on Hopper, for requests with several queries."""
 
 import functools
 import os
@@ -13,24 +13,24 @@ from nanovllm_kernels.platform import make_cache_directory
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
 # (key size, value size) of a head, for keys and values in rows instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum of `max_seqlen_q`. For a bound that fits one tile, FlashAttention would select another kernel, and would have
-# to compile this kernel on first use.
+# Minimum of `max_seqlen_q`. For a smaller value, which fits one tile, FlashAttention would select another kernel, and
+# would compile it on first use.
 MIN_QUERY_LEN_BOUND = 256
 # Minimum tokens of a captured step with FlashAttention. With fewer tokens, most of the device would be idle.
 MIN_CAPTURED_TOKENS = 512
-# FlashAttention copies pages by the bulk copy engine (TMA) if a page is as long as a tile of keys. Shorter pages are
+# FlashAttention copies pages of this size, the size of a tile of keys, by the bulk copy engine (TMA). Smaller pages are
 # slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)
 
 
 def supports_pages(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `attend_to_pages` supports this head size and dtype."""
+    """Return whether `attend_to_pages` supports this head size and dtype."""
     return head_dim in PAGED_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
 
 
 def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `attend_to_rows` supports these sizes and dtype."""
+    """Return whether `attend_to_rows` supports these head sizes and this dtype."""
     return (key_dim, value_dim) in ROW_HEAD_DIMS and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -62,7 +62,7 @@ def attend_to_rows(
 ) -> None:
     """Attend for `requests` whose tokens are all in this step, and write their rows of `out`.
 
-    q: [T, H, D], keys: [T, Hkv, D], values: [T, Hkv, V], the last dimension contiguous.
+    q: [T, H, D]. keys: [T, Hkv, D]. values: [T, Hkv, V]. The last dimension of each tensor is contiguous.
     """
     query_len_bound = max(max_query_len, MIN_QUERY_LEN_BOUND)
     _import_forward()(

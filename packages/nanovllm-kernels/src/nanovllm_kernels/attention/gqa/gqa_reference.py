@@ -1,6 +1,6 @@
-"""Grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
+"""Computes grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes of one gather are computed together. Prefills are computed one request at a time. `plan.gathers` plans both.
+The decodes of one gather (see `plan.gathers`) are computed together. Prefills are computed one request at a time.
 """
 
 import torch
@@ -14,7 +14,7 @@ from nanovllm_kernels.attention.plan.gathers import DecodeGather, GatherPlan, Pr
 def paged_attention(
     q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather_plan: GatherPlan, scale: float
 ) -> Tensor:
-    """See the package's `paged_attention`."""
+    """Compute the package's `paged_attention` for all gathers of `gather_plan`."""
     decodes, prefills = gather_plan
     if len(decodes) == 1 and not prefills:
         return _attend_decodes(q, kv_cache, kv_scales, decodes[0], scale)
@@ -31,7 +31,7 @@ def paged_attention(
 def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, dtype: torch.dtype) -> Tensor:
     """Return the cached tokens of decodes [tokens, heads per slot, D], dequantised to `dtype` if FP8.
 
-    Without a mask, the result has all slots of each request's pages, also slots past `max_len`.
+    If `gather.mask` is None, the result has all slots of each request's pages, including slots past `max_len`.
     """
     if gather.mask is None:
         return gather_pages(kv_cache, kv_scales, gather.pages_or_slots, dtype)
@@ -64,12 +64,12 @@ def convert_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _attend_decodes(
     q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, scale: float
 ) -> Tensor:
-    """Attend for one query per request: q [n, Hq, D] to [n, Hq, D]."""
+    """Attend for one query per request. q and the result are [n, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
     heads_per_slot = kv_cache.shape[2]
     num_kv_heads = heads_per_slot // 2
     kv = gather_decodes(kv_cache, kv_scales, gather, q.dtype)
-    # These calls take less time than `view`, slicing, `transpose` and `chunk`.
+    # `as_strided` takes less time than `view`, slicing, `transpose` and `chunk`.
     shape = (num_reqs, num_kv_heads, gather.max_len, head_dim)
     strides = (kv.numel() // num_reqs, head_dim, heads_per_slot * head_dim, 1)
     offset = kv.storage_offset()
@@ -85,7 +85,7 @@ def _attend_decodes(
 def _attend_prefill(
     q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: PrefillGather, scale: float
 ) -> Tensor:
-    """Attend for all queries of one request: q [n, Hq, D] to [n, Hq, D]."""
+    """Attend for all queries of one request. q and the result are [n, Hq, D]."""
     _, num_heads, head_dim = q.shape
     _, _, heads_per_slot, _ = kv_cache.shape
     kv = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(1, -1, heads_per_slot, head_dim)

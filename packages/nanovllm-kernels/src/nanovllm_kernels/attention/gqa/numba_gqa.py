@@ -1,4 +1,4 @@
-"""Grouped-query attention over a paged bf16 cache on a CPU, in float32. The cache is read in place.
+"""Computes grouped-query attention over a paged bf16 cache on a CPU, in float32. Reads the cache in place.
 
 Blocks of keys are visited in order with an online softmax (Milakov and Gimelshein 2018,
 https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries.
@@ -35,14 +35,14 @@ from nanovllm_kernels.numba_tiles import (
     widen_group,
 )
 
-# Keys per block. Float32 copies of a block fit the first-level cache beside a tile of queries.
+# Keys per block. The first-level cache holds float32 copies of a block, and a tile of queries.
 BLOCK_KEYS = 64
 # Maximum number of rows in a tile: tokens times query heads per key-value head. A tile has at least one token.
 MAX_TILE_ROWS = 96
 
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
 
-# Positions of the region's arguments in an int64 array. _SCALE_PTR: address of a float64.
+# Indices of the region's arguments in an int64 array. _SCALE_PTR: address of a float64.
 _OPENMP, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
 _OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
 _TILE_TOKENS, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
@@ -57,7 +57,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Compute attention of float32 `q` over a bf16 cache into `out`, contiguous float32 [T, Hq, D]."""
+    """Attend for float32 `q` over a bf16 cache. Write the results into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, heads_per_slot, _ = kv_cache.shape
     _attend(
@@ -106,7 +106,7 @@ def _attend(
     """Cut queries into tiles, and run the region on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Request and first token of each tile. A request's last tile sees the most keys, and starts first.
+    # Each row is (request, first token). A request's last tile starts first, because this tile sees the most keys.
     tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -132,7 +132,7 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Attend for items until every item is taken. Each thread runs this function. An item: a tile, a key-value head."""
+    """Attend for items until every item is taken, in each thread. An item is one tile for one key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
@@ -143,7 +143,7 @@ def _attend_items(args_ptr):
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
     key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL
     num_rows = tile_tokens * group_size
-    # Scratch: queries, keys, values, scores, outputs, and per row the largest score and the sum of weights.
+    # `scratch` holds queries, keys, values, scores, outputs, and each row's largest score and sum of weights.
     scratch_size = num_rows * key_dim + BLOCK_KEYS * (key_dim + value_dim) + num_rows * (BLOCK_KEYS + value_dim + 2)
     scratch = np.empty(scratch_size + LINE // 4, np.float32)
     scratch_ptr = (np.int64(scratch.ctypes.data) + LINE - 1) // LINE * LINE
@@ -154,21 +154,21 @@ def _attend_items(args_ptr):
         request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
         num_tokens = min(tile_tokens, query_starts[request + 1] - token)
         first_num_keys = seq_lens[request] - query_starts[request + 1] + token + 1
-        kv_head, dims = item % num_kv_heads, (key_dim, value_dim)
-        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, dims, scale, scratch_ptr)
+        kv_head, padded_dims = item % num_kv_heads, (key_dim, value_dim)
+        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
     keep_alive(scratch)
 
 
 @kernel
-def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, dims, scale, scratch_ptr):
+def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
     """Attend for `num_tokens` tokens from `first_token` on, for the query heads of one key-value head.
 
     first_num_keys: number of keys that the first token sees.
-    dims: (key_dim, value_dim), the head size rounded up to a multiple of UNROLL and of PANEL.
+    padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL).
     """
     num_heads, num_kv_heads = args[_NUM_HEADS], args[_NUM_KV_HEADS]
     head_dim, page_size = args[_HEAD_DIM], args[_PAGE_SIZE]
-    key_dim, value_dim = dims
+    key_dim, value_dim = padded_dims
     group_size = num_heads // num_kv_heads
     num_rows, max_num_keys = num_tokens * group_size, first_num_keys + num_tokens - 1
     table = numba.carray(pointer(args[_TABLES_PTR] + 4 * request * args[_TABLE_STRIDE]), (max_num_keys,), np.int32)
@@ -179,7 +179,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
     acc_ptr = scores_ptr + 4 * num_rows * BLOCK_KEYS
     acc = numba.carray(pointer(acc_ptr), (value_dim // PANEL, num_rows, PANEL), np.float32)
     softmax_ptr = acc_ptr + 4 * num_rows * value_dim
-    softmax = numba.carray(pointer(softmax_ptr), (num_rows, 2), np.float32)
+    softmax_state = numba.carray(pointer(softmax_ptr), (num_rows, 2), np.float32)
     q_ptr = args[_Q_PTR] + 4 * (first_token * args[_Q_STRIDE] + kv_head * group_size * head_dim)
     _pack_queries(q_ptr, args[_Q_STRIDE], group_size, head_dim, key_dim, num_rows, scale, queries_ptr)
     num_row_tiles = -(-num_rows // TILE_ROWS)
@@ -218,12 +218,12 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
     for row in range(num_rows):
         head = kv_head * group_size + row % group_size
         out_ptr = args[_OUT_PTR] + 4 * ((first_token + row // group_size) * num_heads + head) * head_dim
-        _divide(acc, row, softmax[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
+        _divide(acc, row, softmax_state[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
 
 
 @ordered_kernel
 def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scale, out_ptr):
-    """Write scaled queries in tiles of rows. Each tile is [key_dim, rows], with zeros past head_dim."""
+    """Multiply queries by `scale`, and write tiles [key_dim, rows] of them, with zeros past `head_dim`."""
     num_row_tiles = -(-num_rows // TILE_ROWS)
     for row_tile in range(num_row_tiles):
         begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
@@ -245,7 +245,7 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
     key_dim, num_value_groups = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL) * PANEL // GROUP
     keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP, key_dim, GROUP), np.float32)
     values = numba.carray(pointer(values_ptr), (num_value_groups, BLOCK_KEYS, GROUP), np.float32)
-    # Bytes from a token's key to its value, half of a slot's bytes.
+    # Bytes from a token's key to its value. A slot has twice this size.
     kv_bytes = 2 * num_kv_heads * head_dim
     i = 0
     while i < num_keys:
@@ -278,7 +278,6 @@ def _copy_block(cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_h
 
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
-    """Copy the value of token `index` of the block."""
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     num_full_groups = head_dim // GROUP
     values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP
@@ -292,34 +291,34 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 @ordered_kernel
 def _weigh(scores_ptr, num_visible, softmax_ptr, acc_ptr, num_rows, value_dim, is_first):
-    """Turn a row's scores into weights, 0 from key `num_visible` on. Rescale the row's outputs if its maximum grows.
+    """Turn a row's scores into weights, with zeros from key `num_visible` on. Rescale outputs if the maximum grows.
 
     softmax_ptr: address of the row's largest score and sum of weights. is_first: whether the block is the first.
     """
-    softmax = numba.carray(pointer(softmax_ptr), (2,), np.float32)
+    softmax_state = numba.carray(pointer(softmax_ptr), (2,), np.float32)
     if num_visible < BLOCK_KEYS:
         # Scores from key `num_visible` on are undefined.
         _fill(scores_ptr, num_visible, _MASKED_SCORE)
     max_score = largest(scores_ptr, BLOCK_KEYS)
     if is_first:
-        softmax[1] = _ZERO
+        softmax_state[1] = _ZERO
         _rescale(acc_ptr, num_rows, value_dim, _ZERO)
-    elif max_score > softmax[0]:
-        factor = exp(softmax[0] - max_score)
-        softmax[1] *= factor
+    elif max_score > softmax_state[0]:
+        factor = exp(softmax_state[0] - max_score)
+        softmax_state[1] *= factor
         _rescale(acc_ptr, num_rows, value_dim, factor)
     else:
-        max_score = softmax[0]
-    softmax[0] = max_score
+        max_score = softmax_state[0]
+    softmax_state[0] = max_score
     # A masked score has a weight of about 1e-38, which does not change a sum of at least 1.
-    softmax[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
+    softmax_state[1] += exp_and_sum(scores_ptr, BLOCK_KEYS, max_score)
     if num_visible < BLOCK_KEYS:
         _fill(scores_ptr, num_visible, _ZERO)
 
 
 @ordered_kernel
 def _fill(scores_ptr, begin, number):
-    """Set the scores of a row from key `begin` on to `number`."""
+    """Set a row's scores to `number`, from key `begin` on."""
     scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
     for i in range(begin, BLOCK_KEYS):
         scores[i] = number

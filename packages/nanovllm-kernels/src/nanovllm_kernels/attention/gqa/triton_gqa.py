@@ -1,10 +1,8 @@
-"""Paged grouped-query attention in Triton from a work list, for requests with any number of queries.
+"""Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
 A tile holds the query heads of one key-value head at some positions of one request. All rows of a tile share the loads
 of keys and values. A program attends for one part of the list.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -33,7 +31,7 @@ def attend_to_pages(
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
-    many_queries: the list was planned with `tile_configs.gqa_tile_config(..., many_queries=many_queries)`.
+    many_queries: the value with which `tile_configs.gqa_tile_config` selected the tile of the work list.
     """
     _, num_heads, head_dim = q.shape
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
@@ -76,7 +74,7 @@ def attend_to_pages(
     merge_parts(partial, query_start_loc, work, group_size, block_q, out)
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
@@ -88,7 +86,7 @@ def _attend(
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     out_ptr,
@@ -111,21 +109,21 @@ def _attend(
 ):
     """Attend for one part of the work list and the query heads of one key-value head.
 
-    UNMASKED_LOOP: see `attend_range`. For the few blocks of a decode, a single loop is faster.
+    UNMASKED_LOOP: whether a first loop visits keys without masks. For the few blocks of a decode, one loop is faster.
     """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
-    part_start, part_end, first_tile, end_tile = load_part(tile_starts_ptr, parts_ptr, part)
+    part_start, part_end, first_tile, end_tile = load_part(tile_first_blocks_ptr, parts_ptr, part)
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    # disable_licm: addresses kept across tiles would take registers from the products.
+    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
-        first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
-        request, first_query, query_start, query_len, context = load_tile(
+        first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
+        request, first_query, query_start, query_len, context_len = load_tile(
             tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
         )
         queries = first_query + rows // GROUP_SIZE
@@ -135,20 +133,20 @@ def _attend(
         q = tl.load(q_ptrs, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         begin = first_block * BLOCK_N
         # A tile sees the tokens up to its last query.
-        end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
-        unmasked_end = tl.minimum(end, (context + first_query + 1) // BLOCK_N * BLOCK_N)
+        end = tl.minimum(end_block * BLOCK_N, context_len + tl.minimum(first_query + BLOCK_Q, query_len))
+        unmasked_end = tl.minimum(end, (context_len + first_query + 1) // BLOCK_N * BLOCK_N)
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
-        span = (table_ptr, context + queries, begin, unmasked_end, end)
+        bounds = (table_ptr, context_len + queries, begin, unmasked_end, end)
         k_ptr = kv_ptr + kv_head * HEAD_DIM
         if QUANTIZED:
             k_scales_ptr = scales_ptr + kv_head * PAGE_SIZE
-            softmax = attend_fp8_range(
-                q, k_ptr, k_scales_ptr, *span, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
+            softmax_state = attend_fp8_range(
+                q, k_ptr, k_scales_ptr, *bounds, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
             )
         else:
-            softmax = attend_range(
-                q, k_ptr, *span, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
+            softmax_state = attend_range(
+                q, k_ptr, *bounds, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
             )
         out_rows = tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads
-        pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)
-        store_tile(pointers, softmax, slot, kv_head, out_rows, row_mask, NUM_KV_HEADS, HEAD_DIM)
+        out_pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)
+        store_tile(out_pointers, softmax_state, partial_slot, kv_head, out_rows, row_mask, NUM_KV_HEADS, HEAD_DIM)

@@ -1,6 +1,4 @@
-"""Device function of grouped-query attention: a tile of queries against blocks of paged keys and values."""
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
+"""Provides a device function of grouped-query attention: attend for a tile of queries over paged keys and values."""
 
 import triton
 import triton.language as tl
@@ -24,18 +22,17 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
 ):
-    """Return (sums of weighted values, maximum score, sum of weights) over the keys of [begin, end).
+    """Attend to keys at positions [begin, end). Return (sums of weighted values, maximum score, sum of weights).
 
-    k_ptr: pointer to the key head in the cache's first slot. query_positions: position of each row's query.
-    unmasked_end: position up to which every query sees all keys.
-    UNMASKED_LOOP: whether keys up to `unmasked_end` are visited without masks.
+    k_ptr: pointer to the key head in the cache's first slot.
+    unmasked_end: position before which every query sees all keys.
+    UNMASKED_LOOP: whether a first loop visits keys before `unmasked_end` without masks.
     """
     dims = tl.arange(0, q.shape[1])
     dim_mask = dims < HEAD_DIM
     acc = tl.zeros(q.shape, dtype=tl.float32)
     running_max = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([q.shape[0]], dtype=tl.float32)
-    # Loop without masks up to `unmasked_end`, then with masks.
     for masked in tl.static_range(0 if UNMASKED_LOOP else 1, 2):
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)

@@ -1,9 +1,7 @@
-"""The tile of `triton_gqa_tile` for an FP8 cache: e4m3 with a scale per token and head (see `fp8`).
+"""Attends for a tile of queries over an FP8 cache: e4m3 elements, with one scale per token and head (see `fp8`).
 
-With float32 queries all products are in float32, otherwise in float16 (see `triton_softmax`).
+Products are in float32 for float32 queries, otherwise in float16 (`triton_softmax` says why).
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -13,8 +11,8 @@ from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Return (`q` divided by a power of two as float16, `scale_log2` times the power). Keep float32 `q` unchanged."""
-    # A single return, because Triton would compile code after an early return too.
+    """Divide `q` by a power of two, as float16, and multiply `scale_log2` by this power. Do not change float32 `q`."""
+    # No early return, because Triton would compile the code after it too.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
         power = floor_to_power_of_2(tl.max(tl.max(tl.abs(q_float32), 1), 0))
@@ -40,9 +38,10 @@ def attend_fp8_range(
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
 ):
-    """Like `triton_gqa_tile.attend_range`, with the maximum and the sum of `triton_softmax.weigh_scaled_scores`.
+    """Attend like `triton_gqa_tile.attend_range`. `triton_softmax.weigh_scaled_scores` defines the maximum and the sum.
 
-    q: in the dtype of the tensor of queries. scales_ptr: pointer to the key head's scale in the cache's first slot.
+    q: queries in their original dtype.
+    scales_ptr: pointer to the key head's scale in the cache's first slot.
     """
     q, scale_log2 = queries_to_float16(q, scale_log2)
     dims = tl.arange(0, q.shape[1])
@@ -51,12 +50,10 @@ def attend_fp8_range(
     dim_pairs = tl.arange(0, q.shape[1] // 2)
     pair_mask = dim_pairs < HEAD_DIM // 2
     v_ptr = (k_ptr + NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.uint16), bitcast=True)
-    # Sums of the even dimensions and of the odd dimensions.
     even_acc = tl.zeros([q.shape[0], q.shape[1] // 2], dtype=tl.float32)
     odd_acc = tl.zeros([q.shape[0], q.shape[1] // 2], dtype=tl.float32)
     running_max = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([q.shape[0]], dtype=tl.float32)
-    # Loop without masks up to `unmasked_end`, then with masks.
     for masked in tl.static_range(0 if UNMASKED_LOOP else 1, 2):
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache of latents.
+"""Computes multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache.
 
 The cache holds one latent and one rotated key part per token, shared by all heads. Absorbed attention projects queries
-into the latent space, and results back. For a whole prompt, with all of its tokens in the step, latents are expanded to
-keys and values: less arithmetic. Put whole prompts last in a step, because projections cover all earlier tokens.
+into the latent space, and projects results back. A whole prompt has all of its tokens in the step. For whole prompts,
+latents are expanded to keys and values, which needs less arithmetic. Projections skip whole prompts at a step's end.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# From this number of tokens on, our kernel projects queries and results. Our kernel skips tokens that need no
-# projection; cuBLAS is faster per token.
+# Minimum tokens of a step for which our kernel projects queries and results. Our kernel skips tokens that need no
+# projection, but cuBLAS is faster per token.
 MIN_SKIPPING_TOKENS = 1024
 
 
@@ -41,11 +41,12 @@ def plan_latent_batch(
     num_tokens: int | None = None,
     has_only_whole_prompts: bool = False,  # noqa: ARG001 - same signature as `plan_batch`
 ) -> AttentionBatch:
-    """Plan the latent attention of a step, once for all layers. Like `gqa.plan_batch`, for a cache [N, P, 1, L + R].
+    """Plan the latent attention of a step, once for all layers. The cache is [N, P, 1, L + R].
 
-    backend: "torch" is plain torch; all others are Triton. "flash" and "fastest" add FlashAttention, if installed, for
-        whole prompts.
-    has_only_whole_prompts: ignored; the device finds whole prompts.
+    backend: "torch" is plain torch. All others are Triton. "flash" and "fastest" add FlashAttention for whole prompts,
+        if it is installed.
+    has_only_whole_prompts: ignored, because the device finds whole prompts.
+    Other arguments: as in `gqa.plan_batch`.
     """
     element_bytes = tile_configs.tile_element_bytes((dtype or kv_cache.dtype).itemsize, kv_cache.element_size())
     batch = AttentionBatch(block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len, element_bytes)
@@ -92,12 +93,12 @@ def latent_attention(
     scale: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal latent attention of a batch of requests over their pages.
+    """Compute causal latent attention of a batch of requests over their pages.
 
     q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
         unrotated part [K], then its rotated part [R].
-    expansion: [H, K + V, L], contiguous. Each head has rows that expand a latent to a key [K], then to a value [V].
-        Has q's dtype, or on a CPU any dtype if q is float32.
+    expansion: [H, K + V, L], contiguous. K rows of a head expand a latent to a key, then V rows expand it to a value.
+        The dtype is q's dtype. On a CPU with float32 q, any dtype is allowed.
     kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
         part. This step's tokens are already written.
     batch: from `plan_latent_batch`.
@@ -158,12 +159,12 @@ def _attend_whole_prompts(
     expanded_dim, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
     key_dim = expanded_dim - value_dim
-    lengths = (batch.seq_lens, batch.query_start_loc)
-    cached = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *lengths, num_tokens, q.dtype)
-    latents, k_rope = cached.split((latent_dim, head_dim - key_dim), 1)
+    request_tensors = (batch.seq_lens, batch.query_start_loc)
+    cached_rows = _gather_latents_op(kv_cache, kv_scales, batch.block_tables, *request_tensors, num_tokens, q.dtype)
+    latents, k_rope = cached_rows.split((latent_dim, head_dim - key_dim), 1)
     if batch.flash_requests is None or not flash_prefill.supports_rows(head_dim, value_dim, q.dtype):
         kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded_dim)
-        _attend_whole_prompts_op(q, kv, k_rope, *lengths, scale, out)
+        _attend_whole_prompts_op(q, kv, k_rope, *request_tensors, scale, out)
         return
     keys, values = torch.empty_like(q), torch.empty_like(out)
     key_expansion, value_expansion = expansion.transpose(1, 2).split((key_dim, value_dim), 2)
@@ -176,7 +177,6 @@ def _attend_whole_prompts(
 
 @torch.library.custom_op("nanovllm::project_heads", mutates_args=("out",))
 def _project_heads_op(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor) -> None:
-    """See `triton_head_projection.project_heads`."""
     from nanovllm_kernels.attention.mla import triton_head_projection
 
     triton_head_projection.project_heads(x, weight, num_projected, out)
@@ -227,7 +227,7 @@ def _gather_latents_op(
     num_tokens: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return [num_tokens, L + R], in `dtype`: latent and key part, from the cache, of each token in a whole prompt.
+    """Return the cached latent and key part of each token in a whole prompt: [num_tokens, L + R] in `dtype`.
 
     Rows of other tokens are zeros, because FlashAttention reads past a prompt's end.
     """
@@ -254,7 +254,7 @@ def _(
 
 @torch.library.custom_op("nanovllm::copy_key_parts", mutates_args=("keys",))
 def _copy_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
-    """See `triton_expanded.copy_key_parts`."""
+    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, K + R]."""
     from nanovllm_kernels.attention.mla import triton_expanded
 
     triton_expanded.copy_key_parts(k_rope, keys)

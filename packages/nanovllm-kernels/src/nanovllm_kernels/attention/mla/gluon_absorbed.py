@@ -1,11 +1,10 @@
-"""Absorbed latent attention with many heads on Hopper by specialised warps, in Gluon, for decodes and prompt chunks.
+"""Computes absorbed latent attention with many heads on Hopper, in Gluon, for decodes and prompt chunks.
 
-A program takes one part of a work list (see `gluon_work_list`). One warp copies queries and latents, also for
-the next token. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the
-other half, because the results exceed the registers of four warps.
+A program computes one part of a work list. One warp copies queries and latents, while the other warps compute earlier
+ones. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the other half,
+because the results exceed the registers of four warps.
 """
 
-# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
 # ruff: noqa: RUF005, SIM113 - kernels know neither unpacking into tuples nor `enumerate`
 
 from torch import Tensor
@@ -29,12 +28,12 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E
 from nanovllm_kernels.attention.triton_split_kv import PartialResults
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Stages in shared memory, each with 64 latents: as many as fit beside the queries.
+# Number of stages in shared memory. A stage holds 64 latents. Queries leave no memory for a third stage.
 STAGES = 2
 # Shared memory layout that the tensor cores require, with 64 elements per row.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 BOX_COLUMNS = 64
-# Registers per thread: at launch, in the copying warp, and in the multiplying warps (128 of which hold results).
+# Registers per thread. 128 of the MULTIPLY_REGISTERS hold results.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 32, 232
 
 
@@ -50,7 +49,8 @@ def attend(
     """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`.
 
     q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor.
-    requests: have a cache [N, P, 1, 576]. work: planned for tiles of one token and blocks of 64 latents.
+    requests: requests with a cache [N, P, 1, 576].
+    work: work list for tiles of one token and blocks of 64 latents.
     """
     kv_cache, _, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
@@ -94,7 +94,7 @@ def _attend_parts(
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     partial_out_ptr,
@@ -135,7 +135,7 @@ def _attend_parts(
     latent_halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     rope_blocks = rope_keys._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
     barriers = (stage_full, stage_empty, signals)
-    plan = (tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr)
+    plan = (tile_first_blocks_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr)
     results = (out_desc, partial_out_ptr)
     sources = (q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride)
     gl.warp_specialize(
@@ -262,7 +262,7 @@ def _score_and_sum(
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
+        _request, token, begin, end, partial_slot = load_tile_share(plan, tile, NUM_HEADS)
         mbarrier.wait(queries_ready, num_tiles_done & 1)
         num_tiles_done += 1
         running_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
@@ -306,13 +306,13 @@ def _score_and_sum(
         row_factors.store(inverse_sum)
         gl.thread_barrier()
         mbarrier.arrive(weights_ready)
-        if slot >= 0:
+        if partial_slot >= 0:
             rows = gl.arange(0, 64, gl.SliceLayout(1, SCORE_LAYOUT))
-            out_rows = partial_rows(slot, head, rows, NUM_HEADS)
+            out_rows = partial_rows(partial_slot, head, rows, NUM_HEADS)
             gl.store(partial_lse_ptr + out_rows, running_max + gl.log2(running_sum))
         sums = sums * gl.convert_layout(inverse_sum, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
         stage = (num_blocks_done - 1) % STAGES
-        _store_half(sums, latent_halves, latent_blocks, stage * 2, results, token, head, slot, NUM_HEADS)
+        _store_half(sums, latent_halves, latent_blocks, stage * 2, results, token, head, partial_slot, NUM_HEADS)
         mbarrier.arrive(stage_empty.index(stage))
 
 
@@ -336,7 +336,7 @@ def _sum_second_half(
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
-        _request, token, begin, end, slot = load_tile_share(plan, tile, NUM_HEADS)
+        _request, token, begin, end, partial_slot = load_tile_share(plan, tile, NUM_HEADS)
         sums = gl.zeros([64, 256], gl.float32, SUM_LAYOUT)
         for start in range(begin, end, 64):
             stage = num_blocks_done % STAGES
@@ -359,19 +359,19 @@ def _sum_second_half(
         gl.thread_barrier()
         mbarrier.arrive(weights_free)
         stage = (num_blocks_done - 1) % STAGES
-        _store_half(sums, latent_halves, latent_blocks, stage * 2 + 1, results, token, head, slot, NUM_HEADS)
+        _store_half(sums, latent_halves, latent_blocks, stage * 2 + 1, results, token, head, partial_slot, NUM_HEADS)
         mbarrier.arrive(stage_empty.index(stage))
 
 
 @gluon.jit
-def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, slot, NUM_HEADS: gl.constexpr):
-    """Store half of the columns of results of 64 heads from `head` on, as partial results if `slot` >= 0.
+def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, partial_slot, NUM_HEADS: gl.constexpr):
+    """Store half of the result columns for 64 heads from `head` on. If `partial_slot` >= 0, these are partial results.
 
-    half: index in `latent_halves` of the memory through which results are stored. If odd: the last 256 columns.
+    half: index in `latent_halves` of the memory that passes the results. An odd index means the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256
-    if slot < 0:
+    if partial_slot < 0:
         latent_halves.index(half).store(sums.to(latent_halves.dtype))
         fence_async_shared()
         gl.thread_barrier()
@@ -382,6 +382,6 @@ def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, 
         gl.thread_barrier()
     else:
         rows = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-        out_rows = partial_rows(slot, head, rows, NUM_HEADS)
+        out_rows = partial_rows(partial_slot, head, rows, NUM_HEADS)
         columns = first_column + gl.arange(0, 256, gl.SliceLayout(0, sums.type.layout))
         gl.store(partial_out_ptr + out_rows[:, None] * 512 + columns[None, :], sums)

@@ -1,10 +1,8 @@
-"""Device functions of `gluon_absorbed` that read a program's work: one part of a work list, for a block of 64 heads.
+"""Reads the work of a program of `gluon_absorbed`: one part of a work list, for a block of 64 heads.
 
 `plan` holds pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A tile is
 one query, and a block of latents holds 64 tokens.
 """
-
-# ruff: noqa: N803, N806 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,9 +18,9 @@ _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
 @gluon.jit
 def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
     """Return (first tile, tile after the last, first head) of this program."""
-    tile_starts_ptr, _tiles_ptr, parts_ptr, _seq_lens_ptr, _query_start_loc_ptr = plan
+    tile_first_blocks_ptr, _tiles_ptr, parts_ptr, _seq_lens_ptr, _query_start_loc_ptr = plan
     HEAD_BLOCKS: gl.constexpr = NUM_HEADS // 64
-    _start, _end, first_tile, end_tile = _load_part(tile_starts_ptr, parts_ptr, gl.program_id(0) // HEAD_BLOCKS)
+    _start, _end, first_tile, end_tile = _load_part(tile_first_blocks_ptr, parts_ptr, gl.program_id(0) // HEAD_BLOCKS)
     return first_tile, end_tile, (gl.program_id(0) % HEAD_BLOCKS) * 64
 
 
@@ -30,19 +28,21 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     """Return (request, token, first latent, latent after the last, slot) for this program's share of `tile`.
 
-    token: the query in the step. slot: index in the partial results; -1 if the part holds the whole tile.
+    token: index of the query in the step. slot: index in the partial results; -1 if the part holds the whole tile.
     """
-    tile_starts_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
+    tile_first_blocks_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)
     part_start, part_end = gl.load(parts_ptr + 2 * part), gl.load(parts_ptr + 2 * part + 2)
-    first_block, end_block, slot = _load_segment(tile_starts_ptr, tile, part, part_start, part_end)
-    request, query, query_start, _query_len, context = _load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile)
+    first_block, end_block, partial_slot = _load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
+    request, query, query_start, _query_len, context_len = _load_tile(
+        tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
+    )
     # A query sees the tokens up to and including its own token.
-    end = gl.minimum(end_block * 64, context + query + 1)
-    return request, query_start + query, first_block * 64, end, slot
+    end = gl.minimum(end_block * 64, context_len + query + 1)
+    return request, query_start + query, first_block * 64, end, partial_slot
 
 
 @gluon.jit
-def partial_rows(slot, head, rows, NUM_HEADS: gl.constexpr):
-    """Return the indexes of partial results for `rows` of the block of heads that begins at `head`."""
-    return (slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows
+def partial_rows(partial_slot, head, rows, NUM_HEADS: gl.constexpr):
+    """Return the rows of the partial results for `rows` of the head block that begins at `head`."""
+    return (partial_slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows

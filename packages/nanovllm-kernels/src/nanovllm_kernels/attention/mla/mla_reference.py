@@ -1,7 +1,7 @@
-"""Latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
+"""Computes latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes attend in the latent space (absorbed attention), all requests of one gather together. Prefills attend one
-request at a time, to keys and values expanded from all latents of the request. `plan.gathers` plans both.
+Decodes of one gather (see `plan.gathers`) attend together, in the latent space (absorbed attention). Prefills attend
+one request at a time, to keys and values that are expanded from the request's latents.
 """
 
 import torch
@@ -15,7 +15,7 @@ from nanovllm_kernels.attention.plan.gathers import DecodeGather, GatherPlan, Pr
 def latent_attention(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather_plan: GatherPlan, scale: float
 ) -> Tensor:
-    """See the package's `latent_attention`."""
+    """Compute the package's `latent_attention` for all gathers of `gather_plan`."""
     q = q.to(expansion.dtype)
     num_heads, expanded_dim, latent_dim = expansion.shape
     value_dim = expanded_dim - (q.shape[2] - (kv_cache.shape[3] - latent_dim))
@@ -32,9 +32,9 @@ def latent_attention(
 def _attend_decodes(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: DecodeGather, scale: float
 ) -> Tensor:
-    """Attend for one query per request: q [n, H, K + R] to [n, H, V]."""
-    cached = gather_decodes(kv_cache, kv_scales, gather, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
-    k = cached[:, : gather.max_len].unsqueeze(1)
+    """Attend for one query per request. q is [n, H, K + R], the result [n, H, V]."""
+    cached_rows = gather_decodes(kv_cache, kv_scales, gather, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
+    k = cached_rows[:, : gather.max_len].unsqueeze(1)
     latent_dim = expansion.shape[2]
     q_key, q_rope = _split_last(q, k.shape[3] - latent_dim)
     key_dim = q_key.shape[2]
@@ -50,10 +50,10 @@ def _attend_decodes(
 def _attend_prefill(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather: PrefillGather, scale: float
 ) -> Tensor:
-    """Attend for all queries of one request: q [n, H, K + R] to [n, H, V]."""
-    cached = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(-1, kv_cache.shape[3])[: gather.length]
+    """Attend for all queries of one request. q is [n, H, K + R], the result [n, H, V]."""
+    cached_rows = gather_pages(kv_cache, kv_scales, gather.pages, q.dtype).view(-1, kv_cache.shape[3])[: gather.length]
     num_heads, expanded_dim, latent_dim = expansion.shape
-    latents, k_rope = _split_last(cached, cached.shape[1] - latent_dim)
+    latents, k_rope = _split_last(cached_rows, cached_rows.shape[1] - latent_dim)
     kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded_dim).transpose(0, 1)
     key_dim = q.shape[2] - k_rope.shape[1]
     k = torch.cat((kv[..., :key_dim], k_rope.expand(num_heads, -1, -1)), -1)

@@ -1,10 +1,8 @@
-"""Absorbed latent attention over pages on CUDA from a work list, for requests with any number of queries.
+"""Computes absorbed latent attention of a work list on CUDA, for requests with any number of queries.
 
-A tile holds queries of as many heads as fit, at some positions of one request. All heads share the loads of latents.
-On Hopper, `gluon_absorbed` takes the lists of models with many heads.
+A tile holds the queries of many heads at a few positions of one request. These heads share the loads of latents.
+On Hopper, `gluon_absorbed` computes the work lists of models with many heads.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -40,8 +38,10 @@ def attend_to_latents(
 ) -> None:
     """Attend for the requests of `work` and write their rows of `out`.
 
-    q_latent, q_rope, out: see `mla._latent_attention_op`.
-    many_queries: the list was planned with `tile_configs.latent_tile_config(..., many_queries=many_queries)`.
+    q_latent: contiguous [H, T, L].
+    q_rope: [T, H, R], the last dimension contiguous.
+    out: contiguous [T, H, L].
+    many_queries: the value with which `tile_configs.latent_tile_config` selected the tile of the work list.
     """
     num_heads, _, latent_dim = q_latent.shape
     element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())
@@ -59,7 +59,7 @@ def attend_to_latents(
 
 
 def _supports_gluon(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
-    """Whether `gluon_absorbed` supports queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
+    """Return whether Gluon supports queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
     num_heads, _, latent_dim = q_latent.shape
     return (
         num_heads % tile_configs.GLUON_TILE_HEADS == 0
@@ -120,7 +120,7 @@ def _attend(
     )
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(
     do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "query_start_loc_ptr"],
@@ -133,7 +133,7 @@ def _attend_latents(
     block_tables_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     out_ptr,
@@ -163,16 +163,16 @@ def _attend_latents(
         gdc_wait()
     head_block = tl.program_id(0)
     part = tl.program_id(1)
-    part_start, part_end, first_tile, end_tile = load_part(tile_starts_ptr, parts_ptr, part)
+    part_start, part_end, first_tile, end_tile = load_part(tile_first_blocks_ptr, parts_ptr, part)
     rows = tl.arange(0, BLOCK_M)
     heads = head_block * TILE_HEADS + rows % TILE_HEADS
     dims = tl.arange(0, PADDED_LATENT_DIM)
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)
     sources = (q_latent_ptr, q_rope_ptr, num_tokens, rope_stride_token, rope_stride_head)
-    # disable_licm: addresses kept across tiles would take registers from the products.
+    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
-        first_block, end_block, slot = load_segment(tile_starts_ptr, tile, part, part_start, part_end)
-        request, first_query, query_start, query_len, context = load_tile(
+        first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
+        request, first_query, query_start, query_len, context_len = load_tile(
             tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
         )
         queries = first_query + rows // TILE_HEADS
@@ -182,12 +182,14 @@ def _attend_latents(
             sources, tokens, heads, row_mask, dims, rope_dims, scale_log2, LATENT_DIM, ROPE_DIM, QUANTIZED
         )
         # A tile sees the tokens up to its last query.
-        end = tl.minimum(end_block * BLOCK_N, context + tl.minimum(first_query + BLOCK_Q, query_len))
+        end = tl.minimum(end_block * BLOCK_N, context_len + tl.minimum(first_query + BLOCK_Q, query_len))
         cache = (kv_ptr, scales_ptr, block_tables_ptr + request.to(tl.int64) * table_stride)
         bounds = (first_block * BLOCK_N, end)
-        softmax = attend_range(
-            query, cache, context + queries, *bounds, LATENT_DIM, ROPE_DIM, PAGE_SIZE, BLOCK_N, QUANTIZED
+        softmax_state = attend_range(
+            query, cache, context_len + queries, *bounds, LATENT_DIM, ROPE_DIM, PAGE_SIZE, BLOCK_N, QUANTIZED
         )
         out_rows = tokens * NUM_HEADS + heads
-        pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)
-        store_tile(pointers, softmax, slot, head_block, out_rows, row_mask, tl.num_programs(0), LATENT_DIM)
+        out_pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)
+        store_tile(
+            out_pointers, softmax_state, partial_slot, head_block, out_rows, row_mask, tl.num_programs(0), LATENT_DIM
+        )

@@ -1,9 +1,7 @@
-"""Device functions of absorbed latent attention: a tile of queries against blocks of paged latents.
+"""Attends for a tile of queries over blocks of paged latents, in device functions of absorbed latent attention.
 
 The latents of a block serve as keys and as values. In an FP8 cache, a latent and its key part share one scale.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -30,10 +28,11 @@ def load_queries(
     ROPE_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Return (latent parts, rotated parts, `scale_log2`) of queries, one row per entry of `tokens` and `heads`.
+    """Return (latent parts, rotated parts, `scale_log2`) of queries. Row i is head heads[i] of token tokens[i].
 
-    sources: contiguous latent parts [H, T, L], rotated parts [T, H, R], T, and the strides of rotated parts in T and H.
-    With QUANTIZED, 16-bit queries become float16, divided by a power of two, by which `scale_log2` is multiplied.
+    sources: (pointer to contiguous latent parts [H, T, L], pointer to rotated parts [T, H, R], T, stride of T in the
+        rotated parts, stride of H in the rotated parts).
+    QUANTIZED: whether to divide 16-bit queries by a power of two as float16, and multiply `scale_log2` by this power.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
     latent_offsets = (heads.to(tl.int64) * num_tokens + tokens) * LATENT_DIM
@@ -72,9 +71,10 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Return (sums of weighted latents, maximum, sum of weights) over the latents of [begin, end), BLOCK_N at a time.
+    """Attend to latents at positions [begin, end). Return (sums of weighted latents, maximum, sum of weights).
 
-    query: from `load_queries`. cache: pointers to the cache, its scales, and the request's block table.
+    query: result of `load_queries`.
+    cache: (pointer to the cache, pointer to its scales, pointer to the request's page numbers).
     `triton_softmax.weigh_scores` or, with QUANTIZED, `weigh_scaled_scores` defines the maximum and the sum.
     """
     q_latent, q_rope, scale_log2 = query

@@ -1,9 +1,7 @@
-"""Latent attention of whole prompts (all tokens are in the step) on CUDA, over expanded keys and values.
+"""Computes latent attention of whole prompts on CUDA, over expanded keys and values.
 
-The caller expands the gathered latents by a matrix product.
+A whole prompt has all of its tokens in the step. The caller expands the gathered latents by a matrix product.
 """
-
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
 
 import triton
 import triton.language as tl
@@ -54,7 +52,10 @@ def copy_key_parts(k_rope: Tensor, keys: Tensor) -> None:
 def attend_whole_prompts(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """See `mla._attend_whole_prompts_op`."""
+    """Attend for whole prompts, and write their rows of `out` [T, H, V].
+
+    q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
+    """
     num_tokens, num_heads, head_dim = q.shape
     rope_dim, value_dim, num_reqs = k_rope.shape[1], out.shape[2], seq_lens.shape[0]
     key_dim = head_dim - rope_dim
@@ -123,7 +124,7 @@ def _gather_latents(
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
-    """Return the request of a tile. Request r's tiles begin at (its first token // BLOCK_Q) + r * EXTRA_TILES."""
+    """Return the request of a tile. Request r's first tile is (r's first token // BLOCK_Q) + r * EXTRA_TILES."""
     # Search for the last request whose tiles begin at or before `tile`.
     low = 0
     high = num_reqs - 1
@@ -156,7 +157,7 @@ def _copy_key_parts(
     tl.store(key_ptrs, key_part, mask=(heads < NUM_HEADS) & (dims < ROPE_DIM))
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr"])
 def _attend_whole_prompts(
     q_ptr,
@@ -208,7 +209,6 @@ def _attend_whole_prompts(
     end = tl.minimum(first_query + BLOCK_M, query_len)
     # Blocks that every query sees completely need no mask.
     unmasked_end = (first_query + 1) // BLOCK_N * BLOCK_N
-    # Loop without masks up to `unmasked_end`, then with masks.
     for masked in tl.static_range(2):
         for start in tl.range(unmasked_end if masked else 0, end if masked else unmasked_end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)

@@ -3,8 +3,6 @@
 Latent attention projects queries into the latent space, and results back, by this product.
 """
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 from typing import NamedTuple
 
 import triton
@@ -13,7 +11,7 @@ from torch import Tensor
 
 
 class ProductTile(NamedTuple):
-    """Tile of a product: rows, columns, depth, warps, pipeline stages."""
+    """Configures a matrix product in tiles of `block_m` rows, `block_n` columns and depth `block_k`."""
 
     block_m: int
     block_n: int
@@ -31,13 +29,14 @@ NUM_PROGRAMS = 528
 def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor) -> None:
     """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `num_projected`. Later rows are not written.
 
-    x: [T, H, K], stride 1 in K, other strides any. weight: [H, K, N], any strides. num_projected: int32 [1].
+    x: [T, H, K], stride 1 in K, other strides any.
+    weight: [H, K, N], any strides. num_projected: int32 [1].
     out: [T, H, N], stride 1 in N, other strides any.
     """
     num_tokens, num_heads, depth = x.shape
-    num_columns = out.shape[2]
+    output_dim = out.shape[2]
     tile = PRODUCT_TILES[x.element_size()]
-    column_tiles, token_tiles = triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_tokens, tile.block_m)
+    column_tiles, token_tiles = triton.cdiv(output_dim, tile.block_n), triton.cdiv(num_tokens, tile.block_m)
     token_programs = min(token_tiles, triton.cdiv(NUM_PROGRAMS, column_tiles * num_heads))
     _project_heads[(column_tiles, num_heads, token_programs)](
         x,
@@ -49,7 +48,7 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
         *weight.stride(),
         *out.stride()[:2],
         K=depth,
-        N=num_columns,
+        N=output_dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -58,7 +57,7 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
     )
 
 
-# Arguments that change between steps are not specialised on: a step must never cause a compilation.
+# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
 @triton.jit(do_not_specialize=["num_tokens", "out_stride_head"])
 def _project_heads(
     x_ptr,

@@ -1,4 +1,4 @@
-"""Describes a step's requests to attention. All layers read one batch, from `plan_batch` or `plan_latent_batch`."""
+"""Describes a step's requests for attention. `plan_batch` or `plan_latent_batch` makes one batch for all layers."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -11,24 +11,26 @@ from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.attention.plan.gathers import GatherPlan, plan_gathers
 from nanovllm_kernels.attention.plan.work_list import WorkList
 
-# Every backend except "torch" uses Triton. "flash" adds FlashAttention for prompts, "cutedsl" our CuTe DSL kernel for
-# decodes. "fastest" adds both, where they are installed and support the shape.
+# Every backend except "torch" uses Triton. "flash" adds FlashAttention for prompts. "cutedsl" adds our CuTe DSL kernel
+# for decodes. "fastest" adds each of the two that is installed and supports the shape.
 Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The requests of a step, and the plan of each kernel that attends for some requests. Unused plans are None.
+    """Holds a step's requests, and a plan for each kernel that attends for some requests. Unused plans are None.
 
-    block_tables, seq_lens, query_start_loc, max_query_len, max_seq_len: see `plan_batch`.
-    work_element_bytes: element size in bytes for which work lists are planned, see `tile_configs.tile_element_bytes`.
-    reads_cache_in_place: whether `numba_gqa` attends for all requests, directly from the cache.
-    gather_plan: cached tokens that plain torch gathers.
-    narrow_work, wide_work: work lists for Triton, with narrow tiles (few queries) and with wide tiles (many queries).
-    cute_decode_lens: int32, at most [B], tokens of each request of the CuTe DSL kernel (one query), 0 for others.
-    cute_workspace: memory of the CuTe DSL kernel; empty without `cute_decode_lens`.
-    flash_requests: requests for which FlashAttention attends.
-    num_absorbed_tokens: int32 [1], for latent caches: all tokens of the step from this index on are unused or in
+    block_tables: int32 [B, max_blocks], page numbers of each request.
+    seq_lens: int32 [B], number of tokens of each request, including this step's.
+    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
+    max_query_len: upper bound on the queries of a request.
+    max_seq_len: upper bound on the tokens of a request.
+    work_element_bytes: element size that selects the tiles of work lists (`tile_configs.tile_element_bytes`).
+    reads_cache_in_place: whether `numba_gqa` attends for all requests, and reads the cache without copies.
+    narrow_work: work list for Triton, with tiles of few queries.
+    wide_work: work list for Triton, with tiles of many queries.
+    cute_decode_lens: int32 [n], n <= B, for the CuTe DSL kernel: tokens of a request with one query, 0 for others.
+    num_absorbed_tokens: int32 [1], for latent caches. The step's tokens from this index on are unused, or belong to
         whole prompts. A whole prompt has all of its tokens in the step.
     """
 
@@ -56,18 +58,18 @@ class AttentionBatch:
         """Return the batch with a plan for plain torch. Raises ValueError if `num_decodes` is None."""
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
-        tables = (self.block_tables, self.seq_lens, self.query_start_loc)
-        return replace(self, gather_plan=plan_gathers(*tables, num_decodes, page_size, dtype))
+        request_tensors = (self.block_tables, self.seq_lens, self.query_start_loc)
+        return replace(self, gather_plan=plan_gathers(*request_tensors, num_decodes, page_size, dtype))
 
     def check_element_size(self, q: Tensor, kv_cache: Tensor) -> None:
-        """Raise ValueError if the work lists were planned for elements of another size, hence for other tiles."""
+        """Raise ValueError if the work lists were planned for another element size: the tiles would differ."""
         element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
         if element_bytes != self.work_element_bytes:
             raise ValueError(f"the batch was not planned for queries of {q.dtype}: pass dtype={q.dtype} to the plan")
 
 
 class PagedRequests(NamedTuple):
-    """Requests whose tokens are cached in pages. `paged_attention` and `plan_batch` describe the fields."""
+    """Holds requests whose tokens are cached in pages. kv_scales: scales of an FP8 cache, otherwise None."""
 
     kv_cache: Tensor
     kv_scales: Tensor | None

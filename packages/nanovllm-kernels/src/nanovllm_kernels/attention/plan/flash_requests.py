@@ -1,7 +1,7 @@
 """Selects the requests for which FlashAttention attends.
 
 FlashAttention does not split keys: a short chunk over a long context would leave most of the device idle. Work lists
-split keys, and take such chunks.
+split keys, and take these chunks.
 """
 
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 FLASH_TILE_ROWS = 128
 # FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
-# Minimum context in work lists. For shorter contexts, the launch of a work list would cost more time than it saves.
+# Minimum number of tokens before a chunk in a work list. With fewer tokens, the launch costs more time than it saves.
 MIN_WORK_LIST_CONTEXT = 1024
-# Maximum number of entries in a launch. Each entry costs time, even if unused.
+# Maximum number of entries in a launch. Even an unused entry costs time.
 MAX_FLASH_REQUESTS = 32
 
 
 class FlashRequests(NamedTuple):
-    """The requests of one launch, one per entry. An entry may be unused.
+    """Holds the requests of one FlashAttention launch. An entry is one request, or unused.
 
     query_starts: int32 [E + 1], index of each entry's first query in the step; the last element is not read.
     query_lens: int32 [E], queries of each entry, 0 for an unused entry.
-    seq_lens: int32 [E], tokens of each entry. None: entries are whole prompts, attending to the step's own keys.
+    seq_lens: int32 [E], tokens of each entry. None: entries are whole prompts, which attend to the step's own keys.
     block_tables: int32 [E, max_blocks], pages of each entry. None if `seq_lens` is None.
     """
 
@@ -37,7 +37,7 @@ class FlashRequests(NamedTuple):
 
 
 def work_list_filter(num_heads: int, num_sms: int) -> WorkListFilter:
-    """Return the filter that keeps chunks in work lists where FlashAttention is slower. num_sms: SMs of the device."""
+    """Return a filter that keeps a chunk in work lists if FlashAttention is slower. num_sms: SMs of the device."""
     query_limit = int(MIN_FILLED_SHARE * FLASH_TILE_ROWS * num_sms / num_heads)
     return WorkListFilter(query_limit, MIN_WORK_LIST_CONTEXT, MAX_FLASH_REQUESTS)
 
@@ -51,9 +51,9 @@ def select_whole_prompts(query_start_loc: Tensor) -> FlashRequests:
 def gather_flash_requests(
     query_lens: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_tables: Tensor, page_size: int
 ) -> FlashRequests:
-    """Return the requests with `query_lens` > 0, of which there are at most MAX_FLASH_REQUESTS, in order.
+    """Return the requests with `query_lens` > 0, in order. There must be at most MAX_FLASH_REQUESTS of them.
 
-    query_lens: int32 [B], queries for FlashAttention of each request. Other arguments: see `plan_batch`.
+    query_lens: int32 [B], number of queries for which FlashAttention attends in each request.
     """
     num_entries = min(len(query_lens), MAX_FLASH_REQUESTS)
     tensors = _gather_requests_op(query_lens, seq_lens, query_start_loc, block_tables, num_entries, page_size)

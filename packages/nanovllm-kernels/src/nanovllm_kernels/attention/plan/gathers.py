@@ -14,11 +14,11 @@ MAX_GATHER_TOKENS = 8192
 
 
 class DecodeGather(NamedTuple):
-    """Decodes whose tokens are gathered together: requests `begin` to `end` - 1. Request i's only query is token i.
+    """Holds the decodes of requests `begin` to `end` - 1, whose cached tokens are gathered together.
 
-    pages_or_slots: page numbers if all requests are equally long, otherwise slot numbers, request after request. A
-        slice of consecutive pages is read in place.
-    max_len: tokens of the longest request.
+    Token i of the step is the only query of request i.
+    pages_or_slots: numbers of the pages if all requests have the same length, otherwise numbers of the tokens' slots.
+        The numbers are in the order of requests. A slice means consecutive pages, which are read in place.
     mask: [n, 1, 1, max_len], 0 for tokens that a query attends to and -inf for others. None: all lengths are equal.
     """
 
@@ -30,7 +30,7 @@ class DecodeGather(NamedTuple):
 
 
 class PrefillGather(NamedTuple):
-    """One request with `length` tokens in `pages`. Its queries are tokens `begin` to `end` - 1 of the step.
+    """Holds one request with `length` tokens in `pages`. Its queries are tokens `begin` to `end` - 1 of the step.
 
     mask: [end - begin, length], 0 for tokens that a query attends to and -inf for others. None: every token of the
         request is a query.
@@ -44,7 +44,7 @@ class PrefillGather(NamedTuple):
 
 
 class GatherPlan(NamedTuple):
-    """The gathers of a step."""
+    """Holds the gathers of a step."""
 
     decodes: list[DecodeGather]
     prefills: list[PrefillGather]
@@ -58,9 +58,10 @@ def plan_gathers(
     page_size: int,
     dtype: torch.dtype | None = None,
 ) -> GatherPlan:
-    """Plan the gathers of a step. Arguments: see `plan_batch`.
+    """Plan the gathers of a step.
 
-    dtype: dtype of the masks; None: float32. Every layer converts masks whose dtype is not the queries' dtype.
+    num_decodes: number of leading requests with exactly one query.
+    dtype: dtype of the masks. None: float32. If the queries have another dtype, every layer converts the masks.
     """
     dtype = dtype or torch.float32
     lengths: list[int] = seq_lens.tolist()
@@ -83,7 +84,7 @@ def plan_gathers(
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of ranges of decodes. A range has at most MAX_GATHER_TOKENS padded tokens, or one decode."""
+    """Yield ranges (begin, end) of decodes. A range has one decode, or at most MAX_GATHER_TOKENS padded tokens."""
     begin = max_len = 0
     for index, length in enumerate(lengths):
         if index > begin and max(max_len, length) * (index + 1 - begin) > MAX_GATHER_TOKENS:
@@ -111,7 +112,7 @@ def _plan_decodes(
 
 
 def _slice_if_consecutive(page_numbers: Tensor) -> Tensor | slice:
-    """Return the page numbers, or a slice if they are consecutive, so that the pages are read in place."""
+    """Return a slice if the page numbers are consecutive, because a slice is read in place. Otherwise return them."""
     numbers: list[int] = page_numbers.tolist()
     first, num_pages = numbers[0], len(numbers)
     return slice(first, first + num_pages) if numbers == list(range(first, first + num_pages)) else page_numbers

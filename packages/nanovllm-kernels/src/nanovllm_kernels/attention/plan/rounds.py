@@ -13,10 +13,11 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 
 
 class AttentionRounds(NamedTuple):
-    """Sizes of attention rounds. In a round, a device computes `tiles_per_round` tiles of prompt chunks at once.
+    """Describes attention rounds. In a round, a device computes `tiles_per_round` tiles of prompt chunks at once.
 
-    tile_tokens: tokens of a tile, all in one chunk. work_list_limit, min_work_list_context: work lists compute chunks
-        after at least `min_work_list_context` tokens if such chunks have fewer than `work_list_limit` tokens in all.
+    A late chunk comes after at least `min_work_list_context` tokens of its request. Work lists compute the late chunks
+    of a step if these chunks together have fewer than `work_list_limit` tokens.
+    tile_tokens: number of tokens in a tile. All are in one chunk.
     """
 
     tile_tokens: int
@@ -26,13 +27,13 @@ class AttentionRounds(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the tiles of one round."""
+        """Number of tokens in the tiles of one round."""
         return self.tile_tokens * self.tiles_per_round
 
     def estimate_pairs(self, chunks: Iterable[tuple[int, int]]) -> int:
-        """Return the time of all `chunks`: the number of (query, key) pairs that a busy device computes meanwhile.
+        """Estimate the time of `chunks`, as the number of (query, key) pairs that a fully used device computes.
 
-        chunks: (computed tokens before the chunk, tokens of the chunk) of each chunk.
+        chunks: pairs (number of tokens before the chunk, number of tokens in the chunk).
         """
         latest_first = sorted(chunks, reverse=True)
         num_late_tokens = sum(num_tokens for start, num_tokens in latest_first if start >= self.min_work_list_context)
@@ -44,12 +45,12 @@ class AttentionRounds(NamedTuple):
                 pairs_if_busy += int(pairs * chunk_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
                 continue
             pairs_if_busy += pairs
-            # Tiles first fill the incomplete rounds of earlier chunks, whose contexts are longer.
+            # The chunk's tiles first fill incomplete rounds of the chunks before it in this loop.
             num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
             num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
             whole_round_pairs += num_rounds * self.num_tokens * pairs // num_tokens
         return max(pairs_if_busy, whole_round_pairs)
 
 
-# For a device, such as a CPU, whose time does not depend on how chunks are cut.
+# For devices on which the attention time does not depend on the cuts between chunks, such as CPUs.
 ONE_TOKEN_ROUNDS = AttentionRounds(1, 1)

@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 # Minimum keys in a part of a work list. Merging shorter parts would cost more time than parallel parts save.
 MIN_PART_TOKENS = 128
-# Rows of a narrow tile: the fewest rows that tensor cores multiply (by instructions other than wgmma).
+# Rows of a narrow tile: the minimum of tensor core instructions other than wgmma.
 NARROW_TILE_ROWS = 16
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
 
 
 class TileConfig(NamedTuple):
-    """Tile of a launch: rows (queries x heads), keys per block, warps, pipeline stages, and programs per SM."""
+    """Configures a launch: `block_m` rows (queries x heads) per tile, `block_n` keys per block, programs per SM."""
 
     block_m: int
     block_n: int
@@ -28,7 +28,7 @@ class TileConfig(NamedTuple):
 # Grouped-query attention, by padded head size.
 NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
 WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
-# For FP8 caches, whose elements are multiplied as float16.
+# For FP8 caches. Kernels convert the elements to float16.
 NARROW_8_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 4, 3), 256: TileConfig(16, 64, 4, 4, 3)}
 WIDE_8_BIT = {
     # With 64 or 128 keys per block, Triton 3.6 generates kernels that fault or give wrong results.
@@ -43,14 +43,14 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Absorbed latent attention, by rows of the tile. Not tuned, but 16-bit decodes spill no registers on Hopper.
+# Absorbed latent attention: 16 selects narrow tiles, 64 wide tiles. 16-bit decodes spill no registers on Hopper.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
 LATENT_TILES = {1: LATENT_8_BIT, 2: LATENT_16_BIT, 4: LATENT_32_BIT}
 # Query heads in a tile of `gluon_absorbed`.
 GLUON_TILE_HEADS = 64
-# Latent attention over expanded keys of 192 elements and values of 128, by element size in bytes.
+# Latent attention over expanded keys (192 elements) and values (128 elements), by element size in bytes.
 EXPANDED_TILES = {2: TileConfig(128, 64, 8, 3, 1), 4: TileConfig(32, 16, 4, 2, 1)}
 
 
@@ -60,7 +60,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def choose_num_parts(num_head_blocks: int, num_programs: int) -> int:
-    """Return the number of parts of a work list with which all programs, one per part and head block, run at once.
+    """Return the largest number of parts with which all programs run at once. A part has a program per head block.
 
     num_programs: number of programs that the device can run at once.
     """
@@ -73,14 +73,14 @@ def min_part_blocks(config: TileConfig) -> int:
 
 
 def tile_element_bytes(query_element_bytes: int, cache_element_bytes: int) -> int:
-    """Return the element size that selects a tile, in bytes: 4 for float32 queries, otherwise the cache's size."""
+    """Return the size in bytes that selects a tile: 4 for float32 queries, otherwise the size of a cache element."""
     return 4 if query_element_bytes == 4 else cache_element_bytes
 
 
 def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, many_queries: bool) -> TileConfig:
     """Return the tile for heads of `head_dim`, with `group_size` query heads per key-value head.
 
-    element_bytes: see `tile_element_bytes`. many_queries: for many queries per request instead of one or a few.
+    element_bytes: see `tile_element_bytes`. many_queries: whether requests have many queries, instead of a few.
     Raises: ValueError if no kernel supports the head size.
     """
     padded_dim = max(64, next_power_of_2(head_dim))
@@ -94,7 +94,7 @@ def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, many_
 def latent_tile_config(num_heads: int, element_bytes: int, *, many_queries: bool) -> TileConfig:
     """Return the tile of absorbed latent attention with `num_heads` heads and latents of up to 512 elements.
 
-    element_bytes: see `tile_element_bytes`. many_queries: for many queries per request instead of one.
+    element_bytes: see `tile_element_bytes`. many_queries: whether requests have many queries, instead of one.
     """
     return LATENT_TILES[element_bytes][64 if many_queries or num_heads > NARROW_TILE_ROWS else NARROW_TILE_ROWS]
 

@@ -1,13 +1,12 @@
 """Collects the requests of a FlashAttention launch on the device, with their page numbers."""
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Requests that a program examines at once, and page numbers that it copies at once.
+# Requests that a program examines at once.
 REQUEST_BLOCK = 512
+# Page numbers that a program copies.
 PAGE_BLOCK = 1024
 
 
@@ -19,7 +18,7 @@ def gather_requests(
     num_entries: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `flash_requests._gather_requests_op`."""
+    """Return the tensors of `FlashRequests`, for the requests with `query_lens` > 0."""
     num_reqs, max_blocks = block_tables.shape
     outputs = (
         seq_lens.new_empty((num_entries + 1,)),
@@ -66,7 +65,7 @@ def _gather_requests(
     REQUEST_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
-    """Fill one entry and one block of its page numbers. Entry i is the i-th request with query_lens > 0, from 0."""
+    """Fill one entry and one block of its page numbers. Entries are the requests with query_lens > 0, in order."""
     entry = tl.program_id(0)
     request = -1
     num_selected = 0

@@ -1,7 +1,5 @@
 """Plans work lists on the device, in one program. `work_list.WorkList` describes the result."""
 
-# ruff: noqa: N803 - a kernel's compile-time constants are written in capitals, as Triton's users do
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ PLAN_BLOCK = 512
 def plan_work(
     seq_lens: Tensor, query_start_loc: Tensor, max_tiles: int, num_parts: int, block_q: int, block_n: int, *limits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `work_list._plan_work_op`. limits: the arguments from `min_part_blocks` on."""
+    """Return the results of `work_list._plan_work_op`. limits: its arguments from `min_part_blocks` on."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (
@@ -60,7 +58,7 @@ def _plan_work(
     seq_lens_ptr,
     query_start_loc_ptr,
     tile_ends_ptr,
-    tile_starts_ptr,
+    tile_first_blocks_ptr,
     tiles_ptr,
     parts_ptr,
     excluded_query_lens_ptr,
@@ -78,24 +76,25 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list. request_search_steps, tile_search_steps: maximum steps of the binary searches."""
+    """Write the work list. Binary searches over requests and tiles end after the given numbers of steps."""
     lanes = tl.arange(0, BLOCK)
-    # Short requests that together have at least `query_limit` queries fill the device without work lists: exclude them.
+    # Short requests that together have at least `query_limit` queries fill the device without work lists. Exclude them.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
-        query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, first + lanes, first + lanes < num_reqs)
-        is_short = (query_lens > 1) & (query_lens < query_limit) & (contexts >= min_context)
+        requests = first + lanes
+        query_lens, context_lens = _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, requests < num_reqs)
+        is_short = (query_lens > 1) & (query_lens < query_limit) & (context_lens >= min_context)
         num_short_queries += tl.sum(tl.where(is_short, query_lens, 0), 0)
     query_limit = tl.where(num_short_queries < query_limit, query_limit, 0)
 
-    # Store the number of tiles up to the end of each request.
+    # Store the total number of tiles up to the end of each request.
     num_tiles = 0
     num_excluded = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes
         in_range = requests < num_reqs
-        query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, in_range)
-        is_excluded = (query_lens > 1) & ((query_lens >= query_limit) | (contexts < min_context))
+        query_lens, context_lens = _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, in_range)
+        is_excluded = (query_lens > 1) & ((query_lens >= query_limit) | (context_lens < min_context))
         ranks = num_excluded + tl.cumsum(is_excluded.to(tl.int32), 0)
         num_excluded += tl.sum(is_excluded.to(tl.int32), 0)
         is_excluded &= ranks <= max_excluded
@@ -108,7 +107,7 @@ def _plan_work(
 
     # Find each tile's request and first query, and store the number of key blocks up to the end of each tile.
     num_blocks = tl.zeros((), tl.int64)
-    tl.store(tile_starts_ptr, num_blocks)
+    tl.store(tile_first_blocks_ptr, num_blocks)
     for first in tl.range(0, num_tiles, BLOCK):
         tiles = first + lanes
         in_range = tiles < num_tiles
@@ -121,10 +120,10 @@ def _plan_work(
             high = tl.where(ends_before_tile, high, middle)
         first_tiles = tl.load(tile_ends_ptr + low - 1, mask=in_range & (low > 0), other=0)
         first_queries = (tiles - first_tiles) * BLOCK_Q
-        query_lens, contexts = _load_lengths(seq_lens_ptr, query_start_loc_ptr, low, in_range)
-        tile_blocks = tl.cdiv(contexts + tl.minimum(first_queries + BLOCK_Q, query_lens), BLOCK_N)
+        query_lens, context_lens = _load_lengths(seq_lens_ptr, query_start_loc_ptr, low, in_range)
+        tile_blocks = tl.cdiv(context_lens + tl.minimum(first_queries + BLOCK_Q, query_lens), BLOCK_N)
         tile_blocks = tl.where(in_range, tile_blocks, 0).to(tl.int64)
-        tl.store(tile_starts_ptr + tiles + 1, num_blocks + tl.cumsum(tile_blocks, 0), mask=in_range)
+        tl.store(tile_first_blocks_ptr + tiles + 1, num_blocks + tl.cumsum(tile_blocks, 0), mask=in_range)
         tl.store(tiles_ptr + 2 * tiles, low, mask=in_range)
         tl.store(tiles_ptr + 2 * tiles + 1, first_queries, mask=in_range)
         num_blocks += tl.sum(tile_blocks, 0)
@@ -141,7 +140,7 @@ def _plan_work(
         for _ in tl.range(0, tile_search_steps):
             middle = (low + high) // 2
             is_searching = in_range & (low < high)
-            ends_before_part = tl.load(tile_starts_ptr + middle + 1, mask=is_searching, other=0) <= part_starts
+            ends_before_part = tl.load(tile_first_blocks_ptr + middle + 1, mask=is_searching, other=0) <= part_starts
             low = tl.where(ends_before_part & is_searching, middle + 1, low)
             high = tl.where(ends_before_part, high, middle)
         tl.store(parts_ptr + 2 * parts, part_starts, mask=in_range)
@@ -150,7 +149,7 @@ def _plan_work(
 
 @triton.jit
 def _load_lengths(seq_lens_ptr, query_start_loc_ptr, requests, mask):
-    """Return (query_lens, contexts): queries of each request, and tokens of each request before its queries."""
+    """Return (number of queries, number of tokens before the queries) of each request."""
     query_starts = tl.load(query_start_loc_ptr + requests, mask=mask, other=0)
     query_lens = tl.load(query_start_loc_ptr + requests + 1, mask=mask, other=0) - query_starts
     return query_lens, tl.load(seq_lens_ptr + requests, mask=mask, other=0) - query_lens

@@ -1,6 +1,6 @@
-"""Work lists: the attention work of a step, cut on the device into parts of equal length.
+"""Plans work lists: the device cuts the attention work of a step into parts of equal length.
 
-The host gives only upper bounds on lengths. One captured graph therefore serves any lengths within the bounds.
+The host gives only upper bounds on lengths, so that one captured graph serves any lengths within the bounds.
 """
 
 from typing import NamedTuple
@@ -17,34 +17,34 @@ NO_LIMIT = 2**31 - 1
 
 
 class WorkList(NamedTuple):
-    """The work of one attention launch.
+    """Holds the work of one attention launch.
 
     A tile is up to BLOCK_Q consecutive queries of one request. The blocks of a tile are the blocks of BLOCK_N keys that
     the queries see. The blocks of all tiles are cut into parts of equal length (Osama et al. 2023). One program
     computes one part for one block of heads. A part may hold many tiles, and a tile may span many parts.
 
-    tile_starts: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
-    tiles: int32 [max_tiles, 2], each tile's request, and index of the tile's first query within the request.
-    parts: int64 [num_parts + 1, 2], index of each part's first block, and of the tile with this block. Empty parts and
-        the last row hold the total number of blocks and the total number of tiles.
+    tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
+    tiles: int32 [max_tiles, 2], pairs (request, index of the tile's first query within the request).
+    parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the tile with this block). An
+        empty part, and the last row, is the pair (number of blocks, number of tiles).
     """
 
-    tile_starts: Tensor
+    tile_first_blocks: Tensor
     tiles: Tensor
     parts: Tensor
 
     @property
     def num_parts(self) -> int:
-        """Number of parts per block of heads."""
+        """Number of parts, including empty parts."""
         return self.parts.shape[0] - 1
 
 
 class WorkListFilter(NamedTuple):
     """Decides which requests with several queries stay in work lists. Another kernel takes the excluded requests.
 
-    A request stays if it has fewer than `query_limit` queries and a context of at least `min_context` tokens, and if
-    all such requests together have fewer than `query_limit` queries. The context is the tokens before the first query.
-    max_excluded: maximum number of excluded requests; later requests stay in work lists.
+    A short request has fewer than `query_limit` queries, and at least `min_context` tokens before its first query.
+    Short requests stay in work lists if all short requests together have fewer than `query_limit` queries.
+    max_excluded: maximum number of excluded requests. Further requests stay in work lists.
     """
 
     query_limit: int = NO_LIMIT
@@ -55,9 +55,10 @@ class WorkListFilter(NamedTuple):
 def split_query_lens(
     narrow_queries: int, wide_queries: int, min_query_len: int, max_query_len: int
 ) -> tuple[range, range]:
-    """Return (narrow, wide): the ranges of query lengths that narrow tiles and wide tiles take. A range may be empty.
+    """Return the range of query lengths for narrow tiles, then the range for wide tiles. A range may be empty.
 
-    narrow_queries, wide_queries: query positions in a narrow tile and in a wide tile.
+    narrow_queries: query positions in a narrow tile.
+    wide_queries: query positions in a wide tile.
     min_query_len: 1, or 2 if another kernel takes decodes.
     max_query_len: the host's bound on query lengths.
     """
@@ -80,13 +81,14 @@ def make_work_list(
     num_head_blocks: int,
     num_tokens: int,
 ) -> tuple[WorkList, Tensor]:
-    """Plan the work of the requests that `request_filter` keeps and whose number of queries is in `query_lens`.
+    """Plan the work of requests that `request_filter` keeps, if their number of queries is in `query_lens`.
 
-    seq_lens, query_start_loc: see `plan_batch`.
+    seq_lens: int32 [B], number of tokens of each request, including this step's.
+    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
     block_q: query positions in a tile.
     num_head_blocks: programs that compute the same part for different heads.
-    num_tokens: bound on the tokens of the step.
-    Returns: (work list; int32 [B], number of queries of each excluded request, 0 for other requests).
+    num_tokens: upper bound on the tokens of the step.
+    Returns: the work list, and int32 [B]: each excluded request's number of queries, 0 for other requests.
     """
     num_reqs = seq_lens.shape[0]
     max_query_len = query_lens.stop - 1

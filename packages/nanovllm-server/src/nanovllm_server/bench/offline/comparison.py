@@ -56,14 +56,14 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
         )
     )
     peer_timings = peer_result.timings if peer_result else [None] * len(benchmark.cases)
-    model_line = f"{options.model.name} in {dtype} on {device}"
+    model_line = f"{spec.name} in {dtype} on {device}"
     report(
         benchmark.command,
         f"{benchmark.title}; {model_line}, median of {options.repeat}",
         [_table(benchmark, engine_timings, peer_result)],
         {
             "peer": None if peer_result is None else {"name": peer_result.name, "version": peer_result.version},
-            "model": options.model.name,
+            "model": spec.name,
             "load_format": options.load_format,
             "dtype": dtype,
             "kv_cache_dtype": config.kv_cache_dtype,

@@ -5,13 +5,13 @@
 // Interval of polls, and the times over which the token rate and the time to first token are averaged.
 const POLL_MS = 1000, RATE_WINDOW_MS = 3000, TTFT_WINDOW_MS = 60000;
 const MAX_RATES = 60;
-/** Recent samples of /metrics, oldest first: {time, value of each metric whose only label is the model}. */
+/** Recent samples of /metrics, oldest first: {time, value of each metric whose only labels are the model and the engine}. */
 let samples = [];
 /** Tokens per second, one number per poll. */
 let rates = [];
 
 function parseMetrics(text) {
-  const matches = text.matchAll(/^nanovllm:(\w+)\{model_name="[^"]*"\} (\S+)$/gm);
+  const matches = text.matchAll(/^(?:nanovllm|vllm):(\w+)\{(?:engine="\d+",)?model_name="[^"]*"\} (\S+)$/gm);
   return Object.fromEntries(Array.from(matches, ([, name, value]) => [name, Number(value)]));
 }
 

@@ -1,0 +1,150 @@
+"""Finds a model's directory: the default model, a local directory, or a repository of the Hugging Face Hub."""
+
+import logging
+import os.path
+import re
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm_models.default_model import default_model_path
+from nanovllm_models.errors import ModelError
+
+# `organisation/name`, optionally `@revision`: a branch, a tag or a commit.
+REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+METADATA_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+WEIGHT_FILES = ("*.safetensors",)
+# Copies of the weights in other layouts.
+IGNORED_FILES = ("*/*", "consolidated*")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A directory with a model. name: the repository's name, or the directory's name."""
+
+    path: Path
+    name: str
+
+
+def is_repository(model: str) -> bool:
+    """Return whether `find_model` looks for `model` on the hub, because `model` is not an existing path."""
+    return REPOSITORY.fullmatch(model) is not None and not os.path.lexists(_expand(model))
+
+
+def find_model(model: str | None, *, with_weights: bool = True, progress: bool | None = None) -> ModelDirectory:
+    """Find a model's directory. Download a repository of the hub unless huggingface_hub has cached the files.
+
+    huggingface_hub reads its environment variables, such as HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
+    Raises ModelError if neither a directory nor a repository is found, or if a download fails.
+
+    model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None: the default model.
+    with_weights: whether to download weights.
+    progress: whether to show progress bars on stderr; None: show them if stderr is a terminal, else write a log line.
+    """
+    if model is None:
+        path = default_model_path(progress)
+        return ModelDirectory(path, path.name)
+    path = Path(_expand(model))
+    if os.path.isdir(_expand(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
+        return ModelDirectory(path, path.resolve().name)
+    match = REPOSITORY.fullmatch(model)
+    if match is None or not is_repository(model):
+        is_path = os.sep in model or os.path.lexists(_expand(model))
+        problem = "not a directory" if is_path else "neither a directory nor the name of a repository"
+        raise ModelError(
+            f"{model!r} is {problem}: pass a directory with config.json and safetensors files, or a repository of the "
+            "Hugging Face Hub, such as Qwen/Qwen3-0.6B"
+        )
+    files = (*METADATA_FILES, *WEIGHT_FILES) if with_weights else METADATA_FILES
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    with _progress_bars(is_shown):
+        return ModelDirectory(_download(match["name"], match["revision"], files, log_start=not is_shown), match["name"])
+
+
+def _expand(model: str) -> str:
+    return os.path.expanduser(model)  # noqa: PTH111 - `Path.expanduser` raises RuntimeError for an unknown user.
+
+
+def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_start: bool) -> Path:
+    # Imported only here: a server of a local directory need not wait 0.3 s for this import.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - defined in httpx or httpx2, by the version
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = constants.ENDPOINT
+    cache = constants.HF_HUB_CACHE
+    if log_start and not constants.HF_HUB_OFFLINE:
+        logger.info("downloading the files of %s that %s lacks from %s", name, cache, hub)
+    try:
+        path = snapshot_download(
+            name, revision=revision, allow_patterns=list(files), ignore_patterns=list(IGNORED_FILES)
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"access to {name} on {hub} is restricted: accept the licence there, and set HF_TOKEN to a token of the "
+            "account that accepted the licence"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{name} is neither a directory nor a repository of {hub}: check the name; if the repository is private, "
+            "set HF_TOKEN to a token that may read the repository"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(
+            f"{name} on {hub} has no revision {revision}: name a branch, a tag or a commit after @"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            raise ModelError(
+                f"{name} is not in the cache {cache}, and HF_HUB_OFFLINE forbids downloads: unset HF_HUB_OFFLINE, or "
+                "pass a directory"
+            ) from error
+        if isinstance(error.__cause__, HfHubHTTPError):
+            raise ModelError(f"{hub} refused to send {name}: {_one_line(error.__cause__)}") from error
+        raise ModelError(
+            f"{name} is not a directory, and {hub} can't be reached to download a repository of this name: check the "
+            "network and HF_ENDPOINT, or pass a directory"
+        ) from error
+    except HFValidationError as error:
+        raise ModelError(f"{name} is not a valid name of a repository: {_one_line(error)}") from error
+    except HfHubHTTPError as error:
+        raise ModelError(f"{hub} refused to send {name}: {_one_line(error)}") from error
+    except HTTPError as error:
+        raise ModelError(
+            f"the download of {name} from {hub} broke off: {_one_line(error)} (start again to continue the download)"
+        ) from error
+    except OSError as error:
+        raise ModelError(
+            f"can't store {name} in {cache}: {_one_line(error)} (set HF_HOME to use another directory)"
+        ) from error
+    return Path(path)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _progress_bars(is_shown: bool) -> Generator[None]:
+    """Hide the progress bars of huggingface_hub unless `is_shown`."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if is_shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

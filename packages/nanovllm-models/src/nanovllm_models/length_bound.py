@@ -1,0 +1,44 @@
+"""Bounds the number of a text's tokens without encoding the text."""
+
+from typing import NamedTuple
+
+import tokenizers
+
+from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
+from nanovllm_models.tokenizer_components import component_types
+
+# Maximum number of characters that the normalization form NFC composes to one character.
+MAX_COMPOSED_CHARACTERS = 4
+
+
+class LengthBound(NamedTuple):
+    """A lower bound of the number of tokens.
+
+    max_token_characters: maximum number of characters that one token stands for.
+    dropped_characters: characters that have no token.
+    """
+
+    max_token_characters: int
+    dropped_characters: tuple[str, ...]
+
+    def min_num_tokens(self, text: str) -> int:
+        """Return the lower bound for `text`."""
+        num_characters = len(text) - sum(map(text.count, self.dropped_characters))
+        return -(-num_characters // self.max_token_characters)
+
+
+def find_length_bound(backend: tokenizers.Tokenizer) -> LengthBound | None:
+    """Return the bound for a byte-level tokenizer; None for a tokenizer that may drop arbitrary characters."""
+    strips_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    is_byte_level = "ByteLevel" in component_types(backend.decoder)
+    normalizers = component_types(backend.normalizer)
+    if strips_spaces or not is_byte_level or not set(normalizers) <= {"NFC"}:
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    dropped_bytes = {byte for character, byte in BYTE_BY_CHARACTER.items() if character not in vocabulary}
+    # A character outside ASCII becomes several bytes. One of them has a token if all of 0x80 to 0xBF have tokens.
+    if any(0x80 <= byte < 0xC0 for byte in dropped_bytes):
+        return None
+    # The name of a byte-level token has one character per byte.
+    max_token_characters = max(map(len, vocabulary)) * (MAX_COMPOSED_CHARACTERS if normalizers else 1)
+    return LengthBound(max_token_characters, tuple(chr(byte) for byte in dropped_bytes if byte < 0x80))

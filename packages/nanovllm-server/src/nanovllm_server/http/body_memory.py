@@ -1,0 +1,80 @@
+"""Limits the memory of all request bodies in a worker, before the bodies are read."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from nanovllm_server.protocol.error import unavailable
+
+# Smaller bodies need no share of the memory: large bodies that arrive slowly never delay small requests.
+MIN_COUNTED_BYTES = 64 << 10
+# Time that a body may wait for memory.
+MAX_WAIT_S = 10.0
+
+
+class BodyShare:
+    """The bytes that one request holds of a `BodyMemory`."""
+
+    def __init__(self, memory: "BodyMemory", num_bytes: int):
+        self._memory = memory
+        self._num_bytes = num_bytes
+
+    def shrink(self, num_bytes: int) -> None:
+        """Gives back all but `num_bytes`."""
+        if num_bytes < self._num_bytes:
+            self._memory.give_back(self._num_bytes - num_bytes)
+            self._num_bytes = num_bytes
+
+
+class BodyMemory:
+    """The bytes that bodies may take in this worker. Bodies wait in the order of their arrival. For one event loop."""
+
+    def __init__(self, num_bytes: int):
+        self.num_free_bytes = num_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncGenerator[BodyShare]:
+        """Holds `num_bytes` in the context. Raises ApiError (503) if too few bytes become free in time."""
+        if num_bytes < MIN_COUNTED_BYTES:
+            num_bytes = 0
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                await self._take(num_bytes)
+        except TimeoutError as error:
+            raise unavailable("too many large requests arrive at once: try again later", "body_memory_full") from error
+        share = BodyShare(self, num_bytes)
+        try:
+            yield share
+        finally:
+            share.shrink(0)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Frees bytes that a request holds."""
+        self.num_free_bytes += num_bytes
+        self._serve_waiting()
+
+    async def _take(self, num_bytes: int) -> None:
+        if num_bytes == 0 or (not self._waiting and num_bytes <= self.num_free_bytes):
+            self.num_free_bytes -= num_bytes
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (num_bytes, granted)
+        self._waiting.append(entry)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                # The bytes were granted just before the cancellation.
+                self.give_back(num_bytes)
+            else:
+                self._waiting.remove(entry)
+                self._serve_waiting()
+            raise
+
+    def _serve_waiting(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self.num_free_bytes:
+            num_bytes, granted = self._waiting.popleft()
+            self.num_free_bytes -= num_bytes
+            granted.set_result(None)

@@ -1,0 +1,62 @@
+"""Lets browser applications of other origins use the server (https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+
+import re
+from collections.abc import Sequence
+
+from werkzeug.datastructures import Headers
+
+ANY_ORIGIN = "*"
+ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[^/?#@:*\s]+)(?::(?P<port>\d+))?")
+DEFAULT_PORTS = {"http": "80", "https": "443"}
+# Seconds for which a browser need not repeat a preflight request.
+PREFLIGHT_AGE_S = 600
+DEFAULT_HEADERS = "Authorization, Content-Type"
+EXPOSED_HEADERS = "Retry-After, X-Request-Id"
+
+
+class CrossOriginPolicy:
+    """The origins whose pages may read this server's answers. origins: `*` allows all origins."""
+
+    def __init__(self, origins: Sequence[str]):
+        self._origins = frozenset(origins)
+
+    def preflight_headers(self, method: str, headers: Headers) -> dict[str, str] | None:
+        """Headers of the answer to a preflight request; None if the request is another request or is not allowed."""
+        allowed = self.response_headers(headers)
+        is_preflight = method == "OPTIONS" and "Access-Control-Request-Method" in headers
+        if not is_preflight or "Access-Control-Allow-Origin" not in allowed:
+            return None
+        return allowed | {
+            "Access-Control-Allow-Methods": "GET, POST",
+            # Libraries send headers of their own.
+            "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", DEFAULT_HEADERS),
+            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
+        }
+
+    def response_headers(self, headers: Headers) -> dict[str, str]:
+        """Headers of the response to a request with `headers`."""
+        if not self._origins:
+            return {}
+        origin = headers.get("Origin", "")
+        if origin not in self._origins and not (origin and ANY_ORIGIN in self._origins):
+            return {"Vary": "Origin"}
+        return {
+            "Vary": "Origin",
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": EXPOSED_HEADERS,
+        }
+
+
+def parse_allowed_origins(values: Sequence[str]) -> tuple[str, ...]:
+    """Splits values at commas, and writes origins as browsers do. Raises ValueError for a value that is no origin."""
+    return tuple(_parse_origin(origin) for value in values for origin in map(str.strip, value.split(",")) if origin)
+
+
+def _parse_origin(text: str) -> str:
+    if text in (ANY_ORIGIN, "null"):
+        return text
+    match = ORIGIN.fullmatch(text.lower().removesuffix("/"))
+    if match is None:
+        raise ValueError(f"{text} is not an origin: give a scheme, a host and maybe a port, as in https://example.com")
+    scheme, host, port = match.group("scheme", "host", "port")
+    return f"{scheme}://{host}" if port in (None, DEFAULT_PORTS.get(scheme)) else f"{scheme}://{host}:{port}"

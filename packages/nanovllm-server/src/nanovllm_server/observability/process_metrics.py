@@ -1,0 +1,38 @@
+"""Memory, CPU time and open files of the server's processes."""
+
+import os
+from collections.abc import Iterator
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from nanovllm_server.observability.shared_counters import SharedCounters
+
+
+class ProcessMetrics(Collector):
+    """Metrics of the parent, the engine and every worker, told apart by the label `process`. Empty outside Linux.
+
+    Only a worker of the server may create this object, because the worker's parent must be the server's parent.
+    """
+
+    def __init__(self, counters: SharedCounters, engine_pid: int | None):
+        self._engine_pid = engine_pid
+        self._worker_pids = counters.claim(1)
+        # Replaces the id of a dead worker.
+        self._worker_pids.clear()
+        self._worker_pids.add(0, os.getpid())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all metrics for prometheus-client."""
+        pids = {"parent": os.getppid(), "engine": self._engine_pid}
+        pids |= {f"worker-{index}": int(pid) for index, pid in enumerate(self._worker_pids.values(0))}
+        families: dict[str, Metric] = {}
+        for process, pid in pids.items():
+            if not pid:
+                continue
+            for family in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
+                labelled = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    labelled.add_sample(sample.name, {"process": process}, sample.value)
+        yield from families.values()

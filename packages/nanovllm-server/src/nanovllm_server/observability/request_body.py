@@ -1,0 +1,61 @@
+"""The body of one request. The web framework's own body would read the body before anything is checked."""
+
+import asyncio
+
+from hypercorn.typing import ASGIReceiveEvent
+from werkzeug.exceptions import RequestEntityTooLarge
+
+
+class RequestBody:
+    """Waits in the connection until the application reads or discards it.
+
+    received: set when the request is complete, or the client has disconnected.
+    """
+
+    def __init__(self) -> None:
+        self.received = asyncio.Event()
+        self._data = bytearray()
+        self._max_bytes = 0
+        # Set when the application reads or discards the body.
+        self._is_decided = asyncio.Event()
+        self._is_too_large = False
+        # Set when the body is complete or too large.
+        self._is_read = asyncio.Event()
+
+    async def read(self, max_bytes: int) -> bytearray:
+        """Reads the body. Raises RequestEntityTooLarge if the body has more than `max_bytes`."""
+        self._max_bytes = max_bytes
+        self._is_decided.set()
+        try:
+            await self._is_read.wait()
+            if self._is_too_large:
+                raise RequestEntityTooLarge
+            return self._data
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Discards what has been received, and all that follows."""
+        self._data = bytearray()
+        self._max_bytes = 0
+        self._is_decided.set()
+
+    async def wait_until_decided(self) -> None:
+        """Waits until the application reads or discards the body. Until then, the connection must not be read."""
+        await self._is_decided.wait()
+
+    def add(self, event: ASGIReceiveEvent) -> None:
+        """Adds a received part of the body, or the end of the request."""
+        if event["type"] != "http.request":
+            # The web framework cancels the application when the client has disconnected.
+            self.received.set()
+            return
+        if self._max_bytes:
+            self._data += event.get("body", b"")
+            if len(self._data) > self._max_bytes:
+                self._is_too_large = True
+                self._is_read.set()
+                self.discard()
+        if not event.get("more_body", False):
+            self.received.set()
+            self._is_read.set()

@@ -1,0 +1,79 @@
+"""Reads the fields that control reasoning. Clients of different servers use different names for the same option."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from nanovllm_server.protocol.error import bad_field
+from nanovllm_server.protocol.field_reader import FieldReader
+from nanovllm_server.protocol.json import show
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+Value = TypeVar("Value", str, int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningOptions:
+    """Options of reasoning.
+
+    effort, is_enabled: values for the chat template; None for the template's defaults.
+    max_tokens: the server ends longer reasoning; None for no limit.
+    max_tokens_field: path of the field that gave `max_tokens`, for errors.
+    is_included: the answer includes the reasoning.
+    unknown_fields: paths of unknown fields in `reasoning`.
+    """
+
+    effort: str | None
+    is_enabled: bool | None
+    max_tokens: int | None
+    max_tokens_field: str
+    is_included: bool
+    unknown_fields: tuple[str, ...]
+
+
+def parse_reasoning(body: FieldReader) -> ReasoningOptions:
+    """Reads OpenAI's and vLLM's fields, and OpenRouter's object `reasoning`. Raises ApiError."""
+    fields = body.child("reasoning") or FieldReader({}, "reasoning")
+    effort, effort_field = _select(
+        ("reasoning_effort", body.one_of("reasoning_effort", EFFORTS)),
+        ("reasoning.effort", fields.one_of("effort", EFFORTS)),
+    )
+    max_tokens, max_tokens_field = _select(
+        ("max_reasoning_tokens", body.integer("max_reasoning_tokens", 0)),
+        ("thinking_token_budget", _read_thinking_token_budget(body)),
+        ("reasoning.max_tokens", fields.integer("max_tokens", 0)),
+    )
+    is_enabled = fields.boolean("enabled")
+    if effort is not None:
+        if is_enabled not in (None, effort != "none"):
+            raise fields.wrong("enabled", f'left out when {effort_field} is "{effort}"')
+        is_enabled = effort != "none"
+    include_reasoning, is_excluded = body.boolean("include_reasoning"), fields.boolean("exclude")
+    if include_reasoning is not None and include_reasoning == is_excluded:
+        raise fields.wrong("exclude", f"left out when include_reasoning is {show(include_reasoning)}")
+    return ReasoningOptions(
+        effort=effort,
+        is_enabled=is_enabled,
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        is_included=include_reasoning is not False and not is_excluded,
+        unknown_fields=tuple(fields.unknown_paths()),
+    )
+
+
+def _read_thinking_token_budget(body: FieldReader) -> int | None:
+    budget = body.integer("thinking_token_budget", -1)
+    return None if budget == -1 else budget
+
+
+def _select(*values: tuple[str, Value | None]) -> tuple[Value | None, str]:
+    """Returns (value, its path), from (path, value or None) of each name. Raises ApiError if two values differ."""
+    given: Sequence[tuple[str, Value]] = [(path, value) for path, value in values if value is not None]
+    if not given:
+        return None, values[0][0]
+    first_path, first_value = given[0]
+    for path, value in given[1:]:
+        if value != first_value:
+            raise bad_field(path, f"left out or the same as {first_path} ({first_value})", value)
+    return first_value, first_path

@@ -1,0 +1,193 @@
+"""Bodies share a limited memory, and refused bodies take none."""
+
+import asyncio
+import json
+
+import pytest
+from loopback import connect, until
+
+from nanovllm_server import cli
+from nanovllm_server.http import body_memory
+from nanovllm_server.http.app import create_app
+from nanovllm_server.http.body_memory import MIN_COUNTED_BYTES, BodyMemory
+from nanovllm_server.observability.request_body import RequestBody
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.settings import SettingsError
+
+MIB = 1 << 20
+
+
+def part(data: bytes, *, more: bool = True):
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+class Holder:
+    """A request that holds a share until `leave` is set."""
+
+    def __init__(self, memory: BodyMemory, num_bytes: int):
+        self.leave = asyncio.Event()
+        self.is_holding = False
+        self._memory, self._num_bytes = memory, num_bytes
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with self._memory.hold(self._num_bytes):
+            self.is_holding = True
+            await self.leave.wait()
+
+
+async def test_bodies_wait_in_order_until_memory_is_free():
+    memory = BodyMemory(4 * MIB)
+    holders = [Holder(memory, size * MIB) for size in (3, 2, 1)]
+    await asyncio.sleep(0)
+    # The third body would fit, but the second came earlier.
+    assert [holder.is_holding for holder in holders] == [True, False, False]
+    holders[0].leave.set()
+    await until(lambda: all(holder.is_holding for holder in holders[1:]))
+    assert memory.num_free_bytes == MIB
+    for holder in holders:
+        holder.leave.set()
+    await asyncio.gather(*(holder.task for holder in holders))
+    assert memory.num_free_bytes == 4 * MIB
+
+
+async def test_small_bodies_never_wait():
+    memory = BodyMemory(MIB)
+    async with memory.hold(MIB), memory.hold(MIN_COUNTED_BYTES - 1):
+        assert memory.num_free_bytes == 0
+    assert memory.num_free_bytes == MIB
+
+
+@pytest.mark.parametrize("when", ["waiting", "granted", "holding"])
+async def test_cancelled_body_gives_its_memory_back(when):
+    memory = BodyMemory(2 * MIB)
+    first, second = Holder(memory, 2 * MIB), Holder(memory, 2 * MIB)
+    third = Holder(memory, MIB)
+    await asyncio.sleep(0)
+    if when != "waiting":
+        first.leave.set()
+        await until(lambda: memory.num_free_bytes == 0 and first.task.done())
+    if when == "holding":
+        await until(lambda: second.is_holding)
+    second.task.cancel()
+    await asyncio.wait((second.task,))
+    first.leave.set()
+    await until(lambda: third.is_holding)
+    third.leave.set()
+    await third.task
+    assert memory.num_free_bytes == 2 * MIB
+
+
+async def test_body_that_waits_too_long_is_a_503(monkeypatch):
+    monkeypatch.setattr(body_memory, "MAX_WAIT_S", 0.05)
+    memory = BodyMemory(MIB)
+    async with memory.hold(MIB):
+        with pytest.raises(ApiError) as refused:
+            async with memory.hold(MIB):
+                pytest.fail("the memory is full")
+    assert (refused.value.status, refused.value.code) == (503, "body_memory_full")
+    assert "Retry-After" in refused.value.headers
+    assert memory.num_free_bytes == MIB
+
+
+async def test_share_shrinks_to_the_size_of_the_body():
+    memory = BodyMemory(2 * MIB)
+    async with memory.hold(2 * MIB) as share:
+        share.shrink(MIB)
+        assert memory.num_free_bytes == MIB
+        share.shrink(2 * MIB)
+        assert memory.num_free_bytes == MIB
+    assert memory.num_free_bytes == 2 * MIB
+
+
+async def test_nothing_is_kept_of_a_refused_body():
+    body = RequestBody()
+    body.discard()
+    for _ in range(100):
+        body.add(part(bytes(MIB)))
+    assert not body._data
+    body.add(part(b"", more=False))
+    assert body.received.is_set()
+
+
+async def test_body_beyond_the_limit_is_dropped():
+    body = RequestBody()
+    reading = asyncio.create_task(body.read(MIB))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        body.add(part(bytes(MIB // 2)))
+        assert len(body._data) <= MIB
+    with pytest.raises(Exception, match="413"):
+        await reading
+    assert not body._data
+
+
+async def test_body_is_not_taken_from_the_connection_before_the_checks(service):
+    """The application receives nothing while the body waits for memory."""
+    service.max_body_bytes = service.body_memory_bytes = MIB
+    app = create_app(service)
+    num_received = 0
+    body = json.dumps({"model": "other", "messages": [{"role": "user", "content": "x" * (MIB // 2)}]}).encode()
+    headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+        "raw_path": b"/v1/chat/completions", "root_path": "", "scheme": "http", "headers": headers, "client": None,
+        "server": None, "extensions": {}, "state": {}, "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    statuses: list[int] = []
+    first_arrives, second_arrives = asyncio.Event(), asyncio.Event()
+    second_arrives.set()
+
+    def make_receive(arrives: asyncio.Event):
+        parts = [part(body, more=False)]
+
+        async def receive():
+            nonlocal num_received
+            num_received += 1
+            await arrives.wait()
+            if not parts:
+                # The client stays connected.
+                await asyncio.Event().wait()
+            return parts.pop()
+
+        return receive
+
+    async def send(event):
+        if event["type"] == "http.response.start":
+            statuses.append(event["status"])
+
+    first = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(first_arrives), send))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(app({**scope, "headers": [*headers]}, make_receive(second_arrives), send))
+    await asyncio.sleep(0.05)
+    # Only the first body has a share of the memory.
+    assert (num_received, statuses) == (1, [])
+    first_arrives.set()
+    await until(lambda: statuses == [404, 404])
+    for task in (first, second):
+        task.cancel()
+    await asyncio.wait((first, second))
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 99999999", b"Content-Length: 1000"])
+async def test_key_and_length_are_checked_before_the_body_arrives(url, service, length):
+    reader, writer = await connect(url)
+    service.api_keys = ("secret",)
+    key = b"wrong" if b"1000" in length else b"secret"
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + key)
+    writer.write(b"\r\nContent-Type: application/json\r\n" + length + b"\r\n\r\n")
+    async with asyncio.timeout(5):
+        line = await reader.readline()
+    assert line.startswith(b"HTTP/1.1 401 " if key == b"wrong" else b"HTTP/1.1 413 ")
+    writer.close()
+
+
+def test_body_memory_of_the_command_line():
+    def parse(*arguments):
+        return cli.settings(cli.parser().parse_args(arguments))
+
+    assert parse().body_memory_bytes == 32 * MIB
+    assert parse("--max-body-mib", "100").body_memory_bytes == 200 * MIB
+    assert parse("--body-memory-mib", "20").body_memory_bytes == 20 * MIB
+    with pytest.raises(SettingsError, match="--body-memory-mib must be at least --max-body-mib, which is 16, not 15"):
+        parse("--body-memory-mib", "15")

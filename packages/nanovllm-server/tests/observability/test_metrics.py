@@ -1,0 +1,190 @@
+"""Metrics of requests and processes, and their names in vLLM."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanovllm_core import EngineStats
+from nanovllm_server.observability.metrics import Metrics
+from nanovllm_server.observability.process_metrics import ProcessMetrics
+from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
+
+ENGINE_LABELS = {"model_name", "engine"}
+# Names, types and labels of vLLM's metrics for a model without adapters, images or speculation.
+VLLM_METRICS = {
+    "num_requests_running": ("gauge", ENGINE_LABELS),
+    "num_requests_waiting": ("gauge", ENGINE_LABELS),
+    "kv_cache_usage_perc": ("gauge", ENGINE_LABELS),
+    "gpu_cache_usage_perc": ("gauge", ENGINE_LABELS),
+    "prefix_cache_queries": ("counter", ENGINE_LABELS),
+    "prefix_cache_hits": ("counter", ENGINE_LABELS),
+    "num_preemptions": ("counter", ENGINE_LABELS),
+    "prompt_tokens": ("counter", ENGINE_LABELS),
+    "generation_tokens": ("counter", ENGINE_LABELS),
+    "request_success": ("counter", ENGINE_LABELS | {"finished_reason"}),
+    "iteration_tokens_total": ("histogram", ENGINE_LABELS),
+    "request_prompt_tokens": ("histogram", ENGINE_LABELS),
+    "request_generation_tokens": ("histogram", ENGINE_LABELS),
+    "request_max_num_generation_tokens": ("histogram", ENGINE_LABELS),
+    "request_prefill_kv_computed_tokens": ("histogram", ENGINE_LABELS),
+    "request_params_n": ("histogram", ENGINE_LABELS),
+    "request_params_max_tokens": ("histogram", ENGINE_LABELS),
+    "time_to_first_token_seconds": ("histogram", ENGINE_LABELS),
+    "inter_token_latency_seconds": ("histogram", ENGINE_LABELS),
+    "time_per_output_token_seconds": ("histogram", ENGINE_LABELS),
+    "request_time_per_output_token_seconds": ("histogram", ENGINE_LABELS),
+    "e2e_request_latency_seconds": ("histogram", ENGINE_LABELS),
+    "request_queue_time_seconds": ("histogram", ENGINE_LABELS),
+    "request_prefill_time_seconds": ("histogram", ENGINE_LABELS),
+    "request_decode_time_seconds": ("histogram", ENGINE_LABELS),
+    "request_inference_time_seconds": ("histogram", ENGINE_LABELS),
+    "cache_config_info": ("gauge", {"engine", "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"}),
+}
+LATENCIES = (
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_time_per_output_token_seconds",
+)
+
+
+def read_samples(metrics: Metrics) -> dict[str, float]:
+    """Values of all samples without further labels than the model, by name without prefix."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = (sample for family in families for sample in family.samples if sample.labels.keys() == {"model_name"})
+    return {sample.name.removeprefix("nanovllm:"): sample.value for sample in samples}
+
+
+@pytest.fixture
+def vllm_metrics(engine) -> Metrics:
+    return Metrics("m", engine.info, EngineStats, SharedCounters(allocate_counters(1)), prefix="vllm")
+
+
+@pytest.mark.parametrize("name", VLLM_METRICS)
+def test_metric_has_the_type_and_labels_of_vllm(vllm_metrics, name):
+    families = {family.name: family for family in text_string_to_metric_families(vllm_metrics.render().decode())}
+    family = families[f"vllm:{name}"]
+    metric_type, labels = VLLM_METRICS[name]
+    assert family.type == metric_type
+    assert family.samples
+    assert all(labels <= sample.labels.keys() for sample in family.samples)
+    assert all(sample.labels.keys() <= labels | {"le", "model_name"} for sample in family.samples)
+
+
+def test_every_name_has_the_prefix(vllm_metrics, service):
+    for metrics, prefix in ((vllm_metrics, "vllm:"), (service.metrics, "nanovllm:")):
+        names = [family.name for family in text_string_to_metric_families(metrics.render().decode())]
+        assert len(names) == len(set(names)) > 30
+        assert all(name.startswith(prefix) for name in names)
+
+
+def test_tool_calls_count_as_stops_in_vllms_metrics(vllm_metrics):
+    for reason in ("stop", "tool_calls", "tool_calls"):
+        vllm_metrics.finish_reasons.count(reason)
+    text = vllm_metrics.render().decode()
+    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 3.0' in text
+    assert "tool_calls" not in text
+
+
+async def test_choices_count_their_prompt_once(post, service):
+    body = await (await post(n=3, max_tokens=4)).get_json()
+    samples = read_samples(service.metrics)
+    prompt_tokens = body["usage"]["prompt_tokens"]
+    assert samples["prompt_tokens_total"] == samples["request_prompt_tokens_sum"] == prompt_tokens
+    assert samples["request_prefill_kv_computed_tokens_sum"] == prompt_tokens - 8
+    for name in ("request_prompt_tokens", "request_prefill_kv_computed_tokens", "request_params_n"):
+        assert samples[f"{name}_count"] == 1
+    assert samples["request_params_n_sum"] == 3
+    assert samples["request_params_max_tokens_sum"] == samples["request_max_num_generation_tokens_sum"] == 4
+    assert samples["request_generation_tokens_count"] == 3
+    assert samples["request_generation_tokens_sum"] == 12
+    for name in LATENCIES:
+        assert samples[f"{name}_count"] == 3
+
+
+async def test_phases_add_up(post, service, engine):
+    engine.delay = 0.005
+    begin = time.monotonic()
+    await post()
+    total = time.monotonic() - begin
+    samples = read_samples(service.metrics)
+    queue, prefill, decode, inference, e2e, ttft = (
+        samples[f"{name}_sum"]
+        for name in (
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
+            "e2e_request_latency_seconds",
+            "time_to_first_token_seconds",
+        )
+    )
+    assert queue >= 0.005
+    assert decode >= 5 * 0.005
+    assert prefill + decode == pytest.approx(inference)
+    assert ttft + decode == pytest.approx(e2e)
+    assert queue + prefill <= ttft
+    assert e2e <= total
+    assert samples["inter_token_latency_seconds_sum"] == pytest.approx(decode)
+    assert samples["request_time_per_output_token_seconds_sum"] == pytest.approx(decode / 5)
+
+
+async def test_request_that_was_scheduled_at_once_has_no_queue_time(post, service, engine):
+    engine.scheduled_time = time.monotonic()
+    await post()
+    samples = read_samples(service.metrics)
+    assert samples["request_queue_time_seconds_sum"] == 0
+    assert samples["request_prefill_time_seconds_sum"] > 0
+
+
+async def test_aborted_request_has_no_latencies(post, service, engine):
+    engine.endless, engine.delay = True, 0.001
+    assert (await post(timeout=0.05)).status_code == 504
+    samples = read_samples(service.metrics)
+    assert service.metrics.finish_reasons["abort"] == 1
+    assert samples["time_to_first_token_seconds_count"] == 1
+    for name in (*LATENCIES, "request_prompt_tokens", "request_generation_tokens"):
+        assert samples[f"{name}_count"] == 0
+
+
+async def test_choice_that_a_stop_string_ends_has_latencies(post, service, engine):
+    engine.endless = True
+    assert (await post(n=2, stop=["lo"])).status_code == 200
+    assert read_samples(service.metrics)["e2e_request_latency_seconds_count"] == 2
+
+
+def test_steps_are_counted_by_their_tokens(service, engine):
+    engine.stats = EngineStats(num_steps=6, iteration_tokens=300, step_sizes=((1, 2), (64, 3), (float("inf"), 1)))
+    text = service.metrics.render().decode()
+    for bound, count in (("1.0", 2), ("64.0", 5), ("+Inf", 6)):
+        assert f'nanovllm:iteration_tokens_total_bucket{{le="{bound}",model_name="scripted"}} {count}.0' in text
+    assert 'nanovllm:iteration_tokens_total_sum{model_name="scripted"} 300.0' in text
+
+
+def test_processes_have_metrics_by_name():
+    counters = allocate_counters(2)
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    try:
+        # The second row belongs to a worker that has not started.
+        families = {family.name: family for family in ProcessMetrics(SharedCounters(counters), process.pid).collect()}
+    finally:
+        process.kill()
+        process.join()
+    assert families.keys() >= {
+        "process_resident_memory_bytes",
+        "process_cpu_seconds",
+        "process_start_time_seconds",
+        "process_open_fds",
+    }
+    for family in families.values():
+        assert [sample.labels["process"] for sample in family.samples] == ["parent", "engine", "worker-0"]
+    memory = families["process_resident_memory_bytes"].samples[-1].value
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert memory == pytest.approx(num_pages * os.sysconf("SC_PAGE_SIZE"), rel=0.5)

@@ -1,0 +1,85 @@
+"""Builds wheels of the four packages, installs them into an empty environment and starts a server from there."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxies import chat, post_chat
+
+ROOT = Path(__file__).parents[3]
+# Niceness of the commands: other tests run first.
+NICE = 10
+MAX_SETUP_S = 300
+
+
+def run_uv(*arguments: str | Path) -> str:
+    command = ["nice", "-n", str(NICE), "uv", "--quiet", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+def build_wheels(folder: Path) -> dict[str, Path]:
+    """Builds the wheel of each package into `folder`; returns the wheels by package."""
+    run_uv("build", "--all-packages", "--wheel", "--out-dir", folder)
+    return {file.name.split("-")[0].replace("_", "-"): file for file in folder.glob("*.whl")}
+
+
+@dataclass(frozen=True)
+class InstalledServer:
+    """A server that runs from wheels.
+
+    error: stderr of a start before the default model was installed.
+    completion: the server's answer to a request for 4 tokens.
+    """
+
+    server: Any
+    error: str
+    completion: dict[str, Any]
+
+
+def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
+    """Makes an environment with only the wheels and their dependencies."""
+    run_uv("venv", "--python", sys.executable, environment)
+    # The lock's versions are in uv's cache. The wheels' own metadata decides which packages are installed.
+    constraints = environment.with_name("constraints.txt")
+    lock = ("--locked", "--package", "nanovllm-server", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
+    constraints.write_text(run_uv("export", *lock))
+    run_uv("pip", "install", "--python", environment, "--constraints", constraints, *wheels.values())
+    # Compiling torch again would take 10 s. Python ignores bytecode whose source has another time or size.
+    site = Path(pytest.__file__).parents[1]
+    for bytecode in site.rglob("__pycache__"):
+        copy = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
+        if copy.parent.is_dir():
+            shutil.copytree(bytecode, copy, dirs_exist_ok=True)
+
+
+def start_from_wheels(
+    wheels: dict[str, Path], folder: Path, run_server: Callable, flags: tuple[str, ...], stack: ExitStack
+) -> InstalledServer:
+    """Starts the server without the default model, which fails, and then with it, until `stack` closes."""
+    install_wheels(wheels, folder / "environment")
+    program = folder / "environment" / "bin" / "nanovllm-server"
+    own_variables = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTEST_", "PYTHON")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(own_variables)}
+    variables["NANOVLLM_CACHE"] = str(folder / "cache")
+    refused = subprocess.run(
+        [program, "--port", "0"], env=variables, capture_output=True, text=True, timeout=MAX_SETUP_S, check=False
+    )
+    assert refused.returncode == 2, refused.stderr
+    # The command that the error names, but run by uv, because the environment has no pip.
+    command = re.search(r"\((pip install .*)\)", refused.stderr)[1]
+    run_uv(*command.split(), "--python", folder / "environment")
+    server = stack.enter_context(run_server(None, *flags, nice=NICE, program=(program,), environment=variables))
+    with post_chat(server.url, chat(max_tokens=4)) as response:
+        completion = json.load(response)
+    return InstalledServer(server, refused.stderr, completion)

@@ -1,0 +1,6 @@
+"""Parts of messages that several tests provoke. The page of symptoms quotes all of them."""
+
+BODY_IS_TOO_LARGE = "the body may have at most"
+IS_DRAINING = "the server is shutting down"
+IS_STOPPED = "the server is not running"
+NO_DEFAULT_MODEL = "no model was named and the package with the default model is not installed"

@@ -1,0 +1,155 @@
+"""The dashboard and the alerts name metrics that the server has, and Prometheus evaluates all their expressions."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+
+import promql_parser
+import pytest
+import yaml
+from proxies import DEPLOY, chat, free_port, post_chat, run_proxy
+
+DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+ALERTS_FILE = DEPLOY / "prometheus-alerts.yaml"
+ALERTS = yaml.safe_load(ALERTS_FILE.read_text())["groups"][0]["rules"]
+CASES = DEPLOY.parents[1] / "tests" / "deploy" / "support" / "alert_cases.yaml"
+# Values of Grafana's variables.
+VARIABLES = {"$model": ".*", "$instance": ".*", "$__rate_interval": "1m"}
+MAX_SCRAPES_S = 30
+
+
+def substitute(expression: str) -> str:
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+EXPRESSIONS = [substitute(target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def metric_names(text: str) -> set[str]:
+    return set(re.findall(r"nanovllm:\w+|process_\w+", text))
+
+
+def test_server_has_every_metric_of_dashboard_and_alerts(server):
+    with post_chat(server.url, chat()) as response:
+        assert response.status == 200
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        metrics = {re.split(r"[ {]", line)[0] for line in response.read().decode().splitlines()}
+    names = metric_names(" ".join([*EXPRESSIONS, *(alert["expr"] for alert in ALERTS)]))
+    assert len(names) > 20
+    assert names - metrics == set()
+
+
+def test_variables_of_the_dashboard_are_defined():
+    defined = {f"${{{variable['name']}}}" for variable in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$\{\w+\}", json.dumps(DASHBOARD)))
+    assert used == {"${datasource}"} <= defined
+    assert {f"${variable['name']}" for variable in DASHBOARD["templating"]["list"][1:]} | {"$__rate_interval"} == {
+        *VARIABLES
+    }
+
+
+def test_panels_have_places_of_their_own():
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (panel["gridPos"]["x"] + column, panel["gridPos"]["y"] + row)
+        for panel in panels
+        for column in range(panel["gridPos"]["w"])
+        for row in range(panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(column for column, _ in cells) < 24
+
+
+@pytest.mark.parametrize("expression", [*EXPRESSIONS, *(alert["expr"] for alert in ALERTS)])
+def test_expression_is_valid(expression):
+    promql_parser.parse(expression)
+
+
+def test_check_of_expressions_finds_an_error():
+    with pytest.raises(ValueError, match="rate"):
+        promql_parser.parse("rate(nanovllm:prompt_tokens_total)")
+
+
+def test_each_alert_has_a_case_in_which_it_fires():
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    samples = cases[1]["promql_expr_test"][0]["exp_samples"]
+    assert [sample["labels"] for sample in samples] == [f'{{alertname="{alert["alert"]}"}}' for alert in ALERTS]
+
+
+@pytest.fixture(scope="module")
+def program() -> str:
+    """The program of Prometheus, which brings promtool."""
+    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
+        pytest.skip("prometheus is missing: install the package prometheus")
+    return "prometheus"
+
+
+def test_each_alert_fires_for_its_fault_only(program, tmp_path):
+    (tmp_path / "cases.yaml").write_text(CASES.read_text().replace("[ALERTS]", json.dumps([str(ALERTS_FILE)])))
+    check = subprocess.run(
+        ["promtool", "test", "rules", tmp_path / "cases.yaml"], capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+@pytest.fixture(scope="module")
+def prometheus(program, server, tmp_path_factory) -> Iterator[str]:
+    """A Prometheus that scrapes the server every 0.5 s and evaluates the alerts."""
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    config = {
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "400ms", "evaluation_interval": "500ms"},
+        "rule_files": [str(ALERTS_FILE)],
+        "scrape_configs": [
+            {"job_name": "nanovllm", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
+        ],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    command = [program, "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    with run_proxy([*command, f"--web.listen-address=127.0.0.1:{port}"], folder, port) as url:
+        yield url
+
+
+def query(url: str, path: str, **parameters: str) -> dict:
+    """The data of an answer of Prometheus' API."""
+    with urllib.request.urlopen(f"{url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}") as response:
+        return json.load(response)["data"]
+
+
+def test_prometheus_has_data_for_every_panel(prometheus, server):
+    deadline = time.monotonic() + MAX_SCRAPES_S
+    missing = EXPRESSIONS
+    while missing:
+        assert time.monotonic() < deadline, missing
+        # Rates need requests between two scrapes.
+        for _ in range(2):
+            with post_chat(server.url, chat()) as response:
+                assert response.status == 200
+        time.sleep(0.5)
+        missing = [
+            expression
+            for expression in missing
+            if not any(sample["value"][1] != "NaN" for sample in query(prometheus, "query", query=expression)["result"])
+        ]
+
+
+def test_prometheus_evaluates_the_alerts_of_a_healthy_server(prometheus):
+    deadline = time.monotonic() + MAX_SCRAPES_S
+    while True:
+        (group,) = query(prometheus, "rules")["groups"]
+        if all(rule["health"] == "ok" for rule in group["rules"]):
+            break
+        assert time.monotonic() < deadline, group
+        time.sleep(0.2)
+    assert [rule["name"] for rule in group["rules"]] == [alert["alert"] for alert in ALERTS]
+    # Alerts about refused requests may be pending, because other tests provoke such requests.
+    assert [alert for alert in query(prometheus, "alerts")["alerts"] if alert["state"] == "firing"] == []
+    (target,) = query(prometheus, "targets")["activeTargets"]
+    assert (target["health"], target["lastError"]) == ("up", "")

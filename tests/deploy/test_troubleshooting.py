@@ -1,0 +1,110 @@
+"""A real server gives each message that the page of symptoms quotes."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from messages import BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL
+from proxies import DEPLOY, chat, post_chat, stream_chat
+
+import nanovllm_models
+from nanovllm_core import ConfigError
+from nanovllm_core.engine.build import build_loop
+from nanovllm_server.cli import parser
+from nanovllm_server.engine_flags import engine_config
+
+PAGE = (DEPLOY / "troubleshooting.md").read_text()
+# Flags that make the start fail, by a part of the message. PORT is in use, and EMPTY is a directory without files.
+REFUSED_STARTS = {
+    "is not a directory": ["/no/such/model"],
+    "has no config.json: it is not a Hugging Face model directory": ["EMPTY"],
+    "Address already in use": ["MODEL", "--port", "PORT"],
+    "can't read the API keys in": ["MODEL", "--api-key-file", "/no/such/file"],
+    "can't keep the default model in": [],
+}
+# Flags that the engine's process refuses once it has loaded the model, by a part of the message.
+REFUSED_ENGINES = {
+    "fewer than max_model_len": ["--device", "cpu", "--max-model-len", "8192", "--cpu-cache-gib", "0.001"],
+    "no usable NVIDIA GPU was found": ["--device", "cuda"],
+}
+# Changes of a request's fields and headers, with the status, by a part of the message.
+REFUSED_REQUESTS = {
+    "an API key is needed": (401, {}, {"Authorization": ""}),
+    "Incorrect API key provided": (401, {}, {"Authorization": "Bearer other"}),
+    "does not exist; this server has": (404, {"model": "other"}, {}),
+    "maximum context length is": (400, {"messages": [{"role": "user", "content": "long " * 600}]}, {}),
+    "Content-Type must be application/json": (415, {}, {"Content-Type": "text/plain"}),
+    "the answer took longer than its limit": (504, {"max_tokens": 400, "timeout": 0.05}, {}),
+}
+# Refused by a test of its own, because other requests must run.
+QUEUE_IS_FULL = "the queue is full"
+# Other files of this folder provoke these messages.
+PROVOKED_ELSEWHERE = {BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL}
+
+
+def test_every_message_of_the_page_is_provoked():
+    tables = PAGE[PAGE.index("## The server does not start") : PAGE.index("## Streams")]
+    messages = re.findall(r"(?m)^\| (?:\d{3} )?`([^`]+)` \|", tables)
+    provoked = {QUEUE_IS_FULL} | PROVOKED_ELSEWHERE
+    provoked |= REFUSED_STARTS.keys() | REFUSED_ENGINES.keys() | REFUSED_REQUESTS.keys()
+    assert len(messages) == len(set(messages))
+    assert set(messages) == provoked
+
+
+@pytest.mark.parametrize("message", REFUSED_REQUESTS)
+def test_refused_request_gets_the_message(server, message):
+    status, fields, headers = REFUSED_REQUESTS[message]
+    with post_chat(server.url, chat(**fields), **headers) as response:
+        assert response.status == status
+        assert message in json.loads(response.read())["error"]["message"]
+
+
+def test_request_beyond_the_queue_gets_the_message(server):
+    with stream_chat(server.url, n=4, max_tokens=100) as pieces:
+        next(pieces)
+        with post_chat(server.url, chat()) as response:
+            assert response.status == 429
+            assert QUEUE_IS_FULL in json.loads(response.read())["error"]["message"]
+            assert int(response.headers["Retry-After"]) >= 1
+
+
+def test_metrics_of_the_page_exist(server):
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        metrics = response.read().decode()
+    names = set(re.findall(r"`(nanovllm:\w+)`", PAGE))
+    assert len(names) >= 3
+    assert all(f"\n{name}{{" in metrics for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("message", REFUSED_STARTS)
+def test_refused_start_writes_the_message(default_model, tmp_path, message):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        values = {"MODEL": str(default_model), "EMPTY": str(tmp_path), "PORT": str(listener.getsockname()[1])}
+        flags = [values.get(flag, flag) for flag in REFUSED_STARTS[message]]
+        flags += [] if "--port" in flags else ["--port", "0"]
+        process = subprocess.run(
+            [sys.executable, "-m", "nanovllm_server", "--device", "cpu", *flags],
+            env={**os.environ, "NANOVLLM_CACHE": "/proc/none"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    line = process.stderr.splitlines()[-1]
+    assert line.startswith("nanovllm-server: ")
+    assert message in line
+    assert process.returncode == 2
+
+
+@pytest.mark.parametrize("message", REFUSED_ENGINES)
+async def test_engine_that_cannot_start_gives_the_message(default_model, monkeypatch, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = engine_config(parser().parse_args(REFUSED_ENGINES[message]))
+    with pytest.raises(ConfigError, match=message):
+        await build_loop(nanovllm_models.load(default_model), config)
