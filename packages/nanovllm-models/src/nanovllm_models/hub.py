@@ -32,7 +32,7 @@ class ModelDirectory:
 
 def is_repository(model: str) -> bool:
     """Return whether `find_model` looks for `model` on the hub, because `model` is not an existing path."""
-    return REPOSITORY.fullmatch(model) is not None and not os.path.lexists(_expand(model))
+    return REPOSITORY.fullmatch(model) is not None and not os.path.lexists(_expand_home(model))
 
 
 def find_model(model: str | None, *, with_weights: bool = True, progress: bool | None = None) -> ModelDirectory:
@@ -48,12 +48,12 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
     if model is None:
         path = default_model_path(progress)
         return ModelDirectory(path, path.name)
-    path = Path(_expand(model))
-    if os.path.isdir(_expand(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
+    path = Path(_expand_home(model))
+    if os.path.isdir(_expand_home(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
         return ModelDirectory(path, path.resolve().name)
     match = REPOSITORY.fullmatch(model)
     if match is None or not is_repository(model):
-        is_path = os.sep in model or os.path.lexists(_expand(model))
+        is_path = os.sep in model or os.path.lexists(_expand_home(model))
         problem = "not a directory" if is_path else "neither a directory nor the name of a repository"
         raise ModelError(
             f"{model!r} is {problem}: pass a directory with config.json and safetensors files, or a repository of the "
@@ -65,12 +65,12 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         return ModelDirectory(_download(match["name"], match["revision"], files, log_start=not is_shown), match["name"])
 
 
-def _expand(model: str) -> str:
+def _expand_home(model: str) -> str:
     return os.path.expanduser(model)  # noqa: PTH111 - `Path.expanduser` raises RuntimeError for an unknown user.
 
 
 def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_start: bool) -> Path:
-    # Imported only here: a server of a local directory need not wait 0.3 s for this import.
+    # Imported here, because a server of a local directory must not wait 0.3 s for an unused import.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -7,14 +7,14 @@ import tokenizers
 from nanovllm_models.token_bytes import BYTE_BY_CHARACTER
 from nanovllm_models.tokenizer_components import component_types
 
-# Maximum number of characters that the normalization form NFC composes to one character.
+# Maximum number of characters that NFC normalization composes to one character.
 MAX_COMPOSED_CHARACTERS = 4
 
 
 class LengthBound(NamedTuple):
-    """A lower bound of the number of tokens.
+    """Computes a lower bound of the number of tokens.
 
-    max_token_characters: maximum number of characters that one token stands for.
+    max_token_characters: maximum number of the text's characters that become one token.
     dropped_characters: characters that have no token.
     """
 
@@ -36,7 +36,7 @@ def find_length_bound(backend: tokenizers.Tokenizer) -> LengthBound | None:
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     dropped_bytes = {byte for character, byte in BYTE_BY_CHARACTER.items() if character not in vocabulary}
-    # A character outside ASCII becomes several bytes. One of them has a token if all of 0x80 to 0xBF have tokens.
+    # Each character outside ASCII has a UTF-8 byte from 0x80 to 0xBF, which must have a token.
     if any(0x80 <= byte < 0xC0 for byte in dropped_bytes):
         return None
     # The name of a byte-level token has one character per byte.

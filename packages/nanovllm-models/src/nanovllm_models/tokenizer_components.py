@@ -5,7 +5,7 @@ from typing import Any
 
 
 def component_states(component: Any) -> list[dict[str, Any]]:
-    """Return the states of a component, as in tokenizer.json, and of the parts of sequences; [] for None.
+    """Return the states of a component's parts, as in tokenizer.json; [] for None. Flattens nested sequences.
 
     Raises an exception of the tokenizers library for a component that is written in Python.
     """

@@ -1,4 +1,4 @@
-"""The command line of `nanovllm-server`. Only functions import torch and the server, which keeps --help fast."""
+"""The command line of `nanovllm-server`. Slow imports are in functions, which keeps --help fast."""
 
 import argparse
 import asyncio
@@ -189,7 +189,7 @@ def settings(options: argparse.Namespace) -> "Settings":
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if not allowed_hosts and api_keys:
-        # A page of an attacker does not know the key.
+        # The key already protects the server, because an attacker's page does not know the key.
         allowed_hosts = (ANY_NAME,)
     body_memory_mib = options.body_memory_mib or 2 * options.max_body_mib
     if body_memory_mib < options.max_body_mib:
@@ -205,7 +205,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         api_keys=check_keys(api_keys),
         allowed_hosts=(*allowed_hosts, options.host, socket.gethostname()),
         allowed_origins=allowed_origins,
-        http_workers=options.http_workers or _http_workers(engine.device),
+        http_workers=options.http_workers or _default_http_workers(engine.device),
         load_format=options.load_format,
         chat_template=options.chat_template,
         reasoning_parser=None if options.reasoning_parser == "auto" else options.reasoning_parser,
@@ -225,7 +225,7 @@ def settings(options: argparse.Namespace) -> "Settings":
     )
 
 
-def _http_workers(device: Device | None) -> int:
+def _default_http_workers(device: Device | None) -> int:
     # On a CPU, the model needs every core. One process can't send tokens as fast as a GPU generates tokens.
     if device == "cpu" or not NVIDIA_DEVICE.exists():
         return 1

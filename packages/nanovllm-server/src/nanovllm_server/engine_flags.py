@@ -12,7 +12,7 @@ from nanovllm_server.flag_types import integer_from
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
-_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)}
 
 
 def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> N
         field_type, description = get_args(hints[name])
         flag = name.replace("_", "-")
         value_type, is_optional = _split_optional(field_type)
-        options: dict[str, Any] = {"default": argparse.SUPPRESS if is_optional else _DEFAULTS[name]}
+        options: dict[str, Any] = {"default": argparse.SUPPRESS if is_optional else _DEFAULT_BY_FIELD[name]}
         if value_type is bool:
             flag = f"no-{flag}"
             description = f"turn off: {description}"
@@ -42,10 +42,10 @@ def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> N
 
 
 def engine_config(options: argparse.Namespace, **settings: Any) -> EngineConfig:
-    """Makes the configuration from the flags of `add_engine_flags`. settings: fields without a flag."""
+    """Makes the configuration from the flags of `add_engine_flags`. settings: fields that override the flags."""
     for name, value in vars(options).items():
-        if name in _DEFAULTS:
-            is_auto = value == _AUTO and _DEFAULTS[name] is None
+        if name in _DEFAULT_BY_FIELD:
+            is_auto = value == _AUTO and _DEFAULT_BY_FIELD[name] is None
             settings.setdefault(name, None if is_auto else value)
     return EngineConfig(**settings)
 

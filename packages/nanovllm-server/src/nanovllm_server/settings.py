@@ -27,16 +27,16 @@ class SettingsError(ValueError):
 class Settings:
     """The settings from the command line and the environment.
 
-    model: directory or repository of the Hugging Face Hub, see `find_model`; None for the bundled model.
+    model: a directory, or a repository of the Hugging Face Hub; None for the bundled model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted keys; empty: requests need no key.
     allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
-    chat_template: argument of `read_template`; None for the model's template.
+    chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None to detect the format from the template.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
-    metrics_prefix: prefix of metrics' names.
-    body_memory_bytes: memory of all large bodies in each worker.
+    metrics_prefix: prefix of the names of metrics.
+    body_memory_bytes: maximum memory of all large request bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
     worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
     """
@@ -118,7 +118,7 @@ def read_sampling_defaults(model: Path) -> SamplingDefaults:
             raise SettingsError(f"{path}: {name} must be a number")
         defaults[name] = int(value) if name == "top_k" else float(value)
     try:
-        SamplingParams(**defaults).validate(vocab_size=0)  # Without token ids, no size is needed.
+        SamplingParams(**defaults).validate(vocab_size=0)  # The defaults contain no token ids.
     except RequestError as error:
         raise SettingsError(f"{path}: {error}") from error
     return SamplingDefaults(**defaults)

@@ -92,7 +92,9 @@ def random_weights(monkeypatch):
     import nanovllm_models
 
     load = nanovllm_models.load
-    monkeypatch.setattr(nanovllm_models, "load", lambda path, load_format: load(path, load_format="dummy"))
+    monkeypatch.setattr(
+        nanovllm_models, "load", lambda path, served_name, **_: load(path, load_format="dummy", served_name=served_name)
+    )
 
 
 @pytest.fixture

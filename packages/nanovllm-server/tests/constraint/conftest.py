@@ -17,7 +17,7 @@ from nanovllm_server.constraint.answer_constraint import constrain
 from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, ContentText, ReasoningText
 from nanovllm_server.parsing.model_format import ModelFormat
-from nanovllm_server.protocol.answer import parse_answer
+from nanovllm_server.protocol.answer import parse_answer_rule
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
 
@@ -109,7 +109,7 @@ def tell(walker):
         model_format = ModelFormat(form, walker.vocabulary)
         body = FieldReader(fields)
         tools = parse_tools(body)
-        constraint = constrain(parse_answer(body), tools, model_format, model_format.reasoning_state(prompt))
+        constraint = constrain(parse_answer_rule(body), tools, model_format, model_format.reasoning_state(prompt))
         assert constraint is not None
         random = Random(seed)
         grammar = walker.compile(constraint.spec)

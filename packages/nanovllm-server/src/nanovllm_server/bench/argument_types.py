@@ -9,7 +9,7 @@ integer_at_least_0, integer_at_least_1, integer_at_least_2 = map(integer_from, (
 
 
 def length_range(text: str) -> LengthRange:
-    """Parses `N` or `N..M`, numbers of tokens."""
+    """Parses `N` or `N..M`."""
     low, dots, high = text.partition("..")
     lengths = LengthRange(integer_at_least_1(low), integer_at_least_1(high if dots else low))
     if lengths.low > lengths.high:
@@ -18,7 +18,7 @@ def length_range(text: str) -> LengthRange:
 
 
 def request_rate(text: str) -> float | None:
-    """Parses requests per second, above 0. Returns None for `inf`, which sends all requests at once."""
+    """Parses a number of requests per second. Returns None for `inf`, which sends all requests at once."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")

@@ -1,4 +1,4 @@
-"""The entry point of `nanovllm-bench`. Imports commands late, because --help needs none of them."""
+"""The entry point of `nanovllm-bench`. Imports commands late, which keeps --help fast."""
 
 import argparse
 import importlib.util
@@ -65,23 +65,23 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model.path,
             load_format=flags.load_format,
-            # Prompts share only the prefix. Without a prefix, lookups in the cache would find nothing.
+            # Prompts share only the prefix. Without a prefix, the prefix cache would find nothing.
             config=engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
-            peer=_peer(flags, model),
-            files=_output_files(flags),
+            peer=_make_peer(flags, model),
+            files=_make_output_files(flags),
         )
-        comparison.run(options, spec, _offline_benchmark(flags, spec.vocab_size))
+        comparison.run(options, spec, _make_offline_benchmark(flags, spec.vocab_size))
     except (ConfigError, RequestError, nanovllm_models.ModelError) as error:
         raise InvalidSettingsError(str(error)) from error
 
 
-def _offline_benchmark(flags: argparse.Namespace, vocab_size: int) -> "OfflineBenchmark":
+def _make_offline_benchmark(flags: argparse.Namespace, vocab_size: int) -> "OfflineBenchmark":
     from nanovllm_server.bench.offline import cases
 
     if flags.command == "throughput":
-        return cases.throughput_benchmark(_workload_shape(flags), vocab_size)
+        return cases.throughput_benchmark(_make_workload_shape(flags), vocab_size)
     if flags.command == "latency":
         return cases.latency_benchmark(flags.batch, flags.input_len, flags.output_len, vocab_size)
     return cases.prefill_benchmark(flags.num_requests, flags.input_len, vocab_size)
@@ -91,15 +91,15 @@ def _run_serve(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import serve
 
     options = serve.ServeOptions(
-        endpoint=_endpoint(flags),
+        endpoint=_parse_endpoint(flags),
         model=flags.served_model,
-        shape=_workload_shape(flags),
+        shape=_make_workload_shape(flags),
         rates=flags.rate,
         concurrencies=flags.concurrency,
         temperature=flags.temperature,
         seed=flags.seed,
         repeat=flags.repeat,
-        files=_output_files(flags),
+        files=_make_output_files(flags),
     )
     serve.run(options)
 
@@ -108,12 +108,12 @@ def _run_grammars(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import grammars
 
     options = grammars.GrammarsOptions(
-        endpoint=_endpoint(flags),
+        endpoint=_parse_endpoint(flags),
         model=flags.served_model,
         num_streams=flags.streams,
         output_len=flags.output_len,
         repeat=flags.repeat,
-        files=_output_files(flags),
+        files=_make_output_files(flags),
     )
     grammars.run(options)
 
@@ -134,19 +134,19 @@ def _run_trace(flags: argparse.Namespace) -> None:
 def _run_kernels(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench import kernels
 
-    kernels.run(flags.only, flags.repeat, _output_files(flags))
+    kernels.run(flags.only, flags.repeat, _make_output_files(flags))
 
 
-def _peer(flags: argparse.Namespace, model: "ModelDirectory") -> "Peer | None":
+def _make_peer(flags: argparse.Namespace, model: "ModelDirectory") -> "Peer | None":
     from nanovllm_server.bench.offline.peer_process import Peer
 
     if flags.peer == "none":
         return None
-    return Peer(flags.peer, flags.peer_python, dict(flags.peer_env), _gguf_weights(flags, model))
+    return Peer(flags.peer, flags.peer_python, dict(flags.peer_env), _find_gguf_weights(flags, model))
 
 
-def _gguf_weights(flags: argparse.Namespace, model: "ModelDirectory") -> "GGUFWeights | None":
-    """Raises BenchError if there is no GGUF file, and ModelError if the default model has none."""
+def _find_gguf_weights(flags: argparse.Namespace, model: "ModelDirectory") -> "GGUFWeights | None":
+    """Finds the GGUF file for llama.cpp. Returns None for other peers. Raises BenchError or ModelError."""
     from nanovllm_models.default_model import cache_directory, find_source_file, is_default_model
     from nanovllm_server.bench.offline.peer_process import GGUFWeights
     from nanovllm_server.bench.report import BenchError
@@ -165,19 +165,19 @@ def _gguf_weights(flags: argparse.Namespace, model: "ModelDirectory") -> "GGUFWe
     return GGUFWeights(str(source.resolve()), flags.peer_weights, str(cache_directory() / "llamacpp"))
 
 
-def _endpoint(flags: argparse.Namespace) -> "Endpoint":
+def _parse_endpoint(flags: argparse.Namespace) -> "Endpoint":
     from nanovllm_server.bench.client import parse_base_url
 
     return parse_base_url(flags.url, os.environ.get(API_KEY_VARIABLE))
 
 
-def _output_files(flags: argparse.Namespace) -> "OutputFiles":
+def _make_output_files(flags: argparse.Namespace) -> "OutputFiles":
     from nanovllm_server.bench.report import OutputFiles
 
     return OutputFiles(flags.json, vars(flags).get("plot"))
 
 
-def _workload_shape(flags: argparse.Namespace) -> WorkloadShape:
+def _make_workload_shape(flags: argparse.Namespace) -> WorkloadShape:
     return WorkloadShape(flags.num_requests, flags.input_len, flags.output_len, flags.prefix_len)
 
 

@@ -13,7 +13,7 @@ DPI = 150
 def draw_grouped_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], values_by_series: Mapping[str, Sequence[float]]
 ) -> None:
-    """Draws groups of vertical bars. values_by_series: each series has one bar in every group."""
+    """Draws groups of vertical bars. values_by_series: for each series, one value per group."""
     num_series = len(values_by_series)
     figure = _make_figure(max(5, 1.5 + 1.5 * len(groups) * num_series), 4)
     axes = figure.subplots()
@@ -31,7 +31,7 @@ def draw_grouped_bars(
 
 
 def draw_panels_of_bars(path: Path, title: str, values_by_unit: Mapping[str, Mapping[str, float]]) -> None:
-    """Draws one panel of horizontal bars per unit. values_by_unit: for each unit, the values by bar name."""
+    """Draws one panel of horizontal bars per unit. values_by_unit: values by unit and by name of the bar."""
     num_bars = sum(map(len, values_by_unit.values()))
     figure = _make_figure(9, 1.5 + 0.25 * num_bars)
     panels = figure.subplots(len(values_by_unit), squeeze=False, height_ratios=[*map(len, values_by_unit.values())])
@@ -53,7 +53,7 @@ def draw_curves(
     point_labels: Sequence[str],
     lines_by_panel: Mapping[str, Mapping[str, Sequence[float]]],
 ) -> None:
-    """Draws panels of lines side by side. point_labels: texts beside the points of each panel's first line."""
+    """Draws panels of lines side by side. point_labels: one text for each point of a panel's first line."""
     figure = _make_figure(4.5 * len(lines_by_panel), 4)
     panels = figure.subplots(1, len(lines_by_panel), squeeze=False)
     for axes, (y_name, values_by_line) in zip(panels[0], lines_by_panel.items(), strict=True):

@@ -18,13 +18,12 @@ import orjson
 from nanovllm_server.bench.report import BenchError
 from nanovllm_server.protocol.json import JSON
 
-# One time limit for a whole answer. A timer per piece would cost as much as the rest of reading the piece.
+# Time limit of a whole answer. A timer per piece would double the cost of reading a piece.
 ANSWER_TIMEOUT_S = 3600.0
-MAX_HTTP_LINE_BYTES = 1 << 20  # Limit of a status line, a header, and a line with the size of a chunk.
+MAX_HTTP_LINE_BYTES = 1 << 20
 MAX_BODY_PART_BYTES = 1 << 16
-# Error messages show at most this many characters of a body.
-MAX_SHOWN_CHARACTERS = 300
-# Fields of a delta that hold a piece of the answer. The first delta has none of them, only the role.
+MAX_BODY_CHARACTERS_IN_ERROR = 300
+# Fields of a delta that hold a piece of the answer. The first delta has only the role.
 CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
@@ -49,7 +48,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """The times of one answer, by `time.perf_counter`, and the token counts.
+    """The times and token counts of one answer. Times come from `time.perf_counter`.
 
     start_time: before the connection was opened.
     piece_times: arrival of each delta with content; the end of the answer if no delta has content.
@@ -64,7 +63,7 @@ class TimedAnswer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the start of the request to the first piece of the answer."""
+        """Returns the seconds from the start of the request to the first piece of the answer."""
         return self.piece_times[0] - self.start_time
 
 
@@ -108,7 +107,7 @@ def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperat
 async def stream_chat(
     endpoint: Endpoint, request: JSON, on_piece: Callable[[float], None] | None = None
 ) -> TimedAnswer:
-    """Sends a request of `chat_request`, and reads the whole answer. Raises ExchangeError.
+    """Sends the body that `chat_request` built, and reads the whole answer. Raises ExchangeError.
 
     on_piece: called with the arrival time of each piece.
     """
@@ -226,7 +225,7 @@ async def _send_request(
 
 
 async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the parts of a body. Without chunks and Content-Length, the body ends with the connection."""
+    """Yields the parts of a body. An unchunked body without Content-Length ends with the connection."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
@@ -238,4 +237,4 @@ async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> Async
 
 
 def _shorten(text: bytes) -> str:
-    return " ".join(text.decode(errors="replace").split())[:MAX_SHOWN_CHARACTERS]
+    return " ".join(text.decode(errors="replace").split())[:MAX_BODY_CHARACTERS_IN_ERROR]

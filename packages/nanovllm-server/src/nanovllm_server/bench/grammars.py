@@ -24,12 +24,12 @@ NUM_COMPILING_REQUESTS = 4
 WARM_UP_TOKENS = 4
 PROMPT_LEN = 32
 TEMPERATURE = 0.6
-_TEXT: JSON = {"type": "string"}
+_STRING_SCHEMA: JSON = {"type": "string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarsOptions:
-    """model: None for the first model that the server lists. num_streams: simultaneous streams in each mix."""
+    """Options of a run. model: None for the first model that the server lists."""
 
     endpoint: Endpoint
     model: str | None
@@ -43,8 +43,9 @@ class GrammarsOptions:
 class MixResult:
     """The results of one mix over all rounds.
 
-    itl: times between pieces of the unconstrained streams.
-    ratio_p50, ratio_p99: this mix's percentile divided by the unconstrained mix's, per round; median of all rounds.
+    itl: times between pieces of the measured streams, which follow no schema.
+    ratio_p50: ratio of this mix's p50 to the p50 of the unconstrained mix; median of all rounds.
+    ratio_p99: the same ratio of the p99.
     tokens_constrained: number of tokens generated under a schema.
     compiled: number of requests with new schemas that were answered.
     refused: number of requests with new schemas that failed.
@@ -90,7 +91,7 @@ def run(options: GrammarsOptions) -> None:
 
 @dataclass(slots=True)
 class _RoundResult:
-    """One mix in one round. gaps_s: times between pieces of unconstrained streams. Other fields: as in `MixResult`."""
+    """The results of one mix in one round. gaps_s: seconds between pieces of the streams that follow no schema."""
 
     gaps_s: list[float]
     tokens_constrained: int
@@ -117,7 +118,7 @@ async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
 
 
 def _summarize(mix: str, rounds: Sequence[_RoundResult], base_stats: Sequence[LatencyStats]) -> MixResult:
-    """base_stats: the latencies of the unconstrained mix, one per round."""
+    """Combines all rounds of a mix. base_stats: the latencies of the unconstrained mix in each round."""
     stats_pairs = [*zip((latency_stats(result.gaps_s) for result in rounds), base_stats, strict=True)]
     return MixResult(
         name=mix,
@@ -163,7 +164,7 @@ async def _measure_round(
 
 
 def _gaps_while_all_run(answers: Sequence[TimedAnswer], num_measured: int) -> list[float]:
-    """The gaps in seconds between pieces of the first `num_measured` streams while all streams run."""
+    """Returns the gaps between pieces of the first `num_measured` streams while all streams run, in seconds."""
     begin = max(answer.piece_times[0] for answer in answers)
     end = min(answer.piece_times[-1] for answer in answers)
     return [
@@ -199,8 +200,10 @@ def _object_schema(properties: dict[str, JSON]) -> JSON:
 
 
 def typical_schema() -> JSON:
-    """A typical schema. Its answers have thousands of tokens, so that no stream ends early."""
-    address = _object_schema({"street": _TEXT, "city": _TEXT, "country": {"enum": ["France", "Italy", "Spain"]}})
+    """Returns a typical schema. Answers have thousands of tokens, so that no stream ends early."""
+    address = _object_schema(
+        {"street": _STRING_SCHEMA, "city": _STRING_SCHEMA, "country": {"enum": ["France", "Italy", "Spain"]}}
+    )
     person = _object_schema(
         {
             "name": {"type": "string", "maxLength": 40},
@@ -215,6 +218,6 @@ def typical_schema() -> JSON:
 
 
 def slow_schema(number: int) -> JSON:
-    """A schema that takes about a second to compile. Each `number` gives another schema."""
-    properties = {f"f{number}_{field}": _TEXT for field in range(20)}
+    """Returns a schema that takes about a second to compile. Each `number` gives another schema."""
+    properties = {f"f{number}_{field}": _STRING_SCHEMA for field in range(20)}
     return _object_schema({f"o{number}_{part}": _object_schema(properties) for part in range(40)})

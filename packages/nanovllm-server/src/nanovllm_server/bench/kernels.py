@@ -14,7 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles, report
 
 
 def run(name_part: str, repeat: int, files: OutputFiles) -> None:
-    """Measures the kernels whose names contain `name_part`. Raises BenchError if there are none, or no GPU."""
+    """Measures the kernels whose names contain `name_part`. Raises BenchError without a GPU, or if no name matches."""
     if not has_cuda():
         raise BenchError("kernels needs an NVIDIA GPU")
     if not (cases := ladder.selected(name_part)):

@@ -19,7 +19,7 @@ from nanovllm_server.protocol.json import JSON
 OWN_PACKAGES = ("nanovllm-server", "nanovllm-models", "nanovllm-core", "nanovllm-kernels")
 PACKAGES = (*OWN_PACKAGES, "torch", "triton", "transformers")
 
-# A header, then rows of the same length.
+# The first row is the header. All rows have the same length.
 Table: TypeAlias = Sequence[Sequence[str]]
 
 
@@ -37,20 +37,20 @@ class InvalidSettingsError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class OutputFiles:
-    """Files to which results are written. None for no file."""
+    """Files to write results to. None for no file."""
 
     json: Path | None = None
     plot: Path | None = None
 
 
 def report(
-    benchmark: str, title: str, tables: Sequence[Table], figures: Mapping[str, JSON], files: OutputFiles
+    benchmark: str, title: str, tables: Sequence[Table], results: Mapping[str, JSON], files: OutputFiles
 ) -> None:
-    """Prints the tables and writes the figures as JSON. Adds the machine and the versions to both."""
+    """Prints the tables and writes the results as JSON. Both include the machine and the versions."""
     environment = describe_environment()
     known_parts = (f"{name} {value}" for name, value in environment.items() if value is not None)
     print_tables(title, ", ".join(known_parts), tables)
-    write_json(files.json, {"benchmark": benchmark, "environment": environment, **figures})
+    write_json(files.json, {"benchmark": benchmark, "environment": environment, **results})
 
 
 def describe_environment() -> dict[str, JSON]:
@@ -69,7 +69,7 @@ def describe_environment() -> dict[str, JSON]:
 
 
 def processor_name() -> str:
-    """The name of the processor. If the system has no name, the name of the processor's architecture."""
+    """Returns the processor's name, or its architecture if the system does not know the name."""
     try:
         name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -93,10 +93,10 @@ def print_message(text: str) -> None:
     sys.stderr.flush()
 
 
-def write_json(path: Path | None, figures: Mapping[str, JSON]) -> None:
-    """Writes the figures as JSON. path: None for no file."""
+def write_json(path: Path | None, results: Mapping[str, JSON]) -> None:
+    """Writes the results as JSON. path: None for no file."""
     if path is not None:
-        path.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
+        path.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -36,7 +36,7 @@ class ServeOptions:
     model: None for the first model that the server lists.
     rates: requests per second; None for all at once.
     concurrencies: maximum number of simultaneous requests; None for no limit.
-    seed: selects the words. Prompts of an earlier run with the same seed may be in the server's prefix cache.
+    seed: selects the words. The server's prefix cache may hold prompts of an earlier run with the same seed.
     """
 
     endpoint: Endpoint
@@ -64,10 +64,11 @@ class LatencyStats:
 class LoadResult:
     """The results of one load. The JSON has the same field names.
 
-    rate, concurrency: the load, as in `ServeOptions`.
+    rate: requests per second; None for all at once.
+    concurrency: maximum number of simultaneous requests; None for no limit.
     failed: number of requests without a complete answer. The other fields exclude these requests.
     seconds: time from the first request to the end of the last answer.
-    busy: processor time of the client divided by the duration of the run.
+    busy: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.
     itl: time between two consecutive pieces. A piece may have several tokens.
     tpot: time per token after the first piece.
@@ -90,8 +91,8 @@ class LoadResult:
     e2e: LatencyStats
 
     @property
-    def load_texts(self) -> list[str]:
-        """The rate and the concurrency as cells of a table."""
+    def load_cells(self) -> list[str]:
+        """Returns the rate and the concurrency as cells of a table."""
         return [
             "at once" if self.rate is None else f"{self.rate:g}",
             "-" if self.concurrency is None else str(self.concurrency),
@@ -212,21 +213,21 @@ def _summarize(
 
 
 def latency_stats(latencies_s: Iterable[float]) -> LatencyStats:
-    """All fields are NaN if there are no latencies."""
+    """Computes the statistics, which are NaN if there are no latencies."""
     ordered_ms = sorted(1000 * latency for latency in latencies_s) or [math.nan]
     return LatencyStats(fmean(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES))
 
 
 def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
-    """Takes the median of each field over several runs of one load, and the sum of `failed`."""
-    figures: dict[str, Any] = {
-        field.name: _median_figure([getattr(run, field.name) for run in runs]) for field in fields(LoadResult)
+    """Returns the median of each field over several runs of one load. `failed` is the sum of all runs."""
+    values_by_field: dict[str, Any] = {
+        field.name: _median_value([getattr(run, field.name) for run in runs]) for field in fields(LoadResult)
     }
-    figures["failed"] = sum(run.failed for run in runs)
-    return LoadResult(**figures)
+    values_by_field["failed"] = sum(run.failed for run in runs)
+    return LoadResult(**values_by_field)
 
 
-def _median_figure(values: Sequence[Any]) -> Any:
+def _median_value(values: Sequence[Any]) -> Any:
     if isinstance(values[0], LatencyStats):
         return LatencyStats(*map(median, zip(*map(astuple, values), strict=True)))
     # Integers and None are the same in all runs.
@@ -238,7 +239,7 @@ def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
     header = ["rate", "concurrency", *counts, "req/s", "output tok/s", "client busy"]
     rows = [
         [
-            *result.load_texts,
+            *result.load_cells,
             *map(str, (result.failed, result.prompt_tokens, result.cached_tokens, result.output_tokens)),
             f"{result.seconds:.2f}",
             f"{result.requests_per_second:.2f}",
@@ -255,19 +256,19 @@ def _latency_table(results: Sequence[LoadResult]) -> list[list[str]]:
     for result in results:
         for name in ("ttft", "itl", "tpot", "e2e"):
             values = astuple(getattr(result, name))
-            table.append([*result.load_texts, name.upper(), *(f"{value:.2f}" for value in values)])
+            table.append([*result.load_cells, name.upper(), *(f"{value:.2f}" for value in values)])
     return table
 
 
 def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
     # Labels leave out the rate or the concurrency if it is the same in all loads.
-    is_varied = [len(set(column)) > 1 for column in zip(*(result.load_texts for result in results), strict=True)]
+    is_varied = [len(set(column)) > 1 for column in zip(*(result.load_cells for result in results), strict=True)]
     charts.draw_curves(
         path,
         title,
         "output tok/s",
         [result.output_tokens_per_second for result in results],
-        [", ".join(compress(result.load_texts, is_varied)) for result in results],
+        [", ".join(compress(result.load_cells, is_varied)) for result in results],
         {
             f"{name.upper()}, ms": {
                 line: [getattr(getattr(result, name), line) for result in results] for line in ("p50", "p99")

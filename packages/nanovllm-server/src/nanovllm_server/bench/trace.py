@@ -12,9 +12,9 @@ from nanovllm_server.bench.report import BenchError, percentile, print_tables, w
 from nanovllm_server.bench.workload import LengthRange
 
 DEVICE_TRACK = "device"
-# A track in the results. The time of a step on this track is the sum over all tracks except the device.
+# Name of a result: the sum of a step's times on all tracks except the device.
 HOST_SUM = "host"
-# Longer idle times of the device are counted.
+# `IdleTimes.long` counts longer idle times.
 LONG_IDLE_US = 50.0
 
 
@@ -37,7 +37,7 @@ EventByStep: TypeAlias = dict[int, TraceEvent]
 
 @dataclass(frozen=True, slots=True)
 class TrackTimes:
-    """Percentiles of the times of steps on one track, in us. steps: number of steps."""
+    """Percentiles of the step times on one track, in us. steps: number of steps."""
 
     track: str
     steps: int
@@ -48,7 +48,7 @@ class TrackTimes:
 
 @dataclass(frozen=True, slots=True)
 class IdleTimes:
-    """Idle times of the device between steps, in us. most: maximum. long: number of idle times above LONG_IDLE_US."""
+    """Idle times of the device between steps, in us. most: maximum. long: number of times above LONG_IDLE_US."""
 
     p50: float
     p99: float
@@ -57,7 +57,7 @@ class IdleTimes:
 
 
 def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> None:
-    """Prints tables and writes the figures. Raises BenchError if the file is no trace or has none of these steps."""
+    """Prints tables and writes the results. Raises BenchError if the file is not a trace or has no selected step."""
     tracks = read_trace(path)
     if step_range is not None:
         tracks = {
@@ -122,7 +122,7 @@ def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
 
 
 def measure_idle_times(device_events: EventByStep) -> IdleTimes | None:
-    """Returns None if there are fewer than two steps."""
+    """Computes the idle times between consecutive steps. Returns None for fewer than two steps."""
     events = [device_events[step] for step in sorted(device_events)]
     idle_us = sorted(later.ts - event.ts - event.dur for event, later in pairwise(events))
     if not idle_us:

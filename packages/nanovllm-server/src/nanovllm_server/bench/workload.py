@@ -10,7 +10,7 @@ MAX_TOKEN_ID = 10_000
 
 # Each of these words is one token after a space in the vocabularies of GPT-2, Llama, Qwen and their descendants. The
 # client therefore needs no tokenizer to make a prompt of a given number of tokens.
-_TEXT = (
+_WORD_LIST = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
@@ -18,7 +18,7 @@ _TEXT = (
     "back parent face others level office door health person art war history party result change morning reason "
     "research girl guy moment air teacher force education"
 )
-SINGLE_TOKEN_WORDS = _TEXT.split()
+SINGLE_TOKEN_WORDS = _WORD_LIST.split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int) -> list[tuple
 
 
 def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]:
-    """Draws requests of random tokens in the order in which nano-vllm's benchmark draws them."""
+    """Draws requests of random tokens in the same order as nano-vllm's benchmark."""
     random = Random(0)
     max_token_id = min(MAX_TOKEN_ID, vocab_size - 1)
     prefix = tuple(random.randint(0, max_token_id) for _ in range(shape.prefix_len))
@@ -89,7 +89,7 @@ def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]
 
 
 def random_text_requests(shape: WorkloadShape, seed: int | str) -> list[TextRequest]:
-    """Draws requests of random words. The lengths depend only on the shape, the words also on `seed`."""
+    """Draws requests of random words. Only the words depend on `seed`."""
     random_lengths, random_words = Random(0), Random(seed)
 
     def choose_words(num_words: int) -> Sequence[str]:

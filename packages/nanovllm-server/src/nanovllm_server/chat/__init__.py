@@ -1,1 +1,1 @@
-"""One chat completion: from a parsed request to the deltas of its answer."""
+"""Runs a chat completion, from the parsed request to the deltas of the answer."""

@@ -29,10 +29,10 @@ class AdmissionControl:
         return int(self._active_counter.total(0))
 
     def admit(self, num_sequences: int) -> Callable[[], None]:
-        """Adds sequences. Returns the function that removes these sequences. Raises ApiError (429, 503)."""
+        """Admits sequences. Returns the function that releases these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
-        # Counting before comparing: simultaneous workers may all refuse, but together never admit too many sequences.
+        # Counts before it compares: simultaneous workers may refuse too many sequences, but never admit too many.
         self._active_counter.add(0, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:

@@ -14,7 +14,6 @@ from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
 
-# Interval of keep-alive comments in a stream.
 KEEP_ALIVE_INTERVAL_S = 15.0
 
 
@@ -27,12 +26,12 @@ class OutputNotifier:
         self._has_outputs = False
 
     def wake(self) -> None:
-        """Called by the engine when there are new outputs."""
+        """Wakes the reader for new outputs. The engine calls this method."""
         self._has_outputs = True
         self.wake_reader()
 
     def fail(self, reason: str) -> None:
-        """Called by the engine client when the engine has died."""
+        """Makes the reader's `wait` raise EngineDeadError. The engine client calls this method."""
         self.raise_in_reader(EngineDeadError(reason))
 
     def raise_in_reader(self, failure: Exception) -> None:
@@ -59,7 +58,7 @@ class Generation:
     """One answer. Each choice has a request and an output assembler.
 
     timeout_s: maximum time from the requests' arrival to the end; None for no limit.
-    make_grammar_error: makes the exception from the reason if a grammar fails during generation.
+    make_grammar_error: makes the exception for a grammar that fails during generation. The argument is the reason.
     prompt_logprobs: None before the first token, or if not requested.
     """
 

@@ -11,10 +11,10 @@ from nanovllm_server.chat.stop_strings import StopMatcher
 from nanovllm_server.parsing.detokenizing import Detokenizer, TextVocabulary
 from nanovllm_server.parsing.events import CallArguments, CallBegun, CallEnded, ContentText, Event, ReasoningText
 from nanovllm_server.parsing.parser import Parser
-from nanovllm_server.protocol.bodies import Finish, TokenLogprob, TopLogprob
+from nanovllm_server.protocol.bodies import ChoiceFinishReason, TokenLogprob, TopLogprob
 from nanovllm_server.protocol.response import CallDelta, Delta
 
-# JSON has no minus infinity, the log-probability of impossible tokens.
+# Replaces minus infinity, the log-probability of impossible tokens, because JSON has no infinity.
 MIN_LOGPROB = -9999.0
 
 
@@ -26,7 +26,7 @@ class ChoiceOptions:
     tag_ids: ids of special tokens that the parser reads as text.
     allows_parallel_calls: if false, the choice ends with its first call.
     names_tokens_by_id: log-probabilities name tokens "token_id:ID" instead of by their text.
-    is_call_required: the answer consists of calls, so that text beside calls can only be a part of their markup.
+    is_call_required: the answer consists of calls. Content is dropped, because it can only be markup of the calls.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 
@@ -54,7 +54,7 @@ class OutputAssembler:
         self.index = index
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
-        self.finish_reason: Finish | None = None
+        self.finish_reason: ChoiceFinishReason | None = None
         self._vocabulary = vocabulary
         self._detokenizer = Detokenizer(vocabulary, options.tag_ids)
         self._parser = parser
@@ -62,9 +62,8 @@ class OutputAssembler:
         self._sampling = sampling
         self._options = options
         self._reasoning_ended = False
-        # A stop string was found, or the only allowed call has ended.
+        # Whether a stop string was found or the only allowed call has ended.
         self._is_stopped = False
-        # Contents of the next delta.
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] | None = [] if options.include_token_ids else None
         self._reasoning_pieces: list[str] = []
@@ -72,7 +71,7 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def process_output(self, output: RequestOutput) -> Delta | None:
-        """Adds an output. Returns the new delta; None if nothing is new. Not allowed after the choice has ended."""
+        """Adds an output. Returns the new delta; None if nothing is new. The choice must not have ended."""
         token_ids = output.new_token_ids
         num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)
         for position, token_id in enumerate(token_ids):
@@ -98,7 +97,7 @@ class OutputAssembler:
             return self._finish_parsing(output, output.finish_reason)
         return self._take_delta() if self._reasoning_pieces or self._text_pieces or self._calls else None
 
-    def _finish_parsing(self, output: RequestOutput, reason: Finish) -> Delta:
+    def _finish_parsing(self, output: RequestOutput, reason: ChoiceFinishReason) -> Delta:
         self._apply_events(self._parser.push(self._detokenizer.finish()))
         if not self._is_stopped:
             self._apply_events(self._parser.finish())
@@ -118,7 +117,7 @@ class OutputAssembler:
                     if self._options.include_reasoning:
                         self._reasoning_pieces.append(text)
                 case CallBegun(index, name):
-                    # A stop string can't reach across a call.
+                    # A stop string can't extend across a call.
                     self._flush_stop_matcher()
                     self._calls.append(CallDelta(index, "", f"call_{uuid.uuid4().hex[:24]}", name))
                 case CallArguments(index, text):
@@ -146,7 +145,7 @@ class OutputAssembler:
             self.num_reasoning_tokens = self.num_tokens
             self._reasoning_ended = not self._parser.in_reasoning
 
-    def _end(self, reason: Finish, stop_reason: str | int | None = None) -> Delta:
+    def _end(self, reason: ChoiceFinishReason, stop_reason: str | int | None = None) -> Delta:
         if self._stop_matcher is not None and self._stop_matcher.matched_stop is not None:
             stop_reason = self._stop_matcher.matched_stop
         # "length" tells the client that the arguments of the last call are incomplete.
@@ -177,7 +176,7 @@ class OutputAssembler:
 
 
 def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
-    """Joins consecutive arguments of the same call."""
+    """Joins consecutive pieces of one call's arguments."""
     for (index, name), group in groupby(calls, lambda call: (call.index, call.name)):
         if name is None:
             yield CallDelta(index, "".join(call.arguments for call in group))
@@ -190,7 +189,7 @@ def make_logprob_entry(
 ) -> TokenLogprob:
     """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position.
 
-    names_by_id: see `ChoiceOptions.names_tokens_by_id`.
+    names_by_id: name tokens "token_id:ID" instead of by their text.
     """
     top_logprobs = [
         _serialize_logprob(vocabulary, top_id, logprob, names_by_id=names_by_id)

@@ -25,7 +25,7 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields None for the first token; for each further token, entries by id of the token and the likeliest tokens."""
+    """Yields None for the first token. For each further token, yields entries of this token and likely tokens."""
 
     def make_entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         text = vocabulary.token_bytes(token_id).decode(errors="replace")
@@ -35,7 +35,7 @@ def iterate_entries(
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
         entries = {str(token_id): make_entry(token_id, logprobs.logprob, logprobs.rank)}
-        # Ranks differ even between equally likely tokens.
+        # Equally likely tokens also have different ranks.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
             entries[str(top_id)] = make_entry(top_id, logprob, rank)
         yield entries

@@ -46,7 +46,7 @@ class Renderer:
         self._call_format = call_format
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._supports_developer_role() else "system"
-        self._needs_text_arguments, self._shows_calls = self._probe_calls()
+        self._needs_text_arguments, self._shows_calls = self._probe_call_support()
         self._shows_tools = self._can_show_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
         self._large_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
@@ -61,7 +61,7 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: size of the context. A prompt that is certain to exceed it gets a 400 before it is encoded.
+        max_tokens: prompts that are certainly longer are refused before they are encoded; None for no limit.
         """
         num_characters = sum(len(message.content or "") + 1 for message in messages)
         pool = self._large_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
@@ -70,7 +70,7 @@ class Renderer:
         )
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the token ids of each word at the beginning of a text, and after a space."""
+        """Returns the token ids of each word, once for the beginning of a text and once after a space."""
         variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
         encoded = [tuple(self._tokenizer.encode(variant, add_special_tokens=False).tolist()) for variant in variants]
         return tuple(dict.fromkeys(encoded))
@@ -105,8 +105,8 @@ class Renderer:
         rendered = self._try_render({"role": "user", "content": "."}, tools=[tool])
         return rendered is not None and "any_tool" in rendered
 
-    def _probe_calls(self) -> tuple[bool, bool]:
-        """Returns (needs_text: the template needs the arguments of calls as text, shows_calls: it shows calls)."""
+    def _probe_call_support(self) -> tuple[bool, bool]:
+        """Returns (whether the template needs calls' arguments as text, whether the template shows calls)."""
 
         def shows_arguments(*, as_text: bool) -> bool:
             call = _to_template_call(PastToolCall("call_0", "f", '{"key": "any_value"}'), as_text=as_text)
@@ -175,7 +175,7 @@ def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
     # Some clients send "" for a call without arguments.
     arguments: Any = call.arguments or "{}"
     if not as_text:
-        # Arguments of a call that was cut off are not JSON, and stay text.
+        # If a call was cut off, its arguments are not JSON and stay text.
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

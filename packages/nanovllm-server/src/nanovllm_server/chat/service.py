@@ -1,4 +1,4 @@
-"""The dependencies of the routes. `Service.start_generation` prepares a chat completion for the engine."""
+"""Prepares chat completions for the engine. `Service` holds the dependencies of all HTTP routes."""
 
 import time
 import uuid
@@ -26,7 +26,6 @@ from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaul
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.protocol.schema import refused_grammar
 
-# Limits of the log line about unknown fields.
 MAX_LOGGED_FIELDS = 20
 MAX_LOGGED_NAME_LENGTH = 80
 INT64_MAX = (1 << 63) - 1
@@ -34,11 +33,11 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """The dependencies of the routes.
+    """Prepares chat completions, and holds the dependencies of all HTTP routes.
 
-    allowed_hosts: arguments of `HostCheck`.
-    allowed_origins: arguments of `CrossOriginPolicy`.
-    body_memory_bytes: memory of all bodies in this worker that are larger than 64 KiB.
+    allowed_hosts: names that the Host header may have besides local and private names.
+    allowed_origins: origins whose pages may read the server's answers.
+    body_memory_bytes: maximum memory of all bodies over 64 KiB in this worker.
     running: generations that have not ended.
     """
 
@@ -69,11 +68,11 @@ class Service:
         return Limits(info.max_model_len, info.vocab_size, self.admission.capacity)
 
     def engine_failure(self) -> str | None:
-        """Why the engine is dead; None while the engine lives."""
+        """Returns why the engine is dead; None while the engine lives."""
         return None if self.engine.death_reason is None else f"the engine is dead: {self.engine.death_reason}"
 
     def unavailable_reason(self) -> str | None:
-        """Why the server refuses requests; None if the server accepts requests."""
+        """Returns why the server refuses requests; None if the server accepts requests."""
         return self.engine_failure() or self.admission.shutdown_reason
 
     def require_model(self, name: str) -> None:
@@ -115,7 +114,7 @@ class Service:
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
         reasoning_state = self.model_format.reasoning_state(prompt.text)
-        constraint = constrain(chat.answer, chat.tools, self.model_format, reasoning_state)
+        constraint = constrain(chat.answer_rule, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
         requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange)
@@ -152,7 +151,7 @@ class Service:
         return token_ids[-num_kept_tokens:]
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt: with the begin tag of reasoning if a budget needs the tag, budget: None for no limit)."""
+        """Returns (prompt, budget or None). Appends the begin tag of reasoning to the prompt if a budget needs it."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
@@ -168,8 +167,8 @@ class Service:
         return prompt, ReasoningBudget(min(max_tokens, self.engine.info.max_model_len), (end_id,))
 
     async def _compile(self, constraint: AnswerConstraint) -> ParameterTypes:
-        """Compiles the grammar of a request. Raises ApiError (400), which names the field that caused the failure."""
-        for path, spec in constraint.unused_fields:
+        """Compiles the grammars of a request. Raises ApiError (400), which names the field at fault."""
+        for path, spec in constraint.unused_grammars:
             try:
                 await self.engine.compile(spec)
             except GrammarError as error:
@@ -180,9 +179,9 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Returns the error of the first field whose grammar fails alone, else of the whole constraint."""
-        is_field_unknown = error.place is None and len(constraint.fields) > 1
-        for path, spec in constraint.fields if is_field_unknown else ():
+        """Returns the error of the first field whose grammar fails on its own, else of the whole constraint."""
+        is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
+        for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:
                 await self.engine.compile(spec)
             except GrammarError as field_error:
@@ -237,7 +236,7 @@ class Service:
                 id=f"{id_prefix}-{index}",
                 token_ids=token_ids,
                 sampling=_choice_sampling(sampling, index),
-                # Keys share no cached prompts. The digests of all keys have the same length, so salts can't collide.
+                # API keys share no cached prompts. Salts can't collide, because all key digests have the same length.
                 cache_salt=exchange.key_digest + chat.cache_salt,
                 priority=chat.priority,
                 arrival_time=exchange.arrival,

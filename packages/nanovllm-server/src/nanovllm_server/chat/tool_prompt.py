@@ -42,7 +42,7 @@ def write_history_as_text(messages: Sequence[TemplateMessage], call_format: Tool
 
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """Writes a call in the model's format. arguments: a string if the call was cut off; written unchanged."""
+    """Writes a call in the model's format. arguments: a string if the call was cut off."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:

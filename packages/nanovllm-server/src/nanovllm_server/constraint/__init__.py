@@ -1,1 +1,1 @@
-"""Builds the grammar that constrains an answer, as an xgrammar structural tag, from the request and the chat format."""
+"""Builds the grammar of an answer from the request and the chat format. The grammar is a structural tag of xgrammar."""

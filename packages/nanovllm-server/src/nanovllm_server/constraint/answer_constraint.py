@@ -1,4 +1,4 @@
-"""Builds the grammar of an answer: reasoning, and then tool calls, text in the requested format, or both."""
+"""Builds the grammar of an answer: reasoning, followed by tool calls, text in the requested format, or both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,18 +22,17 @@ from nanovllm_server.constraint.call_grammar import (
     MAX_CALLS,
     call_beginnings,
     calls_format,
-    is_bare,
+    needs_no_opening_tag,
     text_with_calls,
 )
 from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
-from nanovllm_server.protocol.answer import Answer, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
+from nanovllm_server.protocol.answer import AnswerRule, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.tools import Function, Toolbox
 
-# Maximum size of the grammar of one request, in bytes.
-MAX_SOURCE_BYTES = 1 << 20
-# Text between reasoning and the content or calls.
+MAX_GRAMMAR_BYTES = 1 << 20
+# Text between the reasoning and the content or calls.
 LINE_BREAKS = regex(r"\n{0,2}")
 
 
@@ -41,72 +40,72 @@ LINE_BREAKS = regex(r"\n{0,2}")
 class AnswerConstraint:
     """The constraint on an answer.
 
-    fields: (path, grammar) of each field of the request in `spec`. If `spec` fails, they show which field is wrong.
-    unused_fields: (path, grammar) of each field without effect on this answer. These grammars must be valid, too.
-    calls_only_at_start: see `Parser`.
+    field_grammars: (path, grammar) of each request field in `spec`. If `spec` fails, they show which field is wrong.
+    unused_grammars: (path, grammar) of each request field that `spec` ignores. The grammars must still be valid.
+    calls_only_at_start: only an answer that begins with a call can have calls.
     """
 
     spec: GrammarSpec
-    fields: tuple[tuple[str, GrammarSpec], ...]
-    unused_fields: tuple[tuple[str, GrammarSpec], ...]
+    field_grammars: tuple[tuple[str, GrammarSpec], ...]
+    unused_grammars: tuple[tuple[str, GrammarSpec], ...]
     calls_only_at_start: bool
 
     @property
     def path(self) -> str:
         """The field that errors name if no single field fails on its own."""
-        return self.fields[0][0] if len(self.fields) == 1 else "tools"
+        return self.field_grammars[0][0] if len(self.field_grammars) == 1 else "tools"
 
 
 def constrain(
-    answer: Answer | None, tools: Toolbox | None, model_format: ModelFormat, reasoning_state: ReasoningState
+    answer_rule: AnswerRule | None, tools: Toolbox | None, model_format: ModelFormat, reasoning_state: ReasoningState
 ) -> AnswerConstraint | None:
-    """The constraint on the answer; None for a free answer. reasoning_state: see `ModelFormat.reasoning_state`.
+    """Returns the constraint on the answer; None for free text. reasoning_state: state at the end of the prompt.
 
     The engine converts the JSON schemas later. Raises ApiError (400) if a grammar is too large.
     """
     call_form = model_format.chat_format.tool_calls if tools is not None else None
-    if tools is None or call_form is None or not (tools.needs_grammar or answer is not None):
-        if answer is None:
+    if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):
+        if answer_rule is None:
             return None
-        spec = _answer_spec(answer)
-        fields, unused_fields = ((answer.path, spec),), ()
+        spec = _answer_spec(answer_rule)
+        field_grammars, unused_grammars = ((answer_rule.path, spec),), ()
         if reasoning_state == "closed":
-            return _with_checked_size(AnswerConstraint(spec, fields, unused_fields, calls_only_at_start=False))
-        content, calls_only_at_start = _answer_format(answer), False
+            return _with_checked_size(AnswerConstraint(spec, field_grammars, (), calls_only_at_start=False))
+        content, calls_only_at_start = _content_tag_format(answer_rule), False
     else:
         functions = [*tools.functions.values()]
-        content, calls_only_at_start = _content_format(answer, tools, call_form, functions)
-        function_fields = tuple(
+        content, calls_only_at_start = _content_and_calls_format(answer_rule, tools, call_form, functions)
+        function_grammars = tuple(
             (function.path, _json_spec(function.enforced_schema, function.path))
             for function in functions
             if function.is_enforced
         )
-        answer_fields = () if answer is None else ((answer.path, _answer_spec(answer)),)
+        answer_grammars = () if answer_rule is None else ((answer_rule.path, _answer_spec(answer_rule)),)
         if tools.mode != "auto":
-            fields, unused_fields = function_fields, answer_fields
-        elif isinstance(answer, TagAnswer):
-            fields, unused_fields = answer_fields, function_fields
+            field_grammars, unused_grammars = function_grammars, answer_grammars
+        elif isinstance(answer_rule, TagAnswer):
+            field_grammars, unused_grammars = answer_grammars, function_grammars
         else:
-            fields, unused_fields = function_fields + answer_fields, ()
-    answer_format = sequence(*_reasoning_formats(model_format, reasoning_state, call_form), content)
-    return _with_checked_size(AnswerConstraint(_tag_spec(answer_format), fields, unused_fields, calls_only_at_start))
+            field_grammars, unused_grammars = function_grammars + answer_grammars, ()
+    spec = _tag_spec(sequence(*_reasoning_formats(model_format, reasoning_state, call_form), content))
+    return _with_checked_size(AnswerConstraint(spec, field_grammars, unused_grammars, calls_only_at_start))
 
 
-def _content_format(
-    answer: Answer | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[Function]
+def _content_and_calls_format(
+    answer_rule: AnswerRule | None, tools: Toolbox, form: ToolCallFormat, functions: Sequence[Function]
 ) -> tuple[TagFormat, bool]:
     """Returns (format of content and calls, `AnswerConstraint.calls_only_at_start`)."""
     max_calls = MAX_CALLS if tools.allows_parallel_calls else 1
     if tools.mode != "auto":
         return calls_format(form, functions, max_calls), True
-    match answer:
+    match answer_rule:
         case None:
-            return text_with_calls(form, functions, max_calls), is_bare(form)
+            return text_with_calls(form, functions, max_calls), needs_no_opening_tag(form)
         case TagAnswer():
-            # A structural tag itself defines the calls and their places.
-            return _answer_format(answer), False
+            # The client's structural tag itself defines where calls may come.
+            return _content_tag_format(answer_rule), False
         case _:
-            return either([calls_format(form, functions, max_calls), _answer_format(answer)]), True
+            return either([calls_format(form, functions, max_calls), _content_tag_format(answer_rule)]), True
 
 
 def _reasoning_formats(
@@ -121,8 +120,8 @@ def _reasoning_formats(
     yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 
 
-def _answer_format(answer: Answer) -> TagFormat:
-    match answer:
+def _content_tag_format(answer_rule: AnswerRule) -> TagFormat:
+    match answer_rule:
         case JsonAnswer(path, schema):
             return unconverted_json(schema, path)
         case RegexAnswer(pattern=pattern):
@@ -135,8 +134,8 @@ def _answer_format(answer: Answer) -> TagFormat:
             return tag_format
 
 
-def _answer_spec(answer: Answer) -> GrammarSpec:
-    match answer:
+def _answer_spec(answer_rule: AnswerRule) -> GrammarSpec:
+    match answer_rule:
         case JsonAnswer(path, schema):
             return _json_spec(schema, path)
         case RegexAnswer(pattern=pattern):
@@ -144,7 +143,7 @@ def _answer_spec(answer: Answer) -> GrammarSpec:
         case GrammarAnswer(grammar=grammar):
             return GrammarSpec("ebnf", grammar)
         case ChoiceAnswer() | TagAnswer():
-            return _tag_spec(_answer_format(answer))
+            return _tag_spec(_content_tag_format(answer_rule))
 
 
 def _json_spec(schema: JSON, path: str) -> GrammarSpec:
@@ -157,13 +156,17 @@ def _tag_spec(tag_format: TagFormat) -> GrammarSpec:
 
 
 def _with_checked_size(constraint: AnswerConstraint) -> AnswerConstraint:
-    """`constraint` itself. Raises ApiError (400) if a grammar in it is too large."""
-    for path, spec in (*constraint.fields, *constraint.unused_fields, (constraint.path, constraint.spec)):
+    """Returns `constraint` unchanged. Raises ApiError (400) if a grammar of `constraint` is too large."""
+    for path, spec in (
+        *constraint.field_grammars,
+        *constraint.unused_grammars,
+        (constraint.path, constraint.spec),
+    ):
         size = len(spec.source.encode())
-        if size > MAX_SOURCE_BYTES:
+        if size > MAX_GRAMMAR_BYTES:
             raise ApiError(
                 400,
-                f"{path} is {size} bytes long as a grammar, but at most {MAX_SOURCE_BYTES} are supported: make it "
+                f"{path} is {size} bytes long as a grammar, but at most {MAX_GRAMMAR_BYTES} are supported: make it "
                 "shorter",
                 param=path,
                 code="invalid_value",

@@ -1,4 +1,4 @@
-"""Structural tags for tool calls in each format. The package `parsing` can read every call that they allow."""
+"""Builds structural tags for tool calls in each format. The package `parsing` reads every call that a tag allows."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ MAX_LEADING_SPACES = 4
 
 
 def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
-    """One to `max_calls` calls and nothing else."""
+    """Returns the grammar of one to `max_calls` calls without other text."""
     match form:
         case JsonCalls():
             call = _json_call(form, functions)
@@ -45,9 +45,9 @@ def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls:
 
 
 def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
-    """Text with up to `max_calls` calls in it. Text that begins like a call must be a call.
+    """Returns the grammar of text with up to `max_calls` calls. Text that begins like a call must be a call.
 
-    In bare formats, see `is_bare`, the answer is either text or calls.
+    If calls need no opening tag, the answer is either text or calls.
     """
     if isinstance(form, JsonCalls) and form.may_omit_begin:
         return either([calls_format(form, functions, max_calls), optional(_text_that_begins_no_call(form))])
@@ -56,12 +56,12 @@ def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_cal
 
 
 def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
-    """The texts with which a call begins within other text; `parsing` looks for the same texts."""
+    """Returns the texts that begin a call within other text. The package `parsing` looks for the same texts."""
     return (form.begin,) if isinstance(form, JsonCalls) else (form.begin, form.call_begin)
 
 
-def is_bare(form: ToolCallFormat) -> bool:
-    """Whether calls need no opening tag. Only an answer that begins with a call can then have calls."""
+def needs_no_opening_tag(form: ToolCallFormat) -> bool:
+    """Returns whether calls need no opening tag. In this case, only an answer that begins with a call has calls."""
     return isinstance(form, JsonCalls) and form.may_omit_begin
 
 

@@ -42,7 +42,7 @@ def create_app(service: Service) -> Quart:
     app = Quart(__name__, static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None)
     body_memory = BodyMemory(service.body_memory_bytes)
-    # The parsed values may take many times the memory of the body.
+    # Parse one large body at a time: the parsed values may take many times the memory of the body.
     large_body_slot = asyncio.Semaphore()
 
     async def chat_completions() -> Response:
@@ -51,7 +51,7 @@ def create_app(service: Service) -> Quart:
         async with body_memory.hold(_max_body_bytes(service)) as share:
             chat = await _read_request(service, exchange, share, large_body_slot)
             generation = await service.start_generation(chat, exchange)
-            # Frees the text of the messages. The answer may take long.
+            # Free the text of the messages now, because the answer may take long.
             chat = replace(chat, messages=())
         envelope = Envelope(
             f"chatcmpl-{chat.request_id or exchange.request_id}",
@@ -102,7 +102,7 @@ def _close_connections_while_draining(app: Quart, service: Service) -> None:
     """Makes each 503 of a drain the last response of its connection."""
 
     async def close_connection(response: Response) -> Response:
-        # The client's next request then reaches another server, if a proxy has one.
+        # On a new connection, a proxy can send the client's next request to another server.
         if response.status_code == 503 and service.admission.shutdown_reason is not None:
             response.headers["Connection"] = "close"
         return response
@@ -111,7 +111,7 @@ def _close_connections_while_draining(app: Quart, service: Service) -> None:
 
 
 def _add_access_checks(app: Quart, service: Service) -> None:
-    """Checks the headers of every request, before its route and its body."""
+    """Makes the application check the headers of every request before the route reads the body."""
     host_check = HostCheck(service.allowed_hosts)
     origin_policy = CrossOriginPolicy(service.allowed_origins)
 
@@ -150,7 +150,7 @@ def _add_static_routes(app: Quart, service: Service) -> None:
 
 
 def _max_body_bytes(service: Service) -> int:
-    """Returns the announced size of the body, or the limit. Raises RequestEntityTooLarge."""
+    """Returns Content-Length, or the limit for a chunked body. Raises RequestEntityTooLarge."""
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:

@@ -1,4 +1,4 @@
-"""Limits the memory of all request bodies in a worker, before the bodies are read."""
+"""Limits the memory of request bodies in a worker. Each request waits for memory before the server reads its body."""
 
 import asyncio
 from collections import deque
@@ -7,14 +7,13 @@ from contextlib import asynccontextmanager
 
 from nanovllm_server.protocol.error import unavailable
 
-# Smaller bodies need no share of the memory: large bodies that arrive slowly never delay small requests.
+# Smaller bodies do not count, because large bodies that arrive slowly must not delay small requests.
 MIN_COUNTED_BYTES = 64 << 10
-# Time that a body may wait for memory.
 MAX_WAIT_S = 10.0
 
 
 class BodyShare:
-    """The bytes that one request holds of a `BodyMemory`."""
+    """The part of a `BodyMemory` that one request holds."""
 
     def __init__(self, memory: "BodyMemory", num_bytes: int):
         self._memory = memory
@@ -28,7 +27,7 @@ class BodyShare:
 
 
 class BodyMemory:
-    """The bytes that bodies may take in this worker. Bodies wait in the order of their arrival. For one event loop."""
+    """Limits the bytes of bodies in this worker. Requests get memory in the order of arrival. Not thread-safe."""
 
     def __init__(self, num_bytes: int):
         self.num_free_bytes = num_bytes
@@ -36,7 +35,7 @@ class BodyMemory:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncGenerator[BodyShare]:
-        """Holds `num_bytes` in the context. Raises ApiError (503) if too few bytes become free in time."""
+        """Holds `num_bytes` in an `async with` block. Raises ApiError (503) after waiting for `MAX_WAIT_S`."""
         if num_bytes < MIN_COUNTED_BYTES:
             num_bytes = 0
         try:
@@ -51,7 +50,7 @@ class BodyMemory:
             share.shrink(0)
 
     def give_back(self, num_bytes: int) -> None:
-        """Frees bytes that a request holds."""
+        """Frees `num_bytes`, and grants them to waiting requests."""
         self.num_free_bytes += num_bytes
         self._serve_waiting()
 
@@ -66,7 +65,7 @@ class BodyMemory:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                # The bytes were granted just before the cancellation.
+                # `_serve_waiting` granted the bytes just before the cancellation.
                 self.give_back(num_bytes)
             else:
                 self._waiting.remove(entry)

@@ -25,8 +25,7 @@ WRITE_TIMEOUT_S = 60.0
 MAX_READ_BYTES = 8 << 10
 # A line feed without a carriage return, or a header that continues on the next line.
 AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
-# Messages for requests that are not valid HTTP, by status.
-INVALID_HTTP_MESSAGES = {
+INVALID_HTTP_MESSAGE_BY_STATUS = {
     400: "the request is not valid HTTP/1.1: check its first line, its headers and the framing of its body",
     431: "the first line and the headers of the request are too long",
     501: "Transfer-Encoding must be chunked",
@@ -34,7 +33,7 @@ INVALID_HTTP_MESSAGES = {
 
 
 class StrictConnection(h11.Connection):
-    """Refuses heads of requests that h11 accepts, but that proxies may read in another way."""
+    """Refuses request heads that h11 accepts, but that a proxy may read differently."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Returns the next event. Raises RemoteProtocolError for invalid HTTP."""
@@ -47,7 +46,7 @@ class StrictConnection(h11.Connection):
 
 
 class Http1Protocol(H11Protocol):
-    """HTTP/1.1 only, because Hypercorn never closes idle HTTP/2 connections."""
+    """Supports only HTTP/1.1, because Hypercorn never closes idle HTTP/2 connections."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -55,11 +54,11 @@ class Http1Protocol(H11Protocol):
         self.connection = StrictConnection(h11.SERVER, max_incomplete_event_size=max_head_bytes)
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Ignores requests to change the protocol."""
+        """Ignores requests to change to another protocol."""
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Answers invalid HTTP. Hypercorn then closes the connection."""
-        message = INVALID_HTTP_MESSAGES.get(status_code, INVALID_HTTP_MESSAGES[400])
+        """Sends an error for invalid HTTP. Hypercorn closes the connection afterwards."""
+        message = INVALID_HTTP_MESSAGE_BY_STATUS.get(status_code, INVALID_HTTP_MESSAGE_BY_STATUS[400])
         body = orjson.dumps(ApiError(status_code, message, code="invalid_http").body())
         headers = [
             (b"content-type", b"application/json"),
@@ -73,11 +72,11 @@ class Http1Protocol(H11Protocol):
 class SmallReadProtocol(asyncio.BufferedProtocol):
     """Passes received data to a stream in parts of at most `MAX_READ_BYTES`."""
 
-    # The event loop fills the buffer and then calls `buffer_updated` at once, so all connections can share the buffer.
+    # All connections share one buffer, because the event loop calls `buffer_updated` right after filling the buffer.
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
-        # The stream pauses the connection beyond twice its limit: here, after each full part.
+        # `StreamReader` pauses the connection above twice its limit. With this limit, each full part pauses it.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
         self.pause_writing = self._stream.pause_writing
@@ -105,7 +104,7 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
 
 
 class HttpConnection(TCPServer):
-    """The connection of one client. The connection closes when the client disconnects, not after the idle timeout."""
+    """Serves one client. Closes the connection when the client disconnects, not after the idle timeout."""
 
     write_timeout_s = WRITE_TIMEOUT_S
     _is_client_gone = False
@@ -185,7 +184,7 @@ async def serve(
 
 
 def _is_disconnect(error: BaseException) -> bool:
-    """Whether a disconnect of the client caused `error`."""
+    """Returns whether a disconnect of the client caused `error`."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_is_disconnect, error.exceptions))
     return isinstance(error, OSError)

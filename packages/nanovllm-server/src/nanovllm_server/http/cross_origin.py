@@ -8,36 +8,38 @@ from werkzeug.datastructures import Headers
 ANY_ORIGIN = "*"
 ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[^/?#@:*\s]+)(?::(?P<port>\d+))?")
 DEFAULT_PORTS = {"http": "80", "https": "443"}
-# Seconds for which a browser need not repeat a preflight request.
+# Time for which browsers may cache the response to a preflight request.
 PREFLIGHT_AGE_S = 600
-DEFAULT_HEADERS = "Authorization, Content-Type"
+DEFAULT_ALLOWED_HEADERS = "Authorization, Content-Type"
 EXPOSED_HEADERS = "Retry-After, X-Request-Id"
 
 
 class CrossOriginPolicy:
-    """The origins whose pages may read this server's answers. origins: `*` allows all origins."""
+    """Allows pages of the given origins to read this server's answers. origins: `*` allows all origins."""
 
     def __init__(self, origins: Sequence[str]):
         self._origins = frozenset(origins)
 
-    def preflight_headers(self, method: str, headers: Headers) -> dict[str, str] | None:
-        """Headers of the answer to a preflight request; None if the request is another request or is not allowed."""
-        allowed = self.response_headers(headers)
-        is_preflight = method == "OPTIONS" and "Access-Control-Request-Method" in headers
+    def preflight_headers(self, method: str, request_headers: Headers) -> dict[str, str] | None:
+        """Returns the headers of the response to a preflight request. Returns None for all other requests."""
+        allowed = self.response_headers(request_headers)
+        is_preflight = method == "OPTIONS" and "Access-Control-Request-Method" in request_headers
         if not is_preflight or "Access-Control-Allow-Origin" not in allowed:
             return None
         return allowed | {
             "Access-Control-Allow-Methods": "GET, POST",
-            # Libraries send headers of their own.
-            "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", DEFAULT_HEADERS),
+            # Allow every header that the page asks for, because client libraries send headers of their own.
+            "Access-Control-Allow-Headers": request_headers.get(
+                "Access-Control-Request-Headers", DEFAULT_ALLOWED_HEADERS
+            ),
             "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
         }
 
-    def response_headers(self, headers: Headers) -> dict[str, str]:
-        """Headers of the response to a request with `headers`."""
+    def response_headers(self, request_headers: Headers) -> dict[str, str]:
+        """Returns the CORS headers of the response to a request with `request_headers`."""
         if not self._origins:
             return {}
-        origin = headers.get("Origin", "")
+        origin = request_headers.get("Origin", "")
         if origin not in self._origins and not (origin and ANY_ORIGIN in self._origins):
             return {"Vary": "Origin"}
         return {

@@ -12,29 +12,29 @@ from nanovllm_server.observability.http_exchange import HttpExchange
 from nanovllm_server.observability.logs import Logger
 from nanovllm_server.protocol.bodies import ChatCompletionChunk, ChunkChoice, CompletionUsage, Error
 from nanovllm_server.protocol.error import ApiError, internal_error, unavailable
-from nanovllm_server.protocol.response import Delta, Envelope, stream_choices
+from nanovllm_server.protocol.response import Delta, Envelope, make_chunk_choices
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-# Stands for the choice in a serialised chunk. Strings of the chunk can't contain this JSON: JSON escapes quotes.
+# Marks the position of the choice in a serialised chunk. JSON escapes quotes: no string can contain this marker.
 CHOICE_PLACEHOLDER = cast(ChunkChoice, ["nanovllm"])
 
 
-def write_event(body: ChatCompletionChunk | Error) -> bytes:
-    """Serialises an event without a name. Clients handle such an event as `message`."""
+def serialize_event(body: ChatCompletionChunk | Error) -> bytes:
+    """Serialises an event without a name."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def write_error_event(error: ApiError) -> bytes:
+def serialize_error_event(error: ApiError) -> bytes:
     """Serialises an event named `error`."""
-    return b"event: error\n" + write_event(error.body())
+    return b"event: error\n" + serialize_event(error.body())
 
 
 class ChatStream:
     """The server-sent events of one answer.
 
     include_usage: the last chunk has the usage.
-    has_continuous_usage: all other chunks have the usage so far.
+    has_continuous_usage: every chunk with a choice has the usage up to this chunk.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class ChatStream:
         self._has_continuous_usage = has_continuous_usage
         self._started_choices: set[int] = set()
         # Chunks differ only in their choices: serialise the other fields once per stream.
-        template = write_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
+        template = serialize_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
         self._chunk_begin, self._chunk_end = template.split(orjson.dumps(CHOICE_PLACEHOLDER))
         self._delta_batches = generation.stream_deltas()
         self._first_deltas: list[Delta] = []
-        self._must_send_prompt = envelope.prompt_token_ids is not None
+        self._must_send_prompt_ids = envelope.prompt_token_ids is not None
 
     async def wait_for_first_deltas(self) -> None:
         """Waits for the first deltas. A failure during this wait can still set the HTTP status."""
@@ -60,37 +60,38 @@ class ChatStream:
         """Yields all events up to [DONE]. A failure becomes an error event."""
         try:
             async with aclosing(self._delta_batches) as delta_batches:
-                yield self._write_batch(self._first_deltas)
+                yield self._serialize_batch(self._first_deltas)
                 async for deltas in delta_batches:
-                    yield self._write_batch(deltas)
+                    yield self._serialize_batch(deltas)
             if self._include_usage:
-                yield write_event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
+                yield serialize_event(self._envelope.chunk([], self._generation.usage.body(), with_usage=True))
         except ApiError as error:
             logger.warning("stream failed", request_id=exchange.request_id, reason=error.message)
-            yield write_error_event(error)
+            yield serialize_error_event(error)
         except EngineDeadError as error:
             logger.error("stream failed", request_id=exchange.request_id, reason=str(error))
-            yield write_error_event(unavailable(str(error), "engine_dead"))
+            yield serialize_error_event(unavailable(str(error), "engine_dead"))
         except Exception:
             logger.exception("stream failed", request_id=exchange.request_id)
-            yield write_error_event(internal_error(exchange.request_id))
+            yield serialize_error_event(internal_error(exchange.request_id))
         yield DONE_EVENT
 
-    def _write_batch(self, deltas: list[Delta]) -> bytes:
+    def _serialize_batch(self, deltas: list[Delta]) -> bytes:
         if not deltas:
             return KEEP_ALIVE_COMMENT
         usage = self._generation.usage.body() if self._has_continuous_usage else None
-        return b"".join([self._write_delta(delta, usage) for delta in deltas])
+        return b"".join([self._serialize_delta(delta, usage) for delta in deltas])
 
-    def _write_delta(self, delta: Delta, usage: CompletionUsage | None) -> bytes:
+    def _serialize_delta(self, delta: Delta, usage: CompletionUsage | None) -> bytes:
         is_first = delta.index not in self._started_choices
         self._started_choices.add(delta.index)
-        return b"".join([self._write_choice(choice, usage) for choice in stream_choices(delta, is_first=is_first)])
+        choices = make_chunk_choices(delta, is_first=is_first)
+        return b"".join([self._serialize_choice(choice, usage) for choice in choices])
 
-    def _write_choice(self, choice: ChunkChoice, usage: CompletionUsage | None) -> bytes:
-        if self._must_send_prompt or usage is not None:
-            with_prompt, self._must_send_prompt = self._must_send_prompt, False
-            return write_event(
+    def _serialize_choice(self, choice: ChunkChoice, usage: CompletionUsage | None) -> bytes:
+        if self._must_send_prompt_ids or usage is not None:
+            with_prompt, self._must_send_prompt_ids = self._must_send_prompt_ids, False
+            return serialize_event(
                 self._envelope.chunk([choice], usage, with_usage=self._include_usage, with_prompt=with_prompt)
             )
         return self._chunk_begin + orjson.dumps(choice) + self._chunk_end

@@ -8,7 +8,7 @@ from nanovllm_server.protocol.error import ApiError
 
 
 def check_framing(raw_path: bytes, headers: Container[str]) -> None:
-    """Refuses requests that a proxy may read in another way than this server. Raises ApiError (400)."""
+    """Refuses requests that a proxy and this server may read differently. Raises ApiError (400)."""
     if not raw_path.startswith(b"/"):
         raise _invalid_http("the first line must have a path, such as /v1/chat/completions, instead of a URL")
     if "Transfer-Encoding" in headers and "Content-Length" in headers:
@@ -24,7 +24,7 @@ def check_key(api_keys: Sequence[str], authorization: str | None) -> str:
     if not api_keys:
         return ""
     scheme, _, key = (authorization or "").partition(" ")
-    # Comparing the digests of all keys takes constant time, and therefore reveals nothing about the keys.
+    # Compare with all keys in constant time, because the duration must reveal nothing about the keys.
     digest = _digest(key.strip())
     matches = [hmac.compare_digest(digest, _digest(api_key)) for api_key in api_keys]
     if scheme.lower() != "bearer" or not any(matches):

@@ -20,17 +20,17 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 class HostCheck:
     """Refuses requests whose Host header has a name that a web site can own.
 
-    names: further names that are allowed; `*.example.com` allows all names under example.com, `*` allows all names.
+    names: names that are allowed in addition. `*.example.com` allows all names under example.com, `*` all names.
     """
 
     def __init__(self, names: Iterable[str]):
-        normal_names = [_normalize(name) for name in names]
-        self._allows_all = ANY_NAME in normal_names
-        self._names = frozenset(normal_names)
-        self._suffixes = (*PRIVATE_SUFFIXES, *(name[1:] for name in normal_names if name.startswith("*.")))
+        normalized_names = [_normalize(name) for name in names]
+        self._allows_all = ANY_NAME in normalized_names
+        self._names = frozenset(normalized_names)
+        self._suffixes = (*PRIVATE_SUFFIXES, *(name[1:] for name in normalized_names if name.startswith("*.")))
 
     def check(self, header: str | None) -> None:
-        """Checks the value of the header; None if a client of HTTP/1.0 sent no header. Raises ApiError (400, 403)."""
+        """Checks the Host header. None passes, because HTTP/1.0 needs no Host header. Raises ApiError (400, 403)."""
         if header is None:
             return
         match = HOST_HEADER.fullmatch(header.strip())
@@ -47,7 +47,7 @@ class HostCheck:
             )
 
     def _is_allowed(self, name: str) -> bool:
-        # Web sites own names with dots. A browser sends an address only if the page's URL has this address.
+        # Web sites can own only names with dots. DNS can't redirect an IP address.
         return "." not in name or name in self._names or name.endswith(self._suffixes) or _is_ip_address(name)
 
 

@@ -53,7 +53,7 @@ def add_status_routes(app: Quart, service: Service) -> None:
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:
-    """Serialises `body`."""
+    """Returns a response with `body` as JSON."""
     return Response(orjson.dumps(body), status, content_type="application/json")
 
 

@@ -7,7 +7,7 @@ from nanovllm_server.observability.shared_counters import SharedCounters
 
 
 class Histogram:
-    """Counts observations by upper bound. Fast enough for one observation per token. For one thread only."""
+    """Counts observations in buckets. Fast enough for one observation per token. Not thread-safe."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
@@ -22,8 +22,8 @@ class Histogram:
         self._counters.add(bisect_left(self._bounds, value), count)
         self._counters.add(self._sum_index, value * count)
 
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns (buckets: upper bounds with cumulative counts, value_sum: sum of all values) over all workers."""
+    def buckets_and_sum(self) -> tuple[list[tuple[str, float]], float]:
+        """Returns upper bounds with cumulative counts, and the sum of all values. Both include all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
         return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)

@@ -25,11 +25,11 @@ from nanovllm_server.observability.request_body import RequestBody
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
-# Maximum time by which the last part of a response is delayed until the whole request has arrived.
+# Maximum time for which the last part of a response waits until the whole request has arrived.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200
 MAX_REQUEST_ID_BYTES = 256
-HOST_HEADER_VALUE = b"localhost"
+VALID_HOST_HEADER = b"localhost"
 SCOPE_KEY = "nanovllm.exchange"
 REQUEST_ID_HEADER = b"x-request-id"
 
@@ -40,8 +40,8 @@ class HttpExchange:
     host: value of the Host header; None without the header.
     has_generated_id: the client sent no request id.
     key_digest: digest of the API key; "" if the server needs no key.
-    is_chunked: the body has no Content-Length. The connection then closes after the response.
-    arrival: value of `time.monotonic`.
+    is_chunked: the request has Transfer-Encoding. The connection closes after the response.
+    arrival: time of `time.monotonic`.
     status: None before the response starts.
     log_fields: additional fields of the log line.
     on_end_callbacks: called in reverse order when the exchange ends.
@@ -85,8 +85,8 @@ class HttpExchangeMiddleware:
             host=headers[b"host"].decode("latin-1") if b"host" in headers else None,
             is_chunked=b"transfer-encoding" in headers,
         )
-        # The web framework fails with invalid Host headers.
-        scope["headers"] = [(name, HOST_HEADER_VALUE if name == b"host" else value) for name, value in scope["headers"]]
+        # Hide the Host header, because the web framework fails with invalid values.
+        scope["headers"] = [(name, VALID_HOST_HEADER if name == b"host" else value) for name, value in scope["headers"]]
         if not scope["path"].startswith("/"):
             # The web framework also fails with paths that do not begin with a slash.
             scope["path"] = "/"
@@ -160,6 +160,6 @@ def _client_request_id(scope: HTTPScope) -> str | None:
 def _with_headers(event: HTTPResponseStartEvent, exchange: HttpExchange) -> HTTPResponseStartEvent:
     headers = [*event["headers"], (REQUEST_ID_HEADER, exchange.request_id.encode())]
     if exchange.is_chunked:
-        # A proxy may see another end of the chunks, and send the rest as the next request of the connection.
+        # A proxy may see another end of the body, and send the rest as the connection's next request.
         headers.append((b"connection", b"close"))
     return {**event, "headers": headers}

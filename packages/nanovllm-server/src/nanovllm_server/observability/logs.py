@@ -1,4 +1,4 @@
-"""Configures the log of a process. The log must never contain API keys. Only --log-prompts allows prompts."""
+"""Configures logging. The log must never contain API keys. Only --log-prompts allows prompts in the log."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""Measures how late an event loop runs."""
+"""Measures how late an event loop runs its tasks."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. Names and meanings are vLLM's, if vLLM has such a metric."""
+"""Prometheus metrics of the engine and of all workers. A metric that vLLM also has, has vLLM's name and meaning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,9 +14,9 @@ from nanovllm_server.observability.histograms import Histogram
 from nanovllm_server.observability.shared_counters import KeyedCounters, SharedCounters
 
 MetricsPrefix = Literal["nanovllm", "vllm"]
-# Values of vLLM's label `engine`: vLLM numbers its engines, and this server has one.
+# Value of vLLM's label `engine`. vLLM numbers its engines; this server has one engine.
 ENGINE_INDEX = "0"
-# Former names in vLLM, which dashboards still use, by present name.
+# For vLLM's present names, the former names that dashboards still use.
 FORMER_VLLM_NAMES = {
     "inter_token_latency_seconds": "time_per_output_token_seconds",
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
@@ -31,7 +31,7 @@ LAG_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5,
 TOKEN_COUNT_BOUNDS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 CHOICE_COUNT_BOUNDS = (1, 2, 5, 10, 20)
 
-# Paths with counters of their own. All other paths count as OTHER_PATH.
+# Each of these paths has its own counters. All other paths share the counters of OTHER_PATH.
 COUNTED_PATHS = (
     *("/", "/health", "/ready", "/ping", "/load", "/version", "/metrics", "/openapi.json"),
     *("/v1/models", "/v1/chat/completions"),
@@ -40,7 +40,7 @@ OTHER_PATH = "other"
 STATUSES = range(100, 600)
 
 
-# Pairs (labels in addition to the labels of all metrics, value).
+# Pairs: labels in addition to the labels of all metrics, and the value.
 Samples = Iterable[tuple[Mapping[str, str], float]]
 
 
@@ -48,7 +48,7 @@ class Metrics(Collector):
     """All metrics of one server.
 
     model: value of the label `model_name`.
-    prefix: prefix of all names but `http_requests_total`'s and those of processes. "vllm" adds vLLM's label `engine`.
+    prefix: prefix of all names except the names of process metrics. "vllm" adds vLLM's label `engine`.
     process_metrics: None for no metrics of processes.
     """
 
@@ -131,7 +131,7 @@ class Metrics(Collector):
 
     def _worker_metrics(self) -> Iterator[Metric]:
         for histogram in self._histograms:
-            yield self._histogram(histogram.name, histogram.help_text, *histogram.buckets())
+            yield self._histogram(histogram.name, histogram.help_text, *histogram.buckets_and_sum())
         num_prompt_tokens = self.prompt_tokens_total.total(0)
         help_text = "Prompt tokens computed or found in the prefix cache, once per request."
         yield self._counter("prompt_tokens", help_text, [({}, num_prompt_tokens)])

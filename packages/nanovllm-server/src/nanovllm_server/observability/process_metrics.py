@@ -1,4 +1,4 @@
-"""Memory, CPU time and open files of the server's processes."""
+"""Metrics of the memory, CPU time and open files of the server's processes."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from nanovllm_server.observability.shared_counters import SharedCounters
 
 
 class ProcessMetrics(Collector):
-    """Metrics of the parent, the engine and every worker, told apart by the label `process`. Empty outside Linux.
+    """Metrics of the parent, the engine and every worker. The label `process` names the process. Empty outside Linux.
 
     Only a worker of the server may create this object, because the worker's parent must be the server's parent.
     """
@@ -19,7 +19,7 @@ class ProcessMetrics(Collector):
     def __init__(self, counters: SharedCounters, engine_pid: int | None):
         self._engine_pid = engine_pid
         self._worker_pids = counters.claim(1)
-        # Replaces the id of a dead worker.
+        # Replace the id of a dead worker.
         self._worker_pids.clear()
         self._worker_pids.add(0, os.getpid())
 

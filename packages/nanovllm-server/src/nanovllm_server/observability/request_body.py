@@ -1,4 +1,4 @@
-"""The body of one request. The web framework's own body would read the body before anything is checked."""
+"""Reads the body of a request. The web framework's own class would read the body before the server checks headers."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 
 class RequestBody:
-    """Waits in the connection until the application reads or discards it.
+    """The body of one request, which stays in the connection until the application reads or discards the body.
 
     received: set when the request is complete, or the client has disconnected.
     """
@@ -35,7 +35,7 @@ class RequestBody:
             self.discard()
 
     def discard(self) -> None:
-        """Discards what has been received, and all that follows."""
+        """Discards the received part and all later parts."""
         self._data = bytearray()
         self._max_bytes = 0
         self._is_decided.set()

@@ -17,7 +17,7 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Consecutive counters that one object has claimed. For one thread only. rows: these counters of all workers."""
+    """Consecutive counters that one object has claimed. Not thread-safe. rows: for each worker, the same counters."""
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row
@@ -33,28 +33,28 @@ class CounterGroup:
             self._own_row[index] = 0.0
 
     def own_value(self, index: int) -> float:
-        """Value of this worker's counter `index`."""
+        """Returns the value of this worker's counter `index`."""
         return self._own_row[index]
 
     def values(self, index: int) -> list[float]:
-        """Value of counter `index` of each worker."""
+        """Returns each worker's value of counter `index`."""
         return [row[index] for row in self._rows]
 
     def total(self, index: int) -> float:
-        """Sum of counter `index` over all workers."""
+        """Returns the sum of counter `index` over all workers."""
         return sum(self.values(index))
 
 
 class SharedCounters:
-    """One worker's access to all counters. All workers must claim the same groups in the same order.
+    """Gives one worker access to all counters. All workers must claim the same groups in the same order.
 
     num_claimed: number of this worker's counters in use.
     """
 
-    def __init__(self, memory: "Array[c_double]", worker: int = 0):
+    def __init__(self, memory: "Array[c_double]", worker_index: int = 0):
         cells = memoryview(memory).cast("B").cast("d")
         self._rows = [cells[start : start + MAX_COUNTERS] for start in range(0, len(cells), MAX_COUNTERS)]
-        self._worker = worker
+        self._worker_index = worker_index
         self.num_claimed = 0
 
     def claim(self, num_counters: int) -> CounterGroup:
@@ -64,7 +64,7 @@ class SharedCounters:
             raise ValueError(f"a worker has {MAX_COUNTERS} counters, too few for {end}")
         self.num_claimed = end
         rows = [row[begin:end] for row in self._rows]
-        return CounterGroup(rows[self._worker], rows)
+        return CounterGroup(rows[self._worker_index], rows)
 
 
 class KeyedCounters(Generic[Key]):

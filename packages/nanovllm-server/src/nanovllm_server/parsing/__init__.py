@@ -1,1 +1,1 @@
-"""Reads the tokens of an answer: tokens to text, then text to reasoning, content and tool calls."""
+"""Converts an answer's tokens to text, and splits the text into reasoning, content and tool calls."""

@@ -1,7 +1,7 @@
-"""Readers of tool calls, one class per kind of format. nanovllm_models defines the formats.
+"""Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
 
-A reader reports a call when the call's arguments begin. Text that proves to be no call until then is content. Malformed
-arguments are passed on unchanged.
+A reader reports a call when the call's arguments begin. If the text before the arguments is not a call's, the text is
+content. Malformed arguments stay unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -13,11 +13,11 @@ import orjson
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.parsing.events import WHITESPACE, EventCollector
 from nanovllm_server.parsing.parameter_values import declared_parameters, object_json, parameter_json
-from nanovllm_server.parsing.source import MAX_NAME_LENGTH, Reading, Source
+from nanovllm_server.parsing.source import MAX_NAME_LENGTH, ReadGenerator, Source
 from nanovllm_server.protocol.json import JSON
 
 CallFormat = TypeVar("CallFormat", bound=ToolCallFormat)
-# By name of a function: the schema of its parameters; None for a function without a schema.
+# Schemas of parameters, by function name; None for a function without a schema.
 SchemasByFunction = Mapping[str, JSON]
 TextSink = Callable[[str], None]
 
@@ -25,7 +25,7 @@ TextSink = Callable[[str], None]
 class CallReader(ABC, Generic[CallFormat]):
     """Reads the calls of one answer from `source` and reports them to `collector`.
 
-    schemas: has one entry per function that the model may call.
+    schemas: the functions that the model may call, with the schemas of their parameters.
     """
 
     def __init__(self, form: CallFormat, source: Source, collector: EventCollector, schemas: SchemasByFunction):
@@ -40,14 +40,14 @@ class CallReader(ABC, Generic[CallFormat]):
         """Texts with which calls may begin. The first is the format's opening tag."""
 
     @abstractmethod
-    def read_call(self, *, has_opening_tag: bool) -> Reading[bool]:
+    def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
         """Reads one call. Returns False and reports nothing if there is no call.
 
         has_opening_tag: whether the format's opening tag precedes the call.
         """
 
-    def read_block(self, fallback: TextSink) -> Reading[bool]:
-        """Reads consecutive calls; returns whether there are any. If not, passes the text it read to `fallback`."""
+    def read_block(self, fallback: TextSink) -> ReadGenerator[bool]:
+        """Reads consecutive calls. Returns whether there is a call; if not, passes the text to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
         sink, has_calls = fallback, False
@@ -56,7 +56,7 @@ class CallReader(ABC, Generic[CallFormat]):
             if has_calls and self.form.end is not None and (yield from self._read_closing_tag(self.form.end)):
                 self.source.stop_recording()
                 return True
-            # Without an opening tag and a closing tag, a block has one call.
+            # A block has several calls only between an opening tag and a closing tag.
             is_block_over = has_calls and not (has_opening_tag and self.form.end)
             if is_block_over or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
                 sink(self.source.stop_recording())
@@ -64,8 +64,8 @@ class CallReader(ABC, Generic[CallFormat]):
             sink, has_calls = self.collector.add_content, True
             self.source.start_recording()
 
-    def _read_closing_tag(self, tag: str) -> Reading[bool]:
-        """Reads a closing tag. At the end of the answer, the first part of the tag is enough."""
+    def _read_closing_tag(self, tag: str) -> ReadGenerator[bool]:
+        """Reads a closing tag; returns whether the tag came. The answer may end within the tag."""
         return (yield from self.source.read_literal(tag)) or self.source.read_truncated_literal(tag)
 
     def accepts_name(self, name: str | None, *, has_opening_tag: bool) -> bool:
@@ -77,16 +77,16 @@ class CallReader(ABC, Generic[CallFormat]):
         self.source.stop_recording()
         self.collector.begin_call(name)
 
-    def stream_call(self, name: str) -> Reading[None]:
+    def stream_call(self, name: str) -> ReadGenerator[None]:
         """Reports a call, and reads its arguments: the JSON object that comes next."""
         self.begin_call(name)
         is_complete = yield from self.source.read_json(self.collector.add_arguments)
-        # A tag ends incomplete arguments and the call. The end of the answer leaves the call open.
+        # If a tag cuts off the arguments, the call ends. If the end of the answer cuts them off, the call stays open.
         if is_complete or (yield from self.source.peek()):
             self.collector.end_call(self.form.separator)
 
-    def report_truncated_call(self, name: str | None, arguments: str = "") -> Reading[bool]:
-        """Reports a call if the answer ends before the call's arguments do. Returns False if text follows."""
+    def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
+        """Reports the call `name` and returns True if the answer has ended. Otherwise returns False."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)
@@ -99,19 +99,19 @@ class JsonReader(CallReader[JsonCalls]):
 
     @property
     def begin_texts(self) -> tuple[str, ...]:
-        """The opening tag and, in bare formats, any object."""
+        """The opening tag, and { if the format allows calls without an opening tag."""
         return (self.form.begin, "{") if self.form.may_omit_begin else (self.form.begin,)
 
-    def read_block(self, fallback: TextSink) -> Reading[bool]:
+    def read_block(self, fallback: TextSink) -> ReadGenerator[bool]:
         """Like `CallReader.read_block`. If an object is no call, the objects inside it are no calls either."""
         begins_with_object = (yield from self.source.peek()) == "{"
         if (yield from super().read_block(fallback)):
             return True
         if begins_with_object:
-            yield from self.source.read_open_object(fallback)
+            yield from self.source.read_rest_of_object(fallback)
         return False
 
-    def read_call(self, *, has_opening_tag: bool) -> Reading[bool]:
+    def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
         """Reads one object."""
         source = self.source
         name: str | None = None
@@ -145,7 +145,7 @@ class JsonReader(CallReader[JsonCalls]):
         self.collector.end_call(self.form.separator)
         return True
 
-    def _read_key(self) -> Reading[str | None]:
+    def _read_key(self) -> ReadGenerator[str | None]:
         yield from self.source.skip_whitespace()
         key = yield from self.source.read_string(MAX_NAME_LENGTH)
         yield from self.source.skip_whitespace()
@@ -154,7 +154,7 @@ class JsonReader(CallReader[JsonCalls]):
         yield from self.source.skip_whitespace()
         return key
 
-    def _skip_remaining_keys(self) -> Reading[None]:
+    def _skip_remaining_keys(self) -> ReadGenerator[None]:
         """Reads the rest of a call's object after the arguments. Accepts missing and superfluous closing braces."""
         yield from self.source.skip_whitespace()
         while (yield from self.source.read_literal(",")):
@@ -166,14 +166,14 @@ class JsonReader(CallReader[JsonCalls]):
 
 
 class FencedReader(CallReader[FencedCalls]):
-    """Reads calls that are a name and a fenced JSON object."""
+    """Reads calls that consist of a name and a JSON object in a code fence."""
 
     @property
     def begin_texts(self) -> tuple[str, ...]:
         """The opening tags of a block and of a call."""
         return self.form.begin, self.form.call_begin
 
-    def read_call(self, *, has_opening_tag: bool) -> Reading[bool]:
+    def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
         """Reads one call with its tags."""
         source, form = self.source, self.form
         if not (yield from source.read_literal(form.call_begin)):
@@ -203,10 +203,10 @@ class XmlReader(CallReader[XmlCalls]):
 
     @property
     def begin_texts(self) -> tuple[str, ...]:
-        """The opening tags of a block and of a call: some models omit the block."""
+        """The opening tags of a block and of a call: some models omit the tags of the block."""
         return self.form.begin, self.form.call_begin
 
-    def read_call(self, *, has_opening_tag: bool) -> Reading[bool]:
+    def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
         """Reads the element of one call."""
         source, form = self.source, self.form
         if not (yield from source.read_literal(form.call_begin)):
@@ -251,11 +251,11 @@ class XmlReader(CallReader[XmlCalls]):
             self.collector.add_content(text_after_parameter)
         return True
 
-    def _read_value(self, missing_keys: Set[str]) -> Reading[tuple[str, str | None] | None]:
-        """Reads a value and its closing tag; returns None if the answer ends before.
+    def _read_value(self, missing_keys: Set[str]) -> ReadGenerator[tuple[str, str | None] | None]:
+        """Reads a value and its closing tag; returns None if the answer ends before the tag.
 
         missing_keys: parameters of the function that the call does not have yet.
-        Returns (value, next_key: name of the next parameter, whose opening tag comes instead of the closing tag).
+        Returns (value, next_key). If the next parameter comes without a closing tag before, next_key is its name.
         """
         source, form = self.source, self.form
         value: list[str] = []

@@ -1,6 +1,6 @@
-"""Converts token ids to text incrementally, and returns whole characters only.
+"""Converts token ids to text incrementally, and returns only complete characters.
 
-Each token stands for fixed bytes, so the text does not depend on how the engine groups tokens into outputs.
+The text does not depend on how the engine groups tokens into outputs, because each token has fixed bytes.
 """
 
 import codecs
@@ -12,7 +12,7 @@ from nanovllm_models.token_bytes import TokenBytes
 
 
 class TextVocabulary:
-    """The bytes of each token of a tokenizer. Raises VocabularyError like `TokenBytes`.
+    """The bytes of each token of a tokenizer. Raises VocabularyError if the kind of tokenizer is not supported.
 
     special_ids: ids of special tokens, such as end of sequence.
     """
@@ -27,7 +27,7 @@ class TextVocabulary:
         self._bytes_by_id: dict[int, bytes] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token: for a special token, its name; for an unknown id, empty."""
+        """Returns the bytes of a token. A special token has the bytes of its name; an unknown id has b""."""
         token_bytes = self._bytes_by_id.get(token_id)
         if token_bytes is None:
             token_bytes = self._bytes_by_id[token_id] = self._token_bytes.get(token_id)
@@ -38,16 +38,16 @@ class TextVocabulary:
         return token_id in self.special_ids
 
     def find_special_ids(self, names: Iterable[str]) -> frozenset[int]:
-        """The ids of the special tokens with these names."""
+        """Returns the ids of the special tokens with these names."""
         return self.special_ids & {self._backend.token_to_id(name) for name in names}
 
     def find_id(self, name: str) -> int | None:
-        """The id of the token `name`, special or not; None if the tokenizer has no such token."""
+        """Returns the id of the token `name`, special or not; None if the tokenizer lacks this token."""
         return self._backend.token_to_id(name)
 
 
 class Detokenizer:
-    """Detokenizes one choice. tag_ids: special tokens whose names are added to the text, unlike those of others."""
+    """Detokenizes one choice. tag_ids: special tokens whose names are text. Other special tokens have no text."""
 
     def __init__(self, vocabulary: TextVocabulary, tag_ids: frozenset[int] = frozenset()):
         self._vocabulary = vocabulary
@@ -56,7 +56,7 @@ class Detokenizer:
         self._must_strip_space = vocabulary.strips_leading_space
 
     def push(self, token_id: int) -> str:
-        """Adds a token; returns the characters that it completes, often none."""
+        """Adds a token. Returns the characters that the token completes, possibly none."""
         has_text = token_id in self._tag_ids or not self._vocabulary.is_special(token_id)
         token_bytes = self._vocabulary.token_bytes(token_id) if has_text else b""
         return self._without_leading_space(self._utf8_decoder.decode(token_bytes))

@@ -1,4 +1,4 @@
-"""The parser's events, and the removal of whitespace around reasoning, content and calls."""
+"""Defines the parser's events, and removes whitespace around reasoning, content and calls."""
 
 import msgspec
 
@@ -50,7 +50,6 @@ class WhitespaceTrimmer:
     def __init__(self, *, holds_trailing: bool, skips_leading: bool):
         self.holds_trailing = holds_trailing
         self.skips_leading = skips_leading
-        # Whether `push` has returned text.
         self.has_text = False
         # Characters that are treated like whitespace until other text comes.
         self.separator_characters = ""
@@ -78,14 +77,14 @@ class WhitespaceTrimmer:
         self._pending.clear()
 
     def flush(self) -> str:
-        """Returns the whitespace that is held back; "" for leading whitespace that is skipped."""
-        out = self._take_pending()
-        return "" if self.skips_leading else out
+        """Returns the whitespace that is held back; "" if leading whitespace is skipped."""
+        trimmed_text = self._take_pending()
+        return "" if self.skips_leading else trimmed_text
 
     def _take_pending(self) -> str:
-        out = "".join(self._pending)
+        trimmed_text = "".join(self._pending)
         self._pending.clear()
-        return out
+        return trimmed_text
 
 
 class EventCollector:
@@ -93,7 +92,6 @@ class EventCollector:
 
     def __init__(self, *, allows_calls: bool) -> None:
         self.num_calls = 0
-        # Whether a call has begun and not ended.
         self.in_call = False
         self._events: list[Event] = []
         self._reasoning = WhitespaceTrimmer(holds_trailing=True, skips_leading=True)
@@ -105,24 +103,24 @@ class EventCollector:
         return not (self._content.holds_trailing or self._content.skips_leading)
 
     def take_events(self) -> list[Event]:
-        """The events since the last call."""
+        """Returns and removes the collected events."""
         events, self._events = self._events, []
         return events
 
     def add_reasoning(self, text: str) -> None:
         """Adds text to the reasoning."""
-        if out := self._reasoning.push(text):
-            self._events.append(ReasoningText(out))
+        if trimmed_text := self._reasoning.push(text):
+            self._events.append(ReasoningText(trimmed_text))
 
     def end_reasoning(self) -> None:
-        """Ends the reasoning, and drops the whitespace between it and the content or call that follows."""
+        """Ends the reasoning, and drops the whitespace up to the content or call that follows."""
         self._reasoning.drop()
         self._content.skips_leading = True
 
     def add_content(self, text: str) -> None:
         """Adds text to the content."""
-        if out := self._content.push(text):
-            self._events.append(ContentText(out))
+        if trimmed_text := self._content.push(text):
+            self._events.append(ContentText(trimmed_text))
 
     def begin_call(self, name: str) -> None:
         """Begins a call of the function `name`; drops whitespace before it."""
@@ -141,7 +139,7 @@ class EventCollector:
         """Ends the call. separator: characters that count as whitespace between calls."""
         self.in_call = False
         self._events.append(CallEnded(self.num_calls - 1))
-        # Whitespace between content before the call and content after it stays.
+        # If there was content before the call, the whitespace before the next content stays.
         self._content.skips_leading = not self._content.has_text
         self._content.separator_characters = separator
 

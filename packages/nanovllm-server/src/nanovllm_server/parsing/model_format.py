@@ -1,4 +1,4 @@
-"""The format of one model's answers: makes their parsers, and finds the special tokens that parsers read."""
+"""Makes the parsers of a model's answers, and finds the special tokens that the parsers read."""
 
 from dataclasses import fields
 from typing import Literal
@@ -14,7 +14,7 @@ ReasoningState = Literal["open", "closed", "undecided"]
 
 
 class ModelFormat:
-    """The chat format of one model, in terms of its vocabulary."""
+    """The chat format of one model, with the token ids of the format's tags."""
 
     def __init__(self, chat_format: ChatFormat, vocabulary: TextVocabulary):
         self.chat_format = chat_format
@@ -33,18 +33,18 @@ class ModelFormat:
         return None if self.chat_format.reasoning is None else self._vocabulary.find_id(self.chat_format.reasoning.end)
 
     def tag_ids(self, tools: SchemasByFunction | None) -> frozenset[int]:
-        """Ids of the special tokens whose names the parser needs in an answer's text. tools: see `Parser`."""
+        """Ids of the special tokens whose names the parser needs in an answer's text. tools: None without calls."""
         return self._reasoning_tag_ids if tools is None else self._all_tag_ids
 
     def reasoning_state(self, prompt: str) -> ReasoningState:
-        """The state of the reasoning at the end of `prompt`."""
+        """Returns the state of the reasoning at the end of `prompt`."""
         reasoning = self.chat_format.reasoning
         if reasoning is None or prompt.rstrip().endswith(reasoning.end):
             return "closed"
         return "open" if prompt.rstrip().endswith(reasoning.begin) else "undecided"
 
     def make_parser(self, prompt: str, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False) -> Parser:
-        """Makes the parser of one answer to `prompt`. tools, calls_only_at_start: see `Parser`."""
+        """Makes the parser of one answer to `prompt`. tools: functions that the model may call; None without calls."""
         return Parser(
             self.chat_format,
             starts_in_reasoning=self.reasoning_state(prompt) == "open",

@@ -1,4 +1,4 @@
-"""Converts parameter values that models write as plain text to JSON, by the function's schema."""
+"""Converts parameter values from a model's plain text to JSON, as the function's schema requires."""
 
 import json
 
@@ -7,7 +7,7 @@ import orjson
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_server.protocol.json import JSON
 
-# Python's words for JSON values, which some chat templates show to models.
+# JSON values by their word in Python. Some chat templates show models the words of Python.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -27,8 +27,8 @@ def object_json(value: str | None) -> str | None:
 def parameter_json(value: str, schema: JSON, key: str) -> str:
     """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
 
-    If the parameter has no schema, or a schema that allows a string, the result is a string; or null, if the schema
-    allows null and the text is "null". Otherwise the result is `value` itself if it is JSON, else a string.
+    If the parameter has no schema or may be a string, the text becomes a string. Exception: "null" becomes null if the
+    parameter may also be null. For other parameters, JSON text stays unchanged, and other text becomes a string.
     """
     parameter_schema = _property(schema, key)
     if not isinstance(parameter_schema, dict):
@@ -43,7 +43,7 @@ def parameter_json(value: str, schema: JSON, key: str) -> str:
 
 
 def declared_parameters(schema: JSON) -> set[str]:
-    """The names of the parameters that the schema of all parameters declares."""
+    """Returns the names of the declared parameters. schema: the schema of all parameters."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return {*properties} if isinstance(properties, dict) else set()
 

@@ -1,14 +1,14 @@
-"""The parser of an answer: turns pieces of text into events. The joined events don't depend on where pieces end.
+"""Parses the text of an answer, which arrives in pieces, into events.
 
-Accepts any text without raising an exception.
+The ends of pieces may split the text of an event, but change nothing else. No text raises an exception.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
 from nanovllm_server.parsing.call_parser import SchemasByFunction, make_reader
 from nanovllm_server.parsing.events import ContentText, Event, EventCollector
-from nanovllm_server.parsing.source import Reading, Source
+from nanovllm_server.parsing.source import ReadGenerator, Source
 
-# Maximum number of characters that are parsed at a time, so that each search for tags is short.
+# Maximum number of characters that are parsed at a time. This limit makes each search for tags short.
 MAX_PIECE_LENGTH = 4096
 
 
@@ -36,10 +36,10 @@ class Parser:
             self._collector = EventCollector(allows_calls=True)
             self._call_reader = make_reader(chat_format.tool_calls, self._source, self._collector, tools)
         self._calls_only_at_start = calls_only_at_start
-        self._reading = self._read(chat_format.reasoning, starts_in_reasoning)
+        self._read_generator = self._read(chat_format.reasoning, starts_in_reasoning)
         self._in_reasoning = False
         self._is_in_content = False
-        # Whether only content can follow, so that `push` skips the parsing. Most answers begin with content.
+        # Whether only content can follow. `push` then skips the parsing.
         self._is_only_content = False
         # Whether the answer has reasoning, even if the reasoning is empty.
         self.has_reasoning = False
@@ -65,19 +65,19 @@ class Parser:
             return [ContentText(text)] if text else []
         for index in range(0, len(text), MAX_PIECE_LENGTH):
             self._source.feed(text[index : index + MAX_PIECE_LENGTH])
-            next(self._reading)
+            next(self._read_generator)
         self._is_only_content = self._is_in_content and self._collector.is_content_unchanged
         return self._collector.take_events()
 
     def finish(self) -> list[Event]:
         """Ends the answer; returns the remaining events."""
         self._source.end()
-        for _ in self._reading:
+        for _ in self._read_generator:
             pass
         self._collector.finish()
         return self._collector.take_events()
 
-    def _read(self, reasoning: ReasoningFormat | None, starts_in_reasoning: bool) -> Reading[None]:
+    def _read(self, reasoning: ReasoningFormat | None, starts_in_reasoning: bool) -> ReadGenerator[None]:
         if reasoning is not None:
             yield from self._read_reasoning(reasoning, starts_in_reasoning)
         self._is_in_content = True
@@ -88,7 +88,7 @@ class Parser:
             if self._call_reader is not None:
                 yield from self._call_reader.read_block(self._collector.add_content)
 
-    def _begins_with(self, tags: tuple[str, ...]) -> Reading[bool]:
+    def _begins_with(self, tags: tuple[str, ...]) -> ReadGenerator[bool]:
         """Reads whitespace as content; returns whether one of `tags` follows."""
         self._source.start_recording()
         yield from self._source.skip_whitespace()
@@ -98,7 +98,7 @@ class Parser:
                 return True
         return False
 
-    def _read_reasoning(self, form: ReasoningFormat, starts_in_reasoning: bool) -> Reading[None]:
+    def _read_reasoning(self, form: ReasoningFormat, starts_in_reasoning: bool) -> ReadGenerator[None]:
         source, collector = self._source, self._collector
         source.start_recording()
         yield from source.skip_whitespace()
@@ -109,14 +109,16 @@ class Parser:
             collector.add_content(recorded_text)
             return
         self.has_reasoning = self._in_reasoning = True
-        calls = self._call_reader if self._call_reader is not None and self._call_reader.form.ends_reasoning else None
-        tags = (form.end, *calls.begin_texts) if calls is not None else (form.end,)
+        call_reader = self._call_reader
+        if call_reader is not None and not call_reader.form.ends_reasoning:
+            call_reader = None
+        tags = (form.end, *call_reader.begin_texts) if call_reader is not None else (form.end,)
         while (tag := (yield from source.read_until(tags, collector.add_reasoning))) is not None:
             if tag == form.end:
                 yield from source.read_literal(tag)
                 collector.end_reasoning()
                 break
-            if calls is not None and (yield from calls.read_block(collector.add_reasoning)):
+            if call_reader is not None and (yield from call_reader.read_block(collector.add_reasoning)):
                 break
         else:
             return

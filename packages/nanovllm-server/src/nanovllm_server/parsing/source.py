@@ -1,6 +1,6 @@
 """Reads text that arrives in pieces. The results do not depend on where the pieces end.
 
-Readers are generators that yield when they need more text. The total time is proportional to the text's length.
+Methods that read are generators, which yield when they need more text. The total time is linear in the text's length.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -11,10 +11,9 @@ import orjson
 from nanovllm_server.parsing.events import WHITESPACE
 
 Value = TypeVar("Value")
-# A generator that yields when it needs more text, and returns the value that it read.
-Reading: TypeAlias = Generator[None, None, Value]
+# A generator that yields when it needs more text, and returns the value from the text.
+ReadGenerator: TypeAlias = Generator[None, None, Value]
 
-# Maximum number of characters in a name.
 MAX_NAME_LENGTH = 256
 # Characters of JSON's numbers, true, false and null.
 SCALAR_CHARACTERS = frozenset("+-.0123456789truefalsnE")
@@ -23,7 +22,7 @@ STRING_ONLY_CHARACTERS = "<`;"
 
 
 class NestingCounter:
-    """Counts open brackets and strings in a text that need not be valid JSON."""
+    """Counts the open brackets and strings of a text, even if the text is not valid JSON."""
 
     def __init__(self, depth: int = 0):
         self.depth = depth
@@ -45,14 +44,14 @@ class NestingCounter:
             self.depth -= 1
 
     def end_line(self) -> None:
-        """Closes an open string: a JSON string has one line."""
+        """Closes an open string, because a JSON string can't contain a line break."""
         if self.in_string:
             self.depth -= 1
         self.in_string = self._is_escaped = False
 
 
 class Source:
-    """Text that has arrived and is not yet read. It can record the text that is read."""
+    """Holds the text that has arrived and is not yet read. Can record the text that is read."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -78,16 +77,16 @@ class Source:
         recording, self._recording = self._recording, None
         return "".join(recording or ())
 
-    def peek(self) -> Reading[str]:
-        """The next character, without reading it; "" at the end."""
+    def peek(self) -> ReadGenerator[str]:
+        """Returns the next character without reading it; "" at the end of the text."""
         while self._position == len(self._text):
             if self._has_ended:
                 return ""
             yield
         return self._text[self._position]
 
-    def is_next(self, literal: str) -> Reading[bool]:
-        """Whether `literal` comes next, without reading it."""
+    def is_next(self, literal: str) -> ReadGenerator[bool]:
+        """Returns whether `literal` comes next, without reading it."""
         while not self._text.startswith(literal, self._position):
             num_unread = len(self._text) - self._position
             if self._has_ended or num_unread >= len(literal) or not literal.startswith(self._text[self._position :]):
@@ -95,27 +94,27 @@ class Source:
             yield
         return True
 
-    def read_literal(self, literal: str) -> Reading[bool]:
-        """Reads `literal` if it comes next; returns whether it did."""
+    def read_literal(self, literal: str) -> ReadGenerator[bool]:
+        """Reads `literal` and returns True if it comes next. Otherwise reads nothing and returns False."""
         if not (yield from self.is_next(literal)):
             return False
         self._read_to(self._position + len(literal))
         return True
 
     def read_truncated_literal(self, *literals: str) -> bool:
-        """If the text ends in the first part of one of `literals`, reads that part. Returns whether it did."""
+        """Reads the rest of an ended text if it is the beginning of one of `literals`. Returns whether it is."""
         unread = self._text[self._position :]
         if not self._has_ended or not unread or not any(literal.startswith(unread) for literal in literals):
             return False
         self._read_to(len(self._text))
         return True
 
-    def skip_whitespace(self) -> Reading[None]:
+    def skip_whitespace(self) -> ReadGenerator[None]:
         """Reads whitespace."""
         while (character := (yield from self.peek())) and character in WHITESPACE:
             self._read_to(self._position + 1)
 
-    def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> Reading[str | None]:
+    def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
         """Passes text to `sink` up to the first of `tags`. Returns that tag without reading it, or None at the end."""
         while True:
             found = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
@@ -128,10 +127,11 @@ class Source:
                 return None
             yield
 
-    def read_name(self, end: str) -> Reading[str | None]:
-        """Reads a name of one line and at most MAX_NAME_LENGTH characters, and `end` after the name. Returns the name.
+    def read_name(self, end: str) -> ReadGenerator[str | None]:
+        """Reads a name, and the text `end` that follows the name. Returns the name.
 
-        Returns None and reads nothing if no name comes next. If the text ends within a name, reads it to the end.
+        A name has one line and at most MAX_NAME_LENGTH characters. Returns None and reads nothing if no name comes
+        next. If the text ends within a name, reads the rest of the text and returns None.
         """
         while (index := self._text.find(end, self._position)) < 0:
             unread = self._text[self._position :]
@@ -147,7 +147,7 @@ class Source:
         self._read_to(index + len(end))
         return name
 
-    def read_string(self, max_length: int) -> Reading[str | None]:
+    def read_string(self, max_length: int) -> ReadGenerator[str | None]:
         """Reads and decodes a JSON string that is at most `max_length` characters long.
 
         Returns None if no such string comes next.
@@ -159,7 +159,7 @@ class Source:
             return None
         return _decode_string("".join(parts))
 
-    def read_value(self) -> Reading[str | None]:
+    def read_value(self) -> ReadGenerator[str | None]:
         """Reads any JSON value; returns its text, or None if no value comes next."""
         parts: list[str] = []
         if (yield from self.peek()) in ('"', "{", "["):
@@ -168,12 +168,12 @@ class Source:
             parts.append(self._read_to(self._position + 1))
         return "".join(parts) or None
 
-    def read_json(self, sink: Callable[[str], None], max_length: int | None = None) -> Reading[bool]:
+    def read_json(self, sink: Callable[[str], None], max_length: int | None = None) -> ReadGenerator[bool]:
         """Passes a JSON object, array or string to `sink`, piece by piece. Returns whether the value was complete.
 
         Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
         Outside strings, reading stops before a character of STRING_ONLY_CHARACTERS.
-        max_length: maximum number of characters; a line break in a string then stops reading too. None: no limit.
+        max_length: maximum length; None for no limit. With a limit, reading also stops before a line break in a string.
         """
         nesting, length = NestingCounter(), 0
         string_stops = "" if max_length is None else "\n"
@@ -194,8 +194,8 @@ class Source:
                 return False
             yield
 
-    def read_open_object(self, sink: Callable[[str], None]) -> Reading[None]:
-        """Passes an object after its { to `sink`: up to its closing brace, or to a line that begins with {."""
+    def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
+        """Passes the rest of an object after { to `sink`. Stops after its } or before a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text
@@ -216,7 +216,7 @@ class Source:
             yield
 
     def _find_possible_tag(self, tags: Sequence[str]) -> int:
-        """The index at which an incomplete tag may begin; the text's length if there is none."""
+        """Returns the index at which an incomplete tag may begin; the text's length if no tag may begin."""
         text = self._text
         tag_start = len(text)
         for tag in tags:

@@ -1,4 +1,4 @@
-"""Finds the model's directory. A download has its own process, which a stop of the server can end at any time."""
+"""Finds the model's directory. Downloads run in a process of their own, which the server can kill at any time."""
 
 import asyncio
 import multiprocessing
@@ -27,7 +27,7 @@ async def find_or_download(settings: Settings) -> ModelDirectory:
         process.join()
         raise RuntimeError(f"the download of {settings.model} ended with exit code {process.exitcode}") from None
     finally:
-        # If this task is cancelled, the end of the process also ends the thread that waits for the result.
+        # If this task is cancelled, the death of the process ends the thread that waits in `recv`.
         process.kill()
     if isinstance(result, str):
         raise ModelError(result)
@@ -35,7 +35,7 @@ async def find_or_download(settings: Settings) -> ModelDirectory:
 
 
 def _download(settings: Settings, sender: Connection) -> None:
-    """Sends the model's directory or the message of a ModelError to the parent."""
+    """Finds the model. Sends the directory, or the message of a ModelError, to the parent."""
     # Terminals send these signals to all processes, but only the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Exchanges encoded segments of text through shared memory: usually, only one worker encodes a segment."""
+"""Lets workers share the token ids of text segments. Usually, only one worker encodes a segment."""
 
 from collections.abc import Iterator, Mapping
 from threading import Lock
@@ -9,11 +9,10 @@ import numpy as np
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.rings import RingMemory, RingReader
 
-# Size of one worker's ring. A ring holds about half a million tokens with their text.
+# Size of one worker's ring, which holds about half a million tokens with their text.
 RING_BYTES = 4 << 20
-# Maximum sizes of the headers that msgpack adds to a segment with its token ids, and to a message.
-_SEGMENT_HEADER_BYTES = 10
-_MESSAGE_HEADER_BYTES = 5
+_MAX_SEGMENT_OVERHEAD_BYTES = 10
+_MAX_MESSAGE_OVERHEAD_BYTES = 5
 
 
 def allocate_rings(num_workers: int) -> RingMemory | None:
@@ -22,19 +21,19 @@ def allocate_rings(num_workers: int) -> RingMemory | None:
 
 
 class RingEncodingExchange:
-    """One worker's access to all rings. Workers encode the segments of a lost message again."""
+    """Connects one worker to all rings. Rings may lose messages; workers then encode the segments again."""
 
-    def __init__(self, memory: RingMemory, worker: int, num_token_ids: int):
-        """worker: index of the ring to write to. num_token_ids: exclusive upper bound of valid token ids."""
+    def __init__(self, memory: RingMemory, worker_index: int, num_token_ids: int):
+        """worker_index: index of the ring to write to. num_token_ids: exclusive upper bound of valid token ids."""
         rings = memory.rings()
-        self._own_ring = rings[worker]
+        self._own_ring = rings[worker_index]
         self._num_token_ids = num_token_ids
         # The first `receive` also reads this worker's own ring, where a dead predecessor may have left messages.
         self._next_readers = [RingReader(ring) for ring in rings]
-        self._other_readers = [reader for index, reader in enumerate(self._next_readers) if index != worker]
+        self._other_readers = [reader for index, reader in enumerate(self._next_readers) if index != worker_index]
         self._publish_lock = Lock()
         self._encoder = msgspec.msgpack.Encoder()
-        # Reused, because fresh memory pages would double the time to encode a message.
+        # Reuse the buffer, because fresh memory pages would double the time to encode a message.
         self._message_buffer = bytearray()
         self._decoder = msgspec.msgpack.Decoder(dict[str, bytes])
         self._logger = get_logger("nanovllm")
@@ -47,7 +46,7 @@ class RingEncodingExchange:
                 self._own_ring.write(self._message_buffer)
 
     def receive(self) -> dict[str, bytes]:
-        """Returns the token ids by segment that other workers sent since the last call, without lost messages."""
+        """Returns token ids by segment that other workers published since the last call. Skips lost messages."""
         received: dict[str, bytes] = {}
         readers, self._next_readers = self._next_readers, self._other_readers
         for reader in readers:
@@ -64,25 +63,25 @@ class RingEncodingExchange:
     def _check_token_ids(self, encoded: Mapping[str, bytes]) -> None:
         if any(len(ids) % 4 for ids in encoded.values()):
             raise ValueError("token ids must have 4 bytes each")
-        # Negative ids become large unsigned integers, which the bound also excludes.
+        # As unsigned integers, negative ids exceed the bound.
         max_id = np.frombuffer(b"".join(encoded.values()), np.uint32).max(initial=0)
         if max_id >= self._num_token_ids:
             raise ValueError(f"token id {max_id} is not below {self._num_token_ids}")
 
 
 def _split_into_batches(encoded: Mapping[str, bytes], max_bytes: int) -> Iterator[dict[str, bytes]]:
-    """Splits `encoded` into messages of at most `max_bytes`. Drops larger segments."""
+    """Splits `encoded` into messages of at most `max_bytes`. Drops segments that exceed `max_bytes`."""
     batch: dict[str, bytes] = {}
-    batch_bytes = _MESSAGE_HEADER_BYTES
+    batch_bytes = _MAX_MESSAGE_OVERHEAD_BYTES
     for segment, ids in encoded.items():
         # A character takes up to four bytes in UTF-8.
         max_text_bytes = len(segment) if segment.isascii() else 4 * len(segment)
-        segment_bytes = max_text_bytes + len(ids) + _SEGMENT_HEADER_BYTES
-        if segment_bytes + _MESSAGE_HEADER_BYTES > max_bytes:
+        segment_bytes = max_text_bytes + len(ids) + _MAX_SEGMENT_OVERHEAD_BYTES
+        if segment_bytes + _MAX_MESSAGE_OVERHEAD_BYTES > max_bytes:
             continue
         if batch_bytes + segment_bytes > max_bytes:
             yield batch
-            batch, batch_bytes = {}, _MESSAGE_HEADER_BYTES
+            batch, batch_bytes = {}, _MAX_MESSAGE_OVERHEAD_BYTES
         batch[segment] = ids
         batch_bytes += segment_bytes
     if batch:

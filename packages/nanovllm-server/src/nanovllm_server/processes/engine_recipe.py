@@ -1,4 +1,4 @@
-"""The recipe with which the engine's process makes its model."""
+"""Describes how the engine's process loads the model."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """The argument of `EngineProcess`. Calling the recipe imports torch; making the recipe does not."""
+    """A callable that loads the model. Only the call imports torch; `EngineProcess` calls the recipe in its process."""
 
     model: ModelDirectory
     load_format: "LoadFormat"
@@ -23,7 +23,7 @@ class EngineRecipe:
     engine_config: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Loads the model. Raises ModelError."""
+        """Raises ModelError."""
         configure_logs(self.log_format, self.log_level)
         import nanovllm_models
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# The first bytes of a ring hold its positions `begin` and `end`: one cache line.
+# A ring begins with its positions `begin` and `end`, padded to one cache line.
 _POSITIONS_BYTES = 64
 # Header of a message: length of the payload in bytes, checksum.
 _MESSAGE_HEADER = struct.Struct("<QQ")
@@ -18,7 +18,7 @@ _CHECKSUM_MASK = (1 << 64) - 1
 
 
 class RingMemory:
-    """The shared memory of several rings. Can be an argument of a new process."""
+    """Allocates the shared memory of several rings. Can be an argument of a new process."""
 
     def __init__(self, num_rings: int, ring_bytes: int):
         """ring_bytes: capacity of each ring, a multiple of 64."""
@@ -40,7 +40,7 @@ class RingMemory:
         self._set_state(descriptor.detach(), num_rings, ring_bytes)
 
     def rings(self) -> list["Ring"]:
-        """Maps the memory into this process and returns its rings."""
+        """Maps the memory into this process, and returns the rings."""
         stride = _POSITIONS_BYTES + self._ring_bytes
         # MAP_POPULATE allocates the pages now. Otherwise the first messages would take several times as long.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -49,7 +49,7 @@ class RingMemory:
 
 
 class Ring:
-    """One ring, which one thread at a time may write. Positions count bytes since the first message and never wrap."""
+    """A ring. Only one thread may write at a time. Positions count all bytes ever written, and never wrap."""
 
     def __init__(self, memory: memoryview):
         # Processors load and store 64 bits at once. Readers therefore never see a partly written position.
@@ -77,7 +77,7 @@ class Ring:
         while new_end - begin > self.capacity:
             length, _ = _MESSAGE_HEADER.unpack(self.copy(begin, begin + _MESSAGE_HEADER.size))
             begin += _MESSAGE_HEADER.size + length
-        # Stored before the payload: a reader that sees new bytes must also see the new `begin`.
+        # Store `begin` before the payload: a reader that sees new bytes must also see the new `begin`.
         self._positions[0] = min(begin, end)
         self._store(end, _MESSAGE_HEADER.pack(len(payload), _checksum(payload, end)))
         self._store(end + _MESSAGE_HEADER.size, payload)
@@ -107,14 +107,14 @@ class RingReader:
         self._position = 0
 
     def read(self) -> list[bytes]:
-        """Returns the messages since the last call, without overwritten or damaged messages."""
+        """Returns the messages since the last call. Skips overwritten and damaged messages."""
         ring = self._ring
         begin, end = max(self._position, ring.begin), ring.end
         self._position = end
         if not 0 < end - begin <= ring.capacity:
             return []
         data = ring.copy(begin, end)
-        # The writer may have overwritten the first messages during the copy.
+        # Skip messages that the writer has overwritten during the copy.
         offset = max(ring.begin - begin, 0)
         payloads: list[bytes] = []
         while offset + _MESSAGE_HEADER.size <= len(data):
@@ -128,7 +128,7 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Returns the sum of the payload's words, length and position, plus 1. Ten times faster than a CRC."""
+    """Returns the sum of the payload's words, its length, its position and 1. A CRC would take ten times as long."""
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
     remainder = int.from_bytes(payload[8 * num_words :], "little")

@@ -26,7 +26,7 @@ from nanovllm_server.settings import Settings, SettingsError, read_sampling_defa
 
 # Maximum number of connections that no worker has accepted yet.
 BACKLOG = 2048
-# Maximum size of a connection's unsent data in the kernel. Meanwhile the worker joins new text into one event.
+# Maximum unsent bytes of a connection in the kernel. Above this size, the worker joins new text into one event.
 MAX_UNSENT_BYTES = 16 << 10
 # The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75
@@ -51,7 +51,7 @@ async def run(settings: Settings) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
     with ExitStack() as stack:
-        # `bind` reports a port in use: call `bind` before the model loads, which takes long.
+        # Bind before the model loads, because loading takes long and `bind` reports a port in use.
         listeners = bind(settings.host, settings.port, settings.http_workers)
         for listener in listeners:
             stack.enter_context(listener)
@@ -151,7 +151,7 @@ async def _start_processes(
     workers_task = asyncio.create_task(workers.wait_until_ready())
     try:
         await asyncio.wait((engine_task, workers_task), return_when=asyncio.FIRST_EXCEPTION)
-        # Raises the engine's error first, because a failed engine also makes the workers fail.
+        # Raise the engine's error first, because a failed engine also makes the workers fail.
         for task in (engine_task, workers_task):
             if task.done():
                 task.result()
@@ -219,7 +219,7 @@ async def _wait_for_death(engine: EngineClient) -> None:
 
 
 def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
-    """Returns the text that the server prints when it is ready."""
+    """Returns the text that the server prints after the start."""
     names = settings.model_names or (info.model,)
     url_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
     url = f"http://{url_host}:{port}"

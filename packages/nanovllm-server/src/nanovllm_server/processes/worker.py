@@ -1,4 +1,4 @@
-"""A worker: serves HTTP, and follows the orders of its parent."""
+"""Serves HTTP in a worker's process, and follows the orders of the parent."""
 
 import asyncio
 import gc
@@ -32,14 +32,14 @@ from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArgume
 from nanovllm_server.protocol.error import unavailable
 
 CLOSE_TIMEOUT_S = 3.0
-# Timeout of an idle connection, and of the head of a request. Clients and proxies usually have shorter timeouts. If the
-# server closed an idle connection first, a client could send a request on the closed connection.
+# Timeout of idle connections and request heads. Longer than the timeouts of most clients and proxies: if the server
+# closed an idle connection first, a client could send a request on the closed connection.
 KEEP_ALIVE_S = 75
 SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """The pipe to the parent. If the parent ends, the task that created this object is cancelled."""
+    """Talks to the parent. If the parent ends, cancels the task that created this object."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
@@ -65,15 +65,15 @@ class ParentPipe:
                 self._worker_task.cancel()
             return
         if order == "answer":
-            # If the parent has ended, the next call of this function handles that.
+            # If the parent has ended, the next call of this function cancels the task.
             with suppress(BrokenPipeError):
                 self.report("alive")
         else:
             self._events[order].set()
 
 
-async def run(arguments: WorkerArguments, pipe: Connection, exits_itself: threading.Event) -> None:
-    """Runs the worker until the order "close". exits_itself: set when the worker can exit by itself."""
+async def run(arguments: WorkerArguments, pipe: Connection, exits_gracefully: threading.Event) -> None:
+    """Runs the worker until the order "close". Sets `exits_gracefully` after the start."""
     parent = ParentPipe(pipe)
     try:
         service = await _start(arguments)
@@ -88,7 +88,7 @@ async def run(arguments: WorkerArguments, pipe: Connection, exits_itself: thread
     # Garbage collection need not examine the loaded objects, which live until the worker exits.
     gc.collect()
     gc.freeze()
-    exits_itself.set()
+    exits_gracefully.set()
     parent.report("ready")
     try:
         await parent.wait("open")
@@ -195,6 +195,6 @@ def hypercorn_config() -> Config:
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.include_server_header = False
-    # Parts of a request's body that wait for the application.
+    # Maximum number of parts of a request's body that wait for the application.
     config.max_app_queue_size = 1
     return config

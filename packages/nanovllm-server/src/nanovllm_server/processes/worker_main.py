@@ -1,4 +1,4 @@
-"""The main function of a worker's process. Functions import heavy modules, because the parent imports this module."""
+"""The main function of a worker's process. Slow imports are in `run_worker`, because the parent imports this module."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 # malloc allocates larger blocks outside of its heaps.
 MAX_HEAP_BLOCK_BYTES = 1 << 20
-# Number of tokenizer threads, and of malloc heaps: with one heap, encoding takes almost twice as long.
+# Number of tokenizer threads and of malloc heaps. With a single heap, encoding takes almost twice as long.
 NUM_ENCODING_THREADS = 4
 
 
@@ -31,18 +31,18 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     # The tokenizer's thread pool reads this variable when the pool starts.
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     # The parent may die during the slow imports below.
-    exits_itself = exit_with_parent()
+    exits_gracefully = exit_with_parent()
     import uvloop
 
     from nanovllm_server.processes.worker import run
 
     # The worker cancels itself when the parent has ended.
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(run(arguments, pipe, exits_itself))
+        uvloop.run(run(arguments, pipe, exits_gracefully))
 
 
 def return_freed_memory() -> None:
-    """Makes glibc return freed memory to the system, by few heaps and by large blocks outside of heaps."""
+    """Makes glibc return more freed memory to the system: few heaps, and large blocks outside of the heaps."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

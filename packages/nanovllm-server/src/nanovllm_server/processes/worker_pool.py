@@ -9,10 +9,9 @@ from nanovllm_server.processes.worker_main import run_worker
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
-# Time between two questions to a worker.
 MAX_HEARTBEAT_INTERVAL_S = 1.0
-# A worker that has run for this time is replaced without a delay.
-STABLE_S = 60.0
+# If a worker dies after at least this time, the replacement starts without a delay.
+STABLE_RUN_S = 60.0
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 
@@ -20,7 +19,7 @@ MAX_BACKOFF_S = 30.0
 class WorkerProcess:
     """One worker's process.
 
-    is_alive: the event loop has answered since `ask` was called.
+    is_alive: the worker's event loop has answered the last question of `ask_if_alive`.
     ready: done when the worker can serve; has an exception if the worker can't start.
     drained: done when the worker's last request has ended after the order "drain".
     exited: done when the process has ended; the result is the exit code.
@@ -51,8 +50,8 @@ class WorkerProcess:
             except BrokenPipeError:
                 self._on_exit()
 
-    def ask(self) -> None:
-        """Asks the event loop for an answer. The last question must have been answered, or the pipe could fill up."""
+    def ask_if_alive(self) -> None:
+        """Asks the worker's event loop for an answer. Requires `is_alive`, because unread questions fill the pipe."""
         self.is_alive = False
         self.send_order("answer")
 
@@ -79,7 +78,7 @@ class WorkerProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        # The worker closed the pipe, which means that the worker has ended or is about to end.
+        # The worker has closed the pipe, and therefore has ended or is about to end.
         self._process.kill()
         self._process.join()
         self._exit_finalizer.cancel()
@@ -144,7 +143,7 @@ class WorkerPool:
                 begin_s = loop.time()
                 await self._watch(index)
                 exit_code = self._workers[index].exited.result()
-                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_S else next_backoff(backoff_s)
+                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_RUN_S else next_backoff(backoff_s)
                 self._logger.error("HTTP worker died", worker=index, exit_code=exit_code, replaced_after_s=backoff_s)
                 await asyncio.sleep(backoff_s)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
@@ -155,18 +154,18 @@ class WorkerPool:
             self.failed.set_exception(error)
 
     async def _watch(self, index: int) -> None:
-        """Returns when the worker has ended. Kills the worker if its event loop does not respond."""
+        """Waits until the worker has ended. Kills the worker if its event loop does not respond."""
         worker = self._workers[index]
         interval_s = min(MAX_HEARTBEAT_INTERVAL_S, self._timeout_s / 4)
         num_missed = 0
-        worker.ask()
+        worker.ask_if_alive()
         # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
         while not (await asyncio.wait((worker.exited,), timeout=interval_s))[0]:
             if worker.is_alive:
                 num_missed = 0
-                worker.ask()
+                worker.ask_if_alive()
                 continue
-            # Counting intervals instead of time: a machine that was suspended must not lose its workers.
+            # Count intervals instead of time, because a machine that was suspended must not lose its workers.
             num_missed += 1
             if num_missed * interval_s >= self._timeout_s:
                 self._logger.error("HTTP worker does not respond", worker=index, seconds=self._timeout_s)
@@ -180,6 +179,6 @@ class WorkerPool:
         self._replace_tasks.clear()
 
 
-def next_backoff(seconds: float) -> float:
-    """Returns the delay before a replacement. seconds: delay before the last replacement, which ended early."""
-    return min(2 * seconds, MAX_BACKOFF_S) if seconds else FIRST_BACKOFF_S
+def next_backoff(last_backoff_s: float) -> float:
+    """Returns the delay before the replacement of a worker that died early. last_backoff_s: the delay before, or 0."""
+    return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S

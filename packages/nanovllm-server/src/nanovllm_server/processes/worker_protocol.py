@@ -19,7 +19,7 @@ WorkerReport = Literal["ready", "drained", "alive"]
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A worker's report that the worker can't start. is_user_error: the cause is a setting or the model."""
+    """Reports that the worker can't start. is_user_error: the cause is a setting or the model."""
 
     message: str
     is_user_error: bool
@@ -29,12 +29,12 @@ class StartFailure:
 class WorkerArguments:
     """The arguments of a worker's process.
 
-    index: index of the worker, of its row in `counters` and of its ring in `rings`.
+    index: selects the worker's row in `counters` and the worker's ring in `rings`.
     model: directory of the tokenizer.
     template: chat template; None for the model's template.
     engine_pid: process id of the engine.
-    counters: memory of `SharedCounters`.
-    rings: None for a single worker.
+    counters: shared memory with one row of counters per worker.
+    rings: shared memory through which workers share encoded text; None for a single worker.
     """
 
     index: int

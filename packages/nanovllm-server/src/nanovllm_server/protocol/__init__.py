@@ -1,1 +1,1 @@
-"""The types of the API: requests, responses and errors, and their conversion from and to JSON."""
+"""Defines the API's requests, responses and errors, and converts them from and to JSON."""

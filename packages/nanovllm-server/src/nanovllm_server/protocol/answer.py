@@ -1,4 +1,4 @@
-"""Reads the fields that constrain the answer: OpenAI's `response_format`, and `structured_outputs`.
+"""Reads the fields `response_format` and `structured_outputs`, which constrain the answer.
 
 The engine checks later whether schemas can be enforced and whether grammars compile.
 """
@@ -19,15 +19,15 @@ MAX_REGEX_LENGTH = 16 << 10
 MAX_GRAMMAR_LENGTH = 128 << 10
 MAX_CHOICES = 1024
 MAX_CHOICE_LENGTH = 4096
-# Maximum nesting of objects and arrays in a structural tag, outside of JSON schemas.
+# Maximum nesting depth of a structural tag. JSON schemas in the tag have their own limit.
 MAX_TAG_DEPTH = 64
-RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+RESPONSE_FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+SCHEMA_NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """JSON that is valid against `schema`. path: path of the request's field."""
+    """The answer must be JSON that is valid against `schema`. path: path of the request's field, for errors."""
 
     path: str
     schema: JSON
@@ -35,7 +35,7 @@ class JsonAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RegexAnswer:
-    """Text that fully matches a regular expression."""
+    """The whole answer must match a regular expression."""
 
     path: str
     pattern: str
@@ -43,7 +43,7 @@ class RegexAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceAnswer:
-    """One of the strings `choices`."""
+    """The answer must be one of the strings `choices`."""
 
     path: str
     choices: tuple[str, ...]
@@ -51,7 +51,7 @@ class ChoiceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class GrammarAnswer:
-    """Text that matches the rule `root` of a grammar in GBNF."""
+    """The answer must match the rule `root` of a grammar in GBNF."""
 
     path: str
     grammar: str
@@ -59,17 +59,17 @@ class GrammarAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TagAnswer:
-    """Text that matches a structural tag of xgrammar. tag_format: field `format` of the tag."""
+    """The answer must match a structural tag of xgrammar. tag_format: the tag's field `format`."""
 
     path: str
     tag_format: dict[str, JSON]
 
 
-Answer = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
+AnswerRule = JsonAnswer | RegexAnswer | ChoiceAnswer | GrammarAnswer | TagAnswer
 
 
-def parse_answer(body: FieldReader) -> Answer | None:
-    """Reads the constraint on the answer; None for free text. Raises ApiError."""
+def parse_answer_rule(body: FieldReader) -> AnswerRule | None:
+    """Returns the constraint on the answer; None if the answer is free text. Raises ApiError."""
     response_format = _read_response_format(body)
     structured_outputs = _read_structured_outputs(body)
     if response_format is not None and structured_outputs is not None:
@@ -77,11 +77,11 @@ def parse_answer(body: FieldReader) -> Answer | None:
     return response_format or structured_outputs
 
 
-def _read_response_format(body: FieldReader) -> Answer | None:
+def _read_response_format(body: FieldReader) -> AnswerRule | None:
     fields = body.child("response_format")
     if fields is None:
         return None
-    format_type = fields.one_of("type", RESPONSE_FORMATS)
+    format_type = fields.one_of("type", RESPONSE_FORMAT_TYPES)
     path = body.path("response_format")
     match format_type:
         case "text":
@@ -93,7 +93,7 @@ def _read_response_format(body: FieldReader) -> Answer | None:
         case "structural_tag":
             return TagAnswer(fields.path("format"), _read_tag_format(fields))
         case _:
-            raise fields.wrong("type", "one of " + ", ".join(f'"{name}"' for name in RESPONSE_FORMATS))
+            raise fields.wrong("type", "one of " + ", ".join(f'"{name}"' for name in RESPONSE_FORMAT_TYPES))
 
 
 def _read_json_schema(fields: FieldReader) -> JsonAnswer:
@@ -101,7 +101,7 @@ def _read_json_schema(fields: FieldReader) -> JsonAnswer:
     if json_schema_fields is None:
         raise fields.wrong("json_schema", "an object with name and schema")
     name = json_schema_fields.text("name", MAX_SCHEMA_NAME_LENGTH)
-    if not name or not NAME_CHARACTERS.issuperset(name):
+    if not name or not SCHEMA_NAME_CHARACTERS.issuperset(name):
         raise json_schema_fields.wrong("name", f"a string of 1 to {MAX_SCHEMA_NAME_LENGTH} letters, digits, _ and -")
     json_schema_fields.text("description")
     # The schema is enforced even if `strict` is false.
@@ -123,11 +123,11 @@ def _json_answer(path: str, schema: JSON) -> JsonAnswer:
     return JsonAnswer(path, schema)
 
 
-def _read_structured_outputs(body: FieldReader) -> Answer | None:
+def _read_structured_outputs(body: FieldReader) -> AnswerRule | None:
     fields = body.child("structured_outputs")
     if fields is None:
         return None
-    readers: dict[str, Callable[[FieldReader], Answer | None]] = {
+    readers: dict[str, Callable[[FieldReader], AnswerRule | None]] = {
         "json": _read_json,
         "regex": _read_regex,
         "choice": _read_choice,
@@ -201,7 +201,7 @@ def _read_json_object(fields: FieldReader) -> JsonAnswer | None:
 
 
 def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
-    """Reads a field whose value may also be a string of JSON. types: JSON types of the decoded value."""
+    """Returns the value of a field. Decodes a string as JSON. types: allowed JSON types of the decoded value."""
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value
@@ -226,9 +226,9 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _add_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Returns `tag_part` with a field `place` beside each `json_schema`: the path of the schema, for errors.
+    """Returns a copy of `tag_part` that has the path of each field `json_schema` in a new field `place`, for errors.
 
-    Raises ApiError if `tag_part` or a schema is too deep, or a schema is too large.
+    Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
     """
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")

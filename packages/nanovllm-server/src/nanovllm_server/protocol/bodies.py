@@ -1,12 +1,12 @@
-"""Types of response bodies, named as in OpenAI's API. Their docstrings become descriptions in `/openapi.json`."""
+"""Defines response bodies, with the names of OpenAI's API. `/openapi.json` shows the docstrings of the types."""
 
 from typing import Literal, NotRequired, TypedDict
 
-Finish = Literal["stop", "length", "tool_calls"]
+ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class FunctionCall(TypedDict):
-    """The called function. The model wrote `arguments`: check that they are valid JSON."""
+    """The called function. The model may write arguments that are not valid JSON."""
 
     name: str
     arguments: str
@@ -44,7 +44,7 @@ class ChoiceLogprobs(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """A token at one position of the prompt. rank: 1 for the likeliest token. Not in OpenAI's API."""
+    """The log-probability of a token in the prompt. rank: 1 for the likeliest token. OpenAI's API lacks this type."""
 
     logprob: float
     rank: int
@@ -71,7 +71,7 @@ class Choice(TypedDict):
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChoiceFinishReason
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 
@@ -89,7 +89,7 @@ class CompletionTokensDetails(TypedDict):
 
 
 class CompletionUsage(TypedDict):
-    """Numbers of tokens of a request. completion_tokens is the sum over all choices."""
+    """Token counts of a request. completion_tokens: sum over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -100,8 +100,8 @@ class CompletionUsage(TypedDict):
 
 class ChatCompletion(TypedDict):
     """A complete answer. OpenAI's API has neither prompt_token_ids nor prompt_logprobs; both are sent on request.
-    prompt_logprobs: one object per prompt token, null for the first. Each object has entries by token id, for the
-    prompt's token and for the likeliest tokens at the same position.
+    prompt_logprobs: null for the first prompt token, and one object for each further token. The keys of the object are
+    the ids of the token and of the likeliest tokens at its position.
     """
 
     id: str
@@ -123,7 +123,7 @@ class FunctionCallDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """The next part of the `index`-th call. Only the call's first delta has id and type."""
+    """The next part of a tool call. index: number of the call, from 0. Only the call's first delta has id and type."""
 
     index: int
     function: FunctionCallDelta
@@ -142,20 +142,20 @@ class ChoiceDelta(TypedDict, total=False):
 
 
 class ChunkChoice(TypedDict):
-    """A choice in a chunk. stop_reason: present if finish_reason is not null. token_ids: on request."""
+    """A choice in a chunk. stop_reason: absent while finish_reason is null. token_ids: absent unless requested."""
 
     index: int
     delta: ChoiceDelta
     logprobs: ChoiceLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChoiceFinishReason | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionChunk(TypedDict):
     """One event of a streamed answer.
-    usage: on request; null except in the last chunk, which has no choices. With continuous_usage_stats every chunk has
-    the usage so far.
+    usage: absent unless requested. Only the last chunk, which has no choices, has a value that is not null. With
+    continuous_usage_stats, every chunk has the usage so far.
     prompt_token_ids: on request, in the first chunk.
     """
 
@@ -203,7 +203,7 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether the server lives or is ready. reason: why the server is unavailable."""
+    """Whether the server lives or accepts requests. reason: why the server is unavailable."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]

@@ -37,28 +37,28 @@ class ApiError(Exception):
 
 
 def bad_field(path: str, expected: str, value: JSON) -> ApiError:
-    """A 400 for the field at `path`. expected: the allowed values, worded to follow "must be"."""
+    """Returns a 400 for the field at `path`. expected: text after "must be" in the message."""
     return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
 
 
 def missing_field(path: str, expected: str) -> ApiError:
-    """A 400 for the absent field at `path`. expected: see `bad_field`."""
+    """Returns a 400 for the absent field at `path`. expected: text after "must be" in the message."""
     message = f"{path} is missing: it must be {expected}"
     return ApiError(400, message, param=path, code="missing_required_parameter")
 
 
 def unsupported(path: str, message: str) -> ApiError:
-    """A 400 for a field that requests an unsupported feature."""
+    """Returns a 400 for a field that requests an unsupported feature."""
     return ApiError(400, message, param=path, code="unsupported_parameter")
 
 
 def invalid_grammar(path: str, reason: str) -> ApiError:
-    """A 400 for a field whose constraint on the answer can't be enforced."""
+    """Returns a 400 for a field whose constraint on the answer can't be enforced."""
     return ApiError(400, f"{path} can't be enforced: {reason}", param=path, code="invalid_grammar")
 
 
 def prompt_too_long(max_model_len: int, num_tokens: str) -> ApiError:
-    """A 400 for messages that exceed the context. num_tokens: length of the prompt, for example "at least 5000"."""
+    """Returns a 400 for messages that exceed the context. num_tokens: prompt length, for example "at least 5000"."""
     # Some clients search the message for OpenAI's wording, and then shorten the conversation.
     return ApiError(
         400,
@@ -70,17 +70,17 @@ def prompt_too_long(max_model_len: int, num_tokens: str) -> ApiError:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """A 503: the server accepts no requests now."""
+    """Returns a 503: the server accepts no requests now."""
     return ApiError(503, message, error_type="service_unavailable_error", code=code, headers={"Retry-After": "5"})
 
 
 def timed_out(seconds: float) -> ApiError:
-    """A 504: the answer took longer than `seconds`."""
+    """Returns a 504: the answer took longer than `seconds`."""
     message = f"the answer took longer than its limit of {seconds:g} s: raise the limit, or ask for fewer tokens"
     return ApiError(504, message, error_type="timeout_error", code="deadline_exceeded")
 
 
 def internal_error(request_id: str) -> ApiError:
-    """A 500 without details. The log has the details under `request_id`."""
+    """Returns a 500 without details. The log has the details under `request_id`."""
     message = f"internal server error; the log has it as {request_id}"
     return ApiError(500, message, error_type="server_error", code="internal")

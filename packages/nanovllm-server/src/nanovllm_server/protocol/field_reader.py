@@ -13,7 +13,7 @@ from nanovllm_server.protocol.json import JSON
 # A JSON schema (2020-12).
 Schema: TypeAlias = dict[str, JSON]
 ANYTHING: Schema = {}
-# From here on, not every integer has its own 64-bit float.
+# From this number on, one 64-bit float may stand for several integers.
 MAX_EXACT_FLOAT = 1 << 53
 
 
@@ -29,26 +29,26 @@ class FieldReader:
         self._names_read: set[str] = set()
 
     def path(self, name: str) -> str:
-        """Path of the field `name`, for `param` in errors."""
+        """Returns the path of the field `name`, for `param` in errors."""
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
-        """The unchecked value. accepts: JSON schema of allowed values; only `schema_recording.py` uses this schema."""
+        """Reads an unchecked value. accepts: JSON schema of allowed values, which only `schema_recording.py` uses."""
         self._names_read.add(name)
         return self._values.get(name)
 
     def unknown_paths(self) -> list[str]:
-        """Paths of the fields that were not read."""
+        """Returns the paths of the fields that no method has read."""
         return [self.path(name) for name in self._values if name not in self._names_read]
 
     def wrong(self, name: str, expected: str) -> ApiError:
-        """Returns the error for the field `name`. expected: see `bad_field`."""
+        """Returns the error for a wrong or absent field. expected: text after "must be" in the message."""
         if name not in self._values:
             return missing_field(self.path(name), expected)
         return bad_field(self.path(name), expected, self._values[name])
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """An integer from `low` to `high` (None for no limit). 5.0 is the integer 5; true is not an integer."""
+        """Reads an integer from `low` to `high` (None for no limit). 5.0 is the integer 5; true is not an integer."""
         value = self.raw(name)
         if value is None:
             return None
@@ -59,7 +59,7 @@ class FieldReader:
         return integer
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
-        """A number from `low` to `high`. above_low: `low` itself is not allowed."""
+        """Reads a number from `low` to `high`. above_low: `low` itself is not allowed."""
         value = self.raw(name)
         if value is None:
             return None
@@ -69,21 +69,21 @@ class FieldReader:
         return float(value)
 
     def boolean(self, name: str) -> bool | None:
-        """True or false. 0 and "false" are errors."""
+        """Reads true or false. Other values, such as 0 and "false", are errors."""
         value = self.raw(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
     def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """A string of at most `max_length` characters (None for no limit). accepts: see `raw`."""
+        """Reads a string of at most `max_length` characters (None for no limit). accepts: further schema keywords."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
         return value
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:
-        """One of the strings `choices`."""
+        """Reads one of the strings `choices`."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, str) and value in choices):
             raise self.wrong(name, "one of " + ", ".join(f'"{choice}"' for choice in choices))
@@ -96,14 +96,14 @@ class FieldReader:
         max_items: int | None = None,
         items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
-        """An array of at most `max_items` (None for no limit). expected: see `bad_field`. items: schema of an item."""
+        """Reads an array of unchecked items. expected: text after "must be" in errors. items: schema of an item."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
             raise self.wrong(name, expected)
         return value
 
     def child(self, name: str) -> "FieldReader | None":
-        """Reader of the object in the field `name`."""
+        """Returns a reader of the object in the field `name`."""
         value = self.raw(name)
         if value is None:
             return None
@@ -112,16 +112,16 @@ class FieldReader:
         return FieldReader(value, self.path(name))
 
     def element(self, name: str, index: int, value: JSON, expected: str) -> "FieldReader":
-        """Reader of `value`, the object at `index` of the array `name`. expected: see `bad_field`."""
+        """Returns a reader of `value`, the object at `index` in the array `name`. expected: text after "must be"."""
         path = f"{self.path(name)}[{index}]"
         if not isinstance(value, dict):
             raise bad_field(path, expected, value)
         return FieldReader(value, path)
 
 
-def is_deeper(value: JSON, max_depth: int) -> bool:
+def exceeds_depth(value: JSON, max_depth: int) -> bool:
     """Whether arrays and objects are nested more than `max_depth` levels deep."""
-    # Recursion could overflow the stack.
+    # Not recursive, because deep values would overflow the stack.
     level = [value]
     for _ in range(max_depth + 1):
         level = [
@@ -134,7 +134,7 @@ def is_deeper(value: JSON, max_depth: int) -> bool:
 
 
 def as_integer(value: JSON) -> int | None:
-    """The integer that `value` stands for; None for other values. Some clients write integers as floats."""
+    """Returns an integer, even for a float such as 5.0; None for other values. Some clients send such floats."""
     if type(value) is float and value.is_integer() and abs(value) < MAX_EXACT_FLOAT:
         return int(value)
     return value if type(value) is int else None

@@ -7,13 +7,13 @@ from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import show
 
 MAX_MESSAGES = 10_000
-# `function` is OpenAI's former name of `tool`.
+# `function` is OpenAI's former name of the role `tool`.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True, slots=True)
 class PastToolCall:
-    """An earlier call in the conversation. arguments: JSON as a string."""
+    """A tool call in an earlier answer. arguments: JSON text."""
 
     id: str | None
     name: str
@@ -22,7 +22,7 @@ class PastToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. content: None only for an assistant's message."""
+    """One message. content: None only for an assistant's message without text."""
 
     role: str
     content: str | None
@@ -51,7 +51,7 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # Fields of assistant messages are checked in every message. Messages of other roles then lose these fields.
+    # Fields of assistant messages are checked in every message, but other roles ignore their values.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.
@@ -59,34 +59,34 @@ def _read_message(fields: FieldReader) -> Message:
     refusal = fields.text("refusal")
     if role != "assistant":
         role = "tool" if role == "function" else role
-        content = _read_content(fields, is_answer=False)
+        content = _read_content(fields, is_from_assistant=False)
         return Message(role=role, content=content, name=name, tool_call_id=tool_call_id)
-    content = _read_content(fields, is_answer=True)
-    # An answer has either content or a refusal. Templates know only content.
+    content = _read_content(fields, is_from_assistant=True)
+    # An assistant's message has either content or a refusal. Templates read only content.
     content = refusal if content is None else content
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
-def _read_content(fields: FieldReader, *, is_answer: bool) -> str | None:
+def _read_content(fields: FieldReader, *, is_from_assistant: bool) -> str | None:
     content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
-    # Answers without text are null, for example if the reasoning did not end.
-    if isinstance(content, str) or (content is None and is_answer):
+    # An assistant's content is null if an answer has no text, for example if the reasoning did not end.
+    if isinstance(content, str) or (content is None and is_from_assistant):
         return content
     if not isinstance(content, list) or not content:
         raise fields.wrong("content", "a string or a non-empty array of text parts")
-    # Other servers also join text parts with line breaks.
+    # Joins text parts with line breaks, as other servers do.
     expected = 'an object like {"type": "text", "text": "..."}'
     return "\n".join(
-        _read_text_part(fields.element("content", index, part, expected), is_answer=is_answer)
+        _read_text_part(fields.element("content", index, part, expected), is_from_assistant=is_from_assistant)
         for index, part in enumerate(content)
     )
 
 
-def _read_text_part(fields: FieldReader, *, is_answer: bool) -> str:
+def _read_text_part(fields: FieldReader, *, is_from_assistant: bool) -> str:
     part_type = fields.raw("type", {"enum": ["text", "refusal"]})
     if not isinstance(part_type, str):
         raise fields.wrong("type", '"text"')
-    if part_type != "text" and not (part_type == "refusal" and is_answer):
+    if part_type != "text" and not (part_type == "refusal" and is_from_assistant):
         path = fields.path("type")
         raise unsupported(path, f'{path} must be "text", not {show(part_type)}: this server takes text only')
     text = fields.text(part_type)
@@ -104,7 +104,7 @@ def _read_tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
         if function is None:
             raise call.wrong("function", "an object with name and arguments")
         calls.append(_read_called_function(function, call.text("id")))
-    # OpenAI's former field for a single call.
+    # `function_call` is OpenAI's former field for a single call.
     if (function := fields.child("function_call")) is not None:
         if calls:
             raise fields.wrong("function_call", "left out when there are tool_calls")

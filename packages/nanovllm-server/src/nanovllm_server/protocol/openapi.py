@@ -27,7 +27,7 @@ WEATHER_TOOL: JSON = {
 }
 WEATHER_CHOICE: dict[str, JSON] = {"type": "function", "function": {"name": "weather"}}
 WEATHER_CHAT: list[JSON] = [{"role": "user", "content": "What is the weather in Paris?"}]
-# Example requests by description, without `model`. For `record_schema`, the examples contain every kind of object.
+# Example requests without `model`, by description. `record_schema` needs an example of every nested object.
 EXAMPLES: dict[str, dict[str, JSON]] = {
     "question": {
         "messages": [
@@ -135,7 +135,7 @@ ERROR_DESCRIPTIONS = {
 def openapi_document(
     names: tuple[str, ...], limits: Limits, defaults: SamplingDefaults, *, needs_key: bool
 ) -> dict[str, JSON]:
-    """Builds the document of one server. names: names of the model."""
+    """Builds the OpenAPI document. names: names of the served model. needs_key: requests need an API key."""
     examples: list[dict[str, JSON]] = [{"model": names[0], **example} for example in EXAMPLES.values()]
     request = record_schema(lambda body: read_chat_request(body, limits, defaults), examples)
     properties = cast(dict[str, Schema], request["properties"])

@@ -17,11 +17,11 @@ Value = TypeVar("Value", str, int)
 class ReasoningOptions:
     """Options of reasoning.
 
-    effort, is_enabled: values for the chat template; None for the template's defaults.
-    max_tokens: the server ends longer reasoning; None for no limit.
-    max_tokens_field: path of the field that gave `max_tokens`, for errors.
-    is_included: the answer includes the reasoning.
-    unknown_fields: paths of unknown fields in `reasoning`.
+    effort: requested effort; None for the chat template's default.
+    is_enabled: whether the model may reason; None for the chat template's default.
+    max_tokens: maximum number of reasoning tokens; None for no limit.
+    max_tokens_field: path of the request's field with `max_tokens`, for errors.
+    unknown_fields: paths of unknown fields in the object `reasoning`.
     """
 
     effort: str | None
@@ -35,11 +35,11 @@ class ReasoningOptions:
 def parse_reasoning(body: FieldReader) -> ReasoningOptions:
     """Reads OpenAI's and vLLM's fields, and OpenRouter's object `reasoning`. Raises ApiError."""
     fields = body.child("reasoning") or FieldReader({}, "reasoning")
-    effort, effort_field = _select(
+    effort, effort_field = _require_common_value(
         ("reasoning_effort", body.one_of("reasoning_effort", EFFORTS)),
         ("reasoning.effort", fields.one_of("effort", EFFORTS)),
     )
-    max_tokens, max_tokens_field = _select(
+    max_tokens, max_tokens_field = _require_common_value(
         ("max_reasoning_tokens", body.integer("max_reasoning_tokens", 0)),
         ("thinking_token_budget", _read_thinking_token_budget(body)),
         ("reasoning.max_tokens", fields.integer("max_tokens", 0)),
@@ -67,13 +67,16 @@ def _read_thinking_token_budget(body: FieldReader) -> int | None:
     return None if budget == -1 else budget
 
 
-def _select(*values: tuple[str, Value | None]) -> tuple[Value | None, str]:
-    """Returns (value, its path), from (path, value or None) of each name. Raises ApiError if two values differ."""
-    given: Sequence[tuple[str, Value]] = [(path, value) for path, value in values if value is not None]
-    if not given:
-        return None, values[0][0]
-    first_path, first_value = given[0]
-    for path, value in given[1:]:
+def _require_common_value(*fields_of_option: tuple[str, Value | None]) -> tuple[Value | None, str]:
+    """Returns (the common value of all fields, path of the first field). Raises ApiError if values differ.
+
+    fields_of_option: (path, value) of each field; the value is None if the request lacks the field.
+    """
+    given_fields: Sequence[tuple[str, Value]] = [(path, value) for path, value in fields_of_option if value is not None]
+    if not given_fields:
+        return None, fields_of_option[0][0]
+    first_path, first_value = given_fields[0]
+    for path, value in given_fields[1:]:
         if value != first_value:
             raise bad_field(path, f"left out or the same as {first_path} ({first_value})", value)
     return first_value, first_path

@@ -12,7 +12,7 @@ from nanovllm_core.sampling_params import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from nanovllm_server.protocol.answer import Answer, parse_answer
+from nanovllm_server.protocol.answer import AnswerRule, parse_answer_rule
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, as_integer, is_number
 from nanovllm_server.protocol.json import JSON
@@ -34,7 +34,7 @@ MAX_TIMEOUT_S = 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. A model may recommend other values."""
+    """Values of fields that a request leaves out. These defaults apply unless the model recommends others."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -60,23 +60,22 @@ class Limits:
 class ChatRequest:
     """A valid chat completion request.
 
-    model: requested name; None for the served model.
+    model: requested model name; None for the served model.
     tools: None if tool calls are not allowed.
-    answer: constraint on the answer; None for free text.
+    answer_rule: constraint on the answer; None for free text.
     n: number of choices.
-    include_stop: the text includes the stop string or stop token.
-    truncate_prompt_tokens: number of last prompt tokens to keep; -1: as many as fit into the context; None: all.
+    include_stop: the answer's text includes the stop string or stop token.
+    truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as the context holds; None: all.
     names_tokens_by_id: log-probabilities name tokens "token_id:ID" instead of by their text.
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     has_continuous_usage: every chunk of a stream has the usage so far.
-    max_tokens_field: name of the field that gave `sampling.max_tokens`, for errors.
-    unknown_fields: paths of unknown fields.
+    max_tokens_field: name of the request's field with `sampling.max_tokens`, for errors.
     """
 
     model: str | None
     messages: tuple[Message, ...]
     tools: Toolbox | None
-    answer: Answer | None
+    answer_rule: AnswerRule | None
     reasoning: ReasoningOptions
     template: TemplateOptions
     sampling: SamplingParams
@@ -124,7 +123,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         model=body.text("model") or None,
         messages=messages,
         tools=parse_tools(body),
-        answer=parse_answer(body),
+        answer_rule=parse_answer_rule(body),
         reasoning=reasoning,
         template=parse_template_options(body, reasoning),
         sampling=sampling,
@@ -156,7 +155,7 @@ def _check_ignored_fields(body: FieldReader) -> None:
     body.boolean("store")
     body.text("service_tier")
     body.text("prompt_cache_key")
-    # Has no effect, because the server adds no spaces between tokens.
+    # This field has no effect, because the server adds no spaces between tokens.
     body.boolean("spaces_between_special_tokens")
 
 

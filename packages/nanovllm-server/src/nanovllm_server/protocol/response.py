@@ -14,10 +14,10 @@ from nanovllm_server.protocol.bodies import (
     ChatCompletionChunk,
     Choice,
     ChoiceDelta,
+    ChoiceFinishReason,
     ChoiceLogprobs,
     ChunkChoice,
     CompletionUsage,
-    Finish,
     FunctionCall,
     FunctionCallDelta,
     Model,
@@ -45,8 +45,8 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: one object per token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
-    has_null_content: content is null: the choice ended within reasoning, or the answer must be a call.
-    token_ids: all tokens since the last delta; None if not requested.
+    has_null_content: the content is null, because the choice ended within reasoning or must be a tool call.
+    token_ids: all tokens since the previous delta; None if not requested.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: Finish | None = None
+    finish_reason: ChoiceFinishReason | None = None
     stop_reason: str | int | None = None
     has_null_content: bool = False
     token_ids: tuple[int, ...] | None = None
@@ -62,7 +62,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. completion_tokens: sum over all choices, with reasoning."""
+    """Token counts of one request. completion_tokens: output tokens of all choices, including reasoning."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -82,7 +82,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Common fields of all chunks of an answer. prompt_token_ids: None if not requested."""
+    """Fields that all chunks of an answer share. prompt_token_ids: None if not requested."""
 
     id: str
     created: int
@@ -107,7 +107,7 @@ class Envelope:
     def chunk(
         self, choices: list[ChunkChoice], usage: CompletionUsage | None, *, with_usage: bool, with_prompt: bool = False
     ) -> ChatCompletionChunk:
-        """Builds a chunk. with_usage: with the field `usage`. with_prompt: with `prompt_token_ids`, if requested."""
+        """Builds a chunk. with_usage: add the field `usage`. with_prompt: add `prompt_token_ids`, if requested."""
         chunk: ChatCompletionChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -124,19 +124,19 @@ class Envelope:
 
 
 class Clock:
-    """A clock of seconds since 1970 that never goes back."""
+    """A clock that never goes back."""
 
     def __init__(self) -> None:
         self._last_s = 0
 
     def now(self) -> int:
-        """The current second."""
+        """Returns the seconds since 1970."""
         self._last_s = max(self._last_s, int(time.time()))
         return self._last_s
 
 
-def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Builds one `ChunkChoice` each for role, reasoning, text, calls, end. is_first: `delta` is the choice's first."""
+def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
+    """Splits a delta into objects for role, reasoning, text, each call and the end. is_first: no delta came before."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.
@@ -147,7 +147,7 @@ def stream_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     logprobs: ChoiceLogprobs | None = {"content": [*delta.logprobs], "refusal": None} if delta.logprobs else None
     choices: list[ChunkChoice] = []
     if is_first:
-        # As in a complete answer, null means reasoning or a call instead of content.
+        # As in a complete answer, null means that reasoning or a call comes instead of content.
         content = None if delta.reasoning or delta.has_null_content or (delta.calls and not delta.text) else ""
         choices.append(_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
     for choice_delta in choice_deltas:
@@ -192,7 +192,7 @@ def _complete_choice(deltas: Sequence[Delta]) -> Choice:
         "index": last_delta.index,
         "message": _message(deltas),
         "logprobs": None if last_delta.logprobs is None else {"content": logprob_entries, "refusal": None},
-        "finish_reason": cast(Finish, last_delta.finish_reason),
+        "finish_reason": cast(ChoiceFinishReason, last_delta.finish_reason),
         "stop_reason": last_delta.stop_reason,
     }
     if last_delta.token_ids is not None:

@@ -14,7 +14,7 @@ from nanovllm_server.protocol.json import JSON
 
 ReadObject: TypeAlias = Callable[[FieldReader], object]
 # The path from a request to a nested value: field names and array indices.
-Keys: TypeAlias = tuple[str | int, ...]
+KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Schema:
@@ -35,7 +35,7 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """The recorded fields of one object.
+    """The fields of one object in all examples.
 
     alternatives: alternative schemas by field.
     children: nested objects by field; an array has one child for all its objects.
@@ -59,7 +59,7 @@ class _ObjectNode:
 
     def schema(self) -> Schema:
         required = self.required or frozenset()
-        # A field that accepts only null is unsupported.
+        # Fields that accept only null are unsupported, and the schema leaves them out.
         null_schemas: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
         names = [name for name, alternatives in self.alternatives.items() if alternatives not in null_schemas]
         properties: dict[str, JSON] = {}
@@ -73,7 +73,7 @@ class _ObjectNode:
         return schema
 
     def _with_child(self, name: str, accepts: Schema) -> Schema:
-        """Returns `accepts` with the recorded schema of nested objects."""
+        """Extends the schema `accepts` of a field with the schema of the field's nested objects."""
         if name not in self.children:
             return accepts
         types, child = accepts.get("type"), self.children[name].schema()
@@ -153,8 +153,8 @@ def _with_null(accepts: Schema) -> Schema:
     return nullable
 
 
-def _iterate_objects(node: _ObjectNode, value: JSON, keys: Keys) -> Iterator[tuple[_ObjectNode, Keys]]:
-    """Yields the node and the path of every object in `value` that was read."""
+def _iterate_objects(node: _ObjectNode, value: JSON, keys: KeyPath) -> Iterator[tuple[_ObjectNode, KeyPath]]:
+    """Yields (node, path from the request) for every object in `value` that was read."""
     match value:
         case dict():
             yield node, keys
@@ -168,7 +168,7 @@ def _iterate_objects(node: _ObjectNode, value: JSON, keys: Keys) -> Iterator[tup
             return
 
 
-def _is_required(read: ReadObject, example: dict[str, JSON], keys: Keys) -> bool:
+def _is_required(read: ReadObject, example: dict[str, JSON], keys: KeyPath) -> bool:
     without_field = copy.deepcopy(example)
     del cast(dict[str, JSON], _get_nested(without_field, keys[:-1]))[str(keys[-1])]
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
@@ -179,7 +179,7 @@ def _is_required(read: ReadObject, example: dict[str, JSON], keys: Keys) -> bool
     return False
 
 
-def _get_nested(value: JSON, keys: Keys) -> JSON:
+def _get_nested(value: JSON, keys: KeyPath) -> JSON:
     for key in keys:
         value = cast(dict[str | int, JSON], value)[key]
     return value

@@ -1,4 +1,4 @@
-"""Reads the request's options of the chat template."""
+"""Reads the fields of a request that control the chat template."""
 
 from dataclasses import dataclass, field
 

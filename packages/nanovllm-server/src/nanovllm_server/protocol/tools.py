@@ -6,16 +6,16 @@ from typing import Literal, cast
 
 from nanovllm_core.grammar_types import ParameterTypes
 from nanovllm_server.protocol.error import bad_field
-from nanovllm_server.protocol.field_reader import FieldReader, is_deeper
+from nanovllm_server.protocol.field_reader import FieldReader, exceeds_depth
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_TOOLS = 1024
-# Maximum nesting of objects and arrays in a tool's definition, which templates write as JSON.
+# Maximum nesting depth of a tool's definition, because templates write definitions as JSON.
 MAX_DEFINITION_DEPTH = 100
 MAX_FUNCTION_NAME_LENGTH = 256
-# Characters that need no escape in any format of calls.
-NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
+# Characters of function names. Not one of these needs an escape in any format of tool calls.
+FUNCTION_NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
 TOOL_CHOICES = ("auto", "none", "required")
 # auto: calls are allowed. required: the answer consists of calls. named: the answer is a call of a given function.
 ToolMode = Literal["auto", "required", "named"]
@@ -25,7 +25,7 @@ ToolMode = Literal["auto", "required", "named"]
 class Function:
     """A function that the model may call.
 
-    parameters: schema of the arguments; None if the request has none.
+    parameters: schema of the arguments; None if the request has no schema.
     is_enforced: the arguments must follow the schema.
     path: path of the field `parameters` in the request.
     """
@@ -37,7 +37,7 @@ class Function:
 
     @property
     def enforced_schema(self) -> JSON:
-        """The schema that a grammar enforces; None if any object is allowed. Without `parameters`: the empty object."""
+        """The schema that a grammar enforces; None allows any object. Without `parameters`, only {} is allowed."""
         no_properties: JSON = {"type": "object", "properties": {}, "additionalProperties": False}
         return None if not self.is_enforced else no_properties if self.parameters is None else self.parameters
 
@@ -48,7 +48,7 @@ class Toolbox:
 
     definitions: all tools of the request, unchanged, for the prompt.
     functions: functions that the model may call, by name.
-    is_restricted: some functions of `definitions` are not allowed.
+    is_restricted: `functions` lacks some functions of `definitions`.
     allows_parallel_calls: an answer may have several calls.
     """
 
@@ -59,10 +59,10 @@ class Toolbox:
     allows_parallel_calls: bool
 
     def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
-        """Returns the schemas with the types of each function's parameters, by function name.
+        """Returns schemas that state the types of each function's parameters, by function name.
 
-        parameter_types: schemas with the types that the compiled grammar allows, by path of `parameters`. The model
-            writes these types, even if the request declares other types.
+        parameter_types: schemas with the types that the compiled grammar allows, by `Function.path`. These schemas
+            replace the schemas of the request, because the model must follow the grammar.
         """
         return {
             name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()
@@ -98,7 +98,7 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
     functions: dict[str, Function] = {}
     for index, item in enumerate(items):
         tool = body.element("tools", index, item, "an object with type and function")
-        if is_deeper(item, MAX_DEFINITION_DEPTH):
+        if exceeds_depth(item, MAX_DEFINITION_DEPTH):
             raise body.wrong("tools", f"nested at most {MAX_DEFINITION_DEPTH} deep in each tool")
         function = _read_function(tool)
         if function.name in functions:
@@ -116,7 +116,6 @@ def parse_tools(body: FieldReader) -> Toolbox | None:
         functions={name: _with_enforcement(functions[name], is_call_required=choice.mode != "auto") for name in names},
         mode=choice.mode,
         is_restricted=len(names) < len(functions),
-        # With "named", the answer is one call.
         allows_parallel_calls=allows_parallel_calls is not False and choice.mode != "named",
     )
 
@@ -175,7 +174,7 @@ def _read_function(tool: FieldReader) -> Function:
     if function is None:
         raise tool.wrong("function", "an object with name, description and parameters")
     name = function.text("name", MAX_FUNCTION_NAME_LENGTH, {"pattern": "^[A-Za-z0-9_.:/-]+$"})
-    if not name or not NAME_CHARACTERS.issuperset(name):
+    if not name or not FUNCTION_NAME_CHARACTERS.issuperset(name):
         raise function.wrong("name", f"a string of 1 to {MAX_FUNCTION_NAME_LENGTH} letters, digits and _-.:/")
     function.text("description")
     parameters = function.child("parameters")

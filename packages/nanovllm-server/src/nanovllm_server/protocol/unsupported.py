@@ -1,4 +1,4 @@
-"""Refuses fields of other servers' APIs that would change the answer. Values without effect are allowed."""
+"""Refuses unsupported fields of other servers' APIs. Values that do not change the answer are allowed."""
 
 import orjson
 
@@ -6,7 +6,7 @@ from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
-# Values without effect, by unsupported field. null never has an effect.
+# Allowed values, which have no effect, by unsupported field. null is always allowed.
 HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "add_special_tokens": (False,),
     "audio": (),

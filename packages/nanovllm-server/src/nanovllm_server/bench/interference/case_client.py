@@ -108,7 +108,7 @@ class DecodeStreams:
             self._progress.set()
 
     async def wait_until_decoding(self) -> float:
-        """Waits until every stream has two pieces or has failed. Returns the time."""
+        """Waits until every stream has two pieces or has failed. Returns the current time."""
         try:
             async with asyncio.timeout(self._client.timeout_s):
                 for event in self._decoding_events:
@@ -133,11 +133,11 @@ class DecodeStreams:
             self._client.errors.append(f"a decoding stream has no tokens for {self._client.timeout_s:g} s")
 
     def gaps_within(self, begin: float, end: float) -> list[float]:
-        """The gaps in seconds between consecutive pieces of a stream that lie within `begin` and `end`."""
+        """Returns the gaps between consecutive pieces of a stream that lie between `begin` and `end`, in seconds."""
         return [after - before for before, after in self._piece_time_pairs() if begin <= before and after <= end]
 
     def gaps_touching(self, begin: float, end: float) -> list[float]:
-        """The gaps in seconds between consecutive pieces of a stream that overlap the time from `begin` to `end`."""
+        """Returns the gaps between consecutive pieces of a stream that overlap `begin` to `end`, in seconds."""
         return [after - before for before, after in self._piece_time_pairs() if before < end and after > begin]
 
     def _piece_time_pairs(self) -> list[tuple[float, float]]:

@@ -22,7 +22,7 @@ MIN_HIT_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class CaseSettings:
-    """How to measure the cases. seed: decides all texts and arrival times. timeout_s: limit of one request."""
+    """How to measure the cases. seed: determines all texts and arrival times. timeout_s: limit of one request."""
 
     workload: WorkloadSizes
     seed: str
@@ -35,8 +35,8 @@ class CaseSettings:
 class CaseResult:
     """The results of one case on one server over all repetitions. The JSON has the same field names.
 
-    figures: values by name. NaN if no request was answered.
-    ttfts_ms: all times to the first token, by kind of request.
+    figures: metrics by name, such as `long_ttft_p50_ms`. NaN if no request was answered.
+    ttfts_ms: times to the first token of each kind of request.
     misses: number of turns for which the server did not report the history as cached.
     """
 

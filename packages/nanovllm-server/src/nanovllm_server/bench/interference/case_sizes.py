@@ -12,7 +12,7 @@ _LONG, _DECODES, _TURNS = "long-alone and short-beside-long", "decodes-beside-lo
 
 
 def _size(group: str, parse: Callable[[str], Any], default: float, help_text: str, metavar: str | None = None) -> Any:
-    """A field of `WorkloadSizes`. The metadata are the group and the options of the field's flag."""
+    """Declares a field of `WorkloadSizes`. The metadata are the group and the options of the field's flag."""
     options = {"type": parse, "default": default, "help": help_text, "metavar": metavar}
     return field(metadata={"group": group, "options": options})
 
@@ -39,7 +39,7 @@ class WorkloadSizes:
     turn_interval_ms: float = _size(_TURNS, seconds, 100.0, "time between turns that do not arrive at once", "MS")
 
     def describe(self, case: str) -> str:
-        """A description of a case in one line."""
+        """Returns a description of a case in one line."""
         turn = f"{self.turn_len:,} tokens appended to {self.conversation_len:,} cached tokens"
         return {
             "long-alone": f"one prompt of {self.long_len:,} tokens, alone",

@@ -14,7 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles, print_message,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceOptions:
-    """endpoints: pairs of a label and a server. model: None for the first model that a server lists."""
+    """Options of a run. endpoints: labels and servers. model: None for the first model that a server lists."""
 
     endpoints: Sequence[tuple[str, Endpoint]]
     model: str | None
@@ -84,7 +84,7 @@ async def measure(options: InterferenceOptions) -> list[ServerResult]:
 
 
 def make_table(results: Sequence[ServerResult]) -> list[list[str]]:
-    """A table with one row per figure of a case and one column per server."""
+    """Returns a table with one row per case and metric, and one column per server."""
     rows = [["case", "figure", *(result.server.label for result in results)]]
     # Each iteration has one case: its results on all servers.
     for server_results in zip(*(result.case_results for result in results), strict=True):

@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
 
 
 def interference_options(flags: argparse.Namespace, default_url: str, api_key: str | None) -> "InterferenceOptions":
-    """Raises BenchError for an invalid base URL. api_key: sent to all servers."""
+    """Makes the options from the flags. Raises BenchError for an invalid base URL. api_key: sent to all servers."""
     from nanovllm_server.bench.client import parse_base_url
     from nanovllm_server.bench.interference.case_runner import CaseSettings
     from nanovllm_server.bench.interference.interference_command import InterferenceOptions

@@ -29,7 +29,7 @@ class PromptTokenCosts:
     per_request: float
 
     def num_words(self, num_tokens: int, num_messages: int) -> int:
-        """The number of words that fill a request; at least one per message."""
+        """Returns the number of words that fill a request, at least one per message."""
         num_words = (num_tokens - self.per_request - num_messages * self.per_message) / self.per_word
         return max(num_messages, round(num_words))
 
@@ -48,12 +48,12 @@ async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[
 
 
 def single_message(costs: PromptTokenCosts, num_tokens: int, seed: str) -> list[Message]:
-    """A prompt of one user message with random words."""
+    """Returns a prompt of one user message with random words."""
     return [_message("user", _random_words(Random(seed), costs.num_words(num_tokens, 1)))]
 
 
 def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
-    """A prompt whose messages of `message_len` tokens alternate between user and assistant, from user to user."""
+    """Returns messages of about `message_len` tokens. User and assistant alternate; the user has the last message."""
     random = Random(seed)
     num_messages = max(1, num_tokens // message_len) | 1
     num_words = costs.num_words(num_tokens, num_messages)
@@ -66,7 +66,7 @@ def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, see
 
 
 def with_next_turn(costs: PromptTokenCosts, history: Sequence[Message], num_tokens: int, seed: str) -> list[Message]:
-    """Appends an answer of the assistant and a message of the user. The two have `num_tokens` tokens together."""
+    """Appends an answer of the assistant and a message of the user, with `num_tokens` tokens in total."""
     random = Random(seed)
     num_words = max(2, round((num_tokens - 2 * costs.per_message) / costs.per_word))
     answer_words = max(1, num_words // 4)

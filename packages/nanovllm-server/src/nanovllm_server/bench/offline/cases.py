@@ -11,7 +11,7 @@ from nanovllm_server.bench.workload import LengthRange, TokenRequest, WorkloadSh
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests that are submitted at once. compute_rate: computes tokens per second from the times of one run."""
+    """Requests to submit at once. compute_rate: computes tokens per second from the times of one run."""
 
     name: str
     requests: list[TokenRequest]
@@ -19,11 +19,11 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of all requests."""
+        """Returns the number of prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 
     def median_rate(self, timings: Sequence[RunTiming]) -> float:
-        """The median rate of several runs."""
+        """Returns the median rate of several runs."""
         return median(map(self.compute_rate, timings))
 
 
@@ -39,7 +39,7 @@ class OfflineBenchmark:
 
 
 def throughput_benchmark(shape: WorkloadShape, vocab_size: int) -> OfflineBenchmark:
-    """Many requests at once. The rate is the number of output tokens divided by the time of the whole run."""
+    """Returns a benchmark of many requests at once. Its rate is output tokens per second of the whole run."""
 
     def output_rate(timing: RunTiming) -> float:
         return timing.num_tokens / timing.last_token_s
@@ -49,7 +49,7 @@ def throughput_benchmark(shape: WorkloadShape, vocab_size: int) -> OfflineBenchm
 
 
 def latency_benchmark(batches: Sequence[int], input_len: int, output_len: int, vocab_size: int) -> OfflineBenchmark:
-    """A few requests at once. The rate counts tokens and time after all requests have their first token.
+    """Returns a benchmark of a few requests at once. Its rate covers the time after all requests have a first token.
 
     output_len: at least 2.
     """
@@ -69,7 +69,7 @@ def latency_benchmark(batches: Sequence[int], input_len: int, output_len: int, v
 
 
 def prefill_benchmark(num_requests: int, input_len: int, vocab_size: int) -> OfflineBenchmark:
-    """Requests for one token each. The rate is the number of prompt tokens divided by the time of the whole run."""
+    """Returns a benchmark of prompts with one output token each. The rate is prompt tokens per second."""
     shape = WorkloadShape(num_requests, LengthRange(input_len, input_len), LengthRange(1, 1))
 
     def prompt_rate(timing: RunTiming) -> float:

@@ -47,7 +47,7 @@ async def time_engine(
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
     """
     engine = await AsyncEngine.start(spec, config)
-    # As in the server: a garbage collection over all objects of torch and the model stops every request for 0.2 s.
+    # Garbage collection of all objects of torch and the model would stop every request for 0.2 s.
     gc.collect()
     gc.freeze()
     try:

@@ -90,7 +90,7 @@ class PeerJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """The timings of each case on a peer, one per run."""
+    """The timings of a peer: for each case, one per run."""
 
     name: str
     version: str
@@ -98,7 +98,7 @@ class PeerResult:
 
 
 def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
-    """Runs a job on a peer. Raises BenchError if the peer fails; the message shows the end of its stderr."""
+    """Runs a job on a peer. Raises BenchError with the end of the peer's stderr if the peer fails."""
     gpu_environment = {"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {}
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(orjson.dumps(job))
@@ -110,12 +110,12 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, **PEER_ENVIRONMENT, **gpu_environment, **peer.environment},
-                # The peer and the processes that the peer starts form a group, which can be killed as a whole.
+                # The peer and its child processes form a group, which can be killed as a whole.
                 start_new_session=True,
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # A thread kills these processes, because reading stdout ends only when all of them have closed the pipe.
+        # A thread kills the group, because reading stdout ends only when all processes have closed the pipe.
         killer = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer.start()

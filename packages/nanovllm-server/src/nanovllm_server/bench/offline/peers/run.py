@@ -45,7 +45,7 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
-    """Returns the number of output tokens, and two sums over batches: seconds to the first tokens, and to the last.
+    """Returns output tokens, seconds to the first tokens and seconds to the last tokens, summed over batches.
 
     max_tokens: limit of output tokens per request in addition to the request's own limit; None for no limit.
     """
