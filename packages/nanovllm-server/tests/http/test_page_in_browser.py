@@ -5,6 +5,7 @@ import json
 
 import browser
 import pytest
+from page_actions import read_texts, send_message, set_field, wait_for_answers
 
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_models.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat
@@ -15,36 +16,6 @@ pytestmark = pytest.mark.timeout(180)
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> &amp; <b>bold</b>"
-
-
-@pytest.fixture
-async def tab(url):
-    async with browser.open_tab() as tab:
-        await tab.set_screen(1300, 850)
-        await tab.open(url)
-        yield tab
-        # Nothing came from elsewhere, nothing was against the page's own policy, no script failed.
-        assert tab.problems == []
-        assert {address for address in tab.requested_urls if not address.startswith((f"{url}/", "data:"))} == set()
-
-
-async def send_message(tab, text):
-    await tab.wait_until("$('model').value")
-    await tab.evaluate("$('input').focus()")
-    await tab.type(text)
-    await tab.press("Enter")
-
-
-async def wait_for_answers(tab, number=1):
-    await tab.wait_until(f"document.querySelectorAll('.assistant .note').length === {number}")
-
-
-async def set_field(tab, selector, text):
-    await tab.evaluate(f"document.querySelector({json.dumps(selector)}).value = {json.dumps(text)}")
-
-
-def read_texts(tab, selector):
-    return tab.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.textContent)")
 
 
 async def test_conversation_is_shown_and_sent(tab, engine, tokenizer):
@@ -160,7 +131,8 @@ async def test_hostile_text_is_not_parsed_as_html(tab, engine):
     engine.reply = [*HOSTILE.encode()]
     await send_message(tab, HOSTILE)
     await wait_for_answers(tab)
-    assert await read_texts(tab, ".text") == [HOSTILE, HOSTILE]
+    # Markdown has character references; the user's text is not Markdown.
+    assert await read_texts(tab, ".text") == [HOSTILE, HOSTILE.replace("&amp;", "&")]
     assert await tab.evaluate("document.querySelectorAll('.turn img, .turn script, .turn b').length") == 0
     assert await tab.evaluate("document.title") == "nanovllm"
 

@@ -122,6 +122,12 @@ class BrowserTab:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.send_command(f"{domain}.enable")
 
+    async def allow_clipboard(self) -> None:
+        """Lets the page read and write the clipboard."""
+        await self.send_command(
+            "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
+        )
+
     async def open(self, url: str) -> None:
         """Opens a page, and waits until it is loaded."""
         await self.send_command("Page.navigate", url=url)
@@ -162,6 +168,11 @@ class BrowserTab:
         x, y = await self.evaluate(f"((box) => [box.x + box.width / 2, box.y + box.height / 2])({box})")
         for kind in ("mousePressed", "mouseReleased"):
             await self.send_command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    async def read_accessible_nodes(self) -> list[tuple[str, str]]:
+        """Returns (role, name) of each element that a screen reader finds, in the page's order."""
+        nodes = (await self.send_command("Accessibility.getFullAXTree"))["nodes"]
+        return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
 
     async def set_screen(self, width: int, height: int, *, scale: float = 1, dark: bool = False) -> None:
         """Sets the size in CSS pixels and the colour scheme."""

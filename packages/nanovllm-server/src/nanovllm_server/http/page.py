@@ -20,11 +20,29 @@ CONTENT_POLICY = {
     "trusted-types": "'none'",
 }
 
+FILE_REFERENCE = re.compile(
+    rb'<script src="(?P<script>[^"]+)"></script>|<link rel="stylesheet" href="(?P<style>[^"]+)">'
+)
+
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Returns (page: HTML, headers: values by name). The headers allow only the page's script and style, by hash."""
-    html = resources.files("nanovllm_server.http").joinpath("page.html").read_bytes()
-    policy = CONTENT_POLICY | {"script-src": _hash_source(html, b"script"), "style-src": _hash_source(html, b"style")}
+    """Returns (page: HTML, headers: values by name). The page contains its scripts and its style.
+
+    The headers allow only these scripts and this style, by hash.
+    """
+    files = resources.files("nanovllm_server.http").joinpath("page_files")
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def insert_file(match: re.Match[bytes]) -> bytes:
+        name = (match["script"] or match["style"]).decode()
+        tag = "script" if match["script"] else "style"
+        content = b"\n" + files.joinpath(name).read_bytes()
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+        return b"<%b>%b</%b>" % (tag.encode(), content, tag.encode())
+
+    html = FILE_REFERENCE.sub(insert_file, files.joinpath("page.html").read_bytes())
+    policy = CONTENT_POLICY | {f"{tag}-src": " ".join(values) for tag, values in hashes.items()}
     return html, {
         "Content-Type": "text/html; charset=utf-8",
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
@@ -32,8 +50,3 @@ def read_page() -> tuple[bytes, dict[str, str]]:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-
-
-def _hash_source(html: bytes, tag: bytes) -> str:
-    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), html, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,0 +1,57 @@
+"use strict";
+
+/* Shows statistics of the engine, from /metrics. */
+
+// Interval of polls, and the times over which the token rate and the time to first token are averaged.
+const POLL_MS = 1000, RATE_WINDOW_MS = 3000, TTFT_WINDOW_MS = 60000;
+const MAX_RATES = 60;
+/** Recent samples of /metrics, oldest first: {time, value of each metric whose only labels are the model and the engine}. */
+let samples = [];
+/** Tokens per second, one number per poll. */
+let rates = [];
+
+function parseMetrics(text) {
+  const matches = text.matchAll(/^(?:nanovllm|vllm):(\w+)\{(?:engine="\d+",)?model_name="[^"]*"\} (\S+)$/gm);
+  return Object.fromEntries(Array.from(matches, ([, name, value]) => [name, Number(value)]));
+}
+
+/** The oldest sample of the last `windowMs`. */
+const oldestSample = (windowMs) => samples.find(({ time }) => time >= samples.at(-1).time - windowMs);
+
+const formatDuration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(2)} s`);
+
+async function pollMetrics() {
+  if (!document.hidden) {
+    try {
+      const sample = { time: performance.now(), ...parseMetrics(await (await callApi("metrics")).text()) };
+      // A restarted server counts from zero.
+      if (samples.length && sample.generation_tokens_total < samples.at(-1).generation_tokens_total) samples = [];
+      samples = [...samples.filter(({ time }) => time > sample.time - TTFT_WINDOW_MS), sample];
+      showStatistics(sample);
+      $("figures").classList.remove("stale");
+    } catch {
+      $("figures").classList.add("stale");
+    }
+  }
+  setTimeout(pollMetrics, POLL_MS);
+}
+
+function showStatistics(sample) {
+  const rateBase = oldestSample(RATE_WINDOW_MS + POLL_MS / 2);
+  const rate = (1000 * (sample.generation_tokens_total - rateBase.generation_tokens_total)) / (sample.time - rateBase.time || 1);
+  const ttftBase = oldestSample(TTFT_WINDOW_MS);
+  const numRequests = sample.time_to_first_token_seconds_count - ttftBase.time_to_first_token_seconds_count;
+  if (numRequests) {
+    const totalSeconds = sample.time_to_first_token_seconds_sum - ttftBase.time_to_first_token_seconds_sum;
+    $("ttft").textContent = formatDuration(totalSeconds / numRequests);
+  }
+  $("running").textContent = sample.num_requests_running;
+  $("waiting").textContent = sample.num_requests_waiting;
+  $("cache").textContent = `${(100 * sample.kv_cache_usage_perc).toFixed(1)}%`;
+  $("rate").textContent = rate.toFixed(rate < 100 ? 1 : 0);
+  rates = [...rates, rate].slice(-MAX_RATES);
+  const maxRate = Math.max(...rates, 1);
+  const point = (value, index) => `${index + MAX_RATES - rates.length},${20 - (18 * value) / maxRate}`;
+  $("curve").setAttribute("points", rates.map(point).join(" "));
+}
+
