@@ -68,7 +68,7 @@ def parse_rotary(
 
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    head_dim: size of a head, if only a part of each head may be rotated; None if whole heads are rotated.
+    head_dim: size of a head, for a family that can rotate only a part of each head; None for other families.
     default_fraction: fraction of each head to rotate if config.json does not give the fraction.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")

@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
         "--allowed-hosts",
         action="append",
         metavar="NAME",
-        help="names that requests may use for the server, besides addresses and private names: NAME, *.NAME, or * for "
-        "all; repeat or separate by commas; default: the name of --host and of the machine, or * with an API key",
+        help="names that the Host header may have, besides addresses and names of private networks; NAME, *.NAME or *; "
+        "repeat or separate by commas; default: the name of --host and of the machine, or * with an API key",
     )
     http.add_argument(
         "--allowed-origins",
@@ -72,7 +72,11 @@ def parser() -> argparse.ArgumentParser:
         help="origins whose web pages may use the server, as in https://example.com, or * for all; repeat or separate "
         "by commas; default: none",
     )
-    http.add_argument("--http-workers", type=integer_from(1), help="processes that serve HTTP; by device and cores")
+    http.add_argument(
+        "--http-workers",
+        type=integer_from(1),
+        help="processes that serve HTTP; default: depends on the device and the number of cores",
+    )
     http.add_argument("--max-queue", type=integer_from(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument(
         "--max-body-mib", type=integer_from(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
@@ -142,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
         "--metrics-prefix",
         choices=METRICS_PREFIXES,
         default="nanovllm",
-        help="prefix of /metrics; vllm: also vLLM's labels, for dashboards that were made for vLLM",
+        help="prefix of the metrics' names; vllm: names and labels of vLLM, for its dashboards",
     )
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the log")
     logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level")

@@ -17,7 +17,7 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
     """Positions at which a prompt saves checkpoints, most useful first.
 
     num_computed: number of cached tokens of the prompt. No checkpoint is saved within these tokens.
-    num_shared: number of leading tokens that an earlier prompt had too. Later prompts may diverge after them too.
+    num_shared: number of leading tokens that an earlier prompt had too. Later prompts may diverge at this position.
 
     The first position is the end of the shared tokens. The other positions are near the end of the prompt, where
     continued conversations diverge. Distances from the end double, because large states allow only few checkpoints.

@@ -1,6 +1,6 @@
 """The client of an engine in another process.
 
-The process that starts the engine owns the engine. Its other child processes may connect to the engine too.
+The process that starts the engine owns the engine. Other child processes of the owner may connect to the engine too.
 """
 
 import asyncio

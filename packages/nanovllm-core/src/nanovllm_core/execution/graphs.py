@@ -23,7 +23,8 @@ from nanovllm_kernels.attention import AttentionBatch
 
 # Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
 MIN_MIXED_TOKENS = 64
-# Small sizes differ from the next size by at most this. Padding to powers of two would double the time of some steps.
+# The increment to the next size is at most this number, or a quarter of the size. Padding to powers of two would double
+# the time of some steps.
 MAX_SIZE_INCREMENT = 256
 # Empty request slots of a graph cost time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
 # with only NUM_FEW_REQUESTS request slots.
@@ -136,7 +137,7 @@ def graph_shapes(
             shapes.extend(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
-        # Attention of whole prompts reads the new keys and values, which graph pieces do not keep.
+        # Attention of whole prompts reads the step's own keys and values. Graphs of single pieces do not keep them.
         if mode == "full" and min_whole_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
@@ -172,7 +173,7 @@ class StepGraphs:
         return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
-        """Count the step, and return its smallest captured step; None if the batch must be launched without a graph."""
+        """Count the step. Return the smallest captured step that holds the batch; None: launch without a graph."""
         decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
         kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
         for shape in () if not allows_graph else self._mixed if decodes is None else decodes:

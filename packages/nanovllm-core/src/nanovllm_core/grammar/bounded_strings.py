@@ -4,8 +4,9 @@ Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per charac
 """
 # `x{0,n}` becomes optional runs of blocks, followed by a tail. A block has BLOCK_LENGTH characters. Each run takes half
 # of the remaining blocks. All bounds share the rules of tails, such as `tail2 ::= "" | x tail1`.
-# Blocks have a lookahead that never matches, and that xgrammar uses only for masks. The lookahead excludes tokens that
-# cross the end of a block, which xgrammar otherwise tries at run time. The tail allows these tokens.
+# Blocks have a lookahead that never matches. xgrammar uses a lookahead for masks, and ignores it when it reads tokens.
+# The lookahead excludes tokens that cross the end of a block, which xgrammar otherwise tries at run time. The tail
+# allows these tokens: each run is optional, so the tail can begin at the same position.
 
 import re
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _RANGE_PATTERN = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?")
 # A JSON string holds these code points without an escape, except the code points in _ESCAPED.
 _FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
-# The value of these keywords is a schema, a list of schemas, or a map from names to schemas.
+# Keywords whose value is one schema; a list of schemas; a map from names to schemas.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties")
 _LIST_KEYWORDS = ("prefixItems", "anyOf")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs")
@@ -133,7 +134,7 @@ class _SharedRules:
                 half = f"{prefix}block{size // 2}"
                 rules.append(f"{prefix}block{size} ::= {half} {half}{f' {prefix}block1' * (size % 2)}")
         if self._block_sizes:
-            # xgrammar inlines rules without references and drops their lookahead, so `block1` refers to a `last` rule.
+            # xgrammar inlines rules that refer to no rule, and drops their lookahead. So `block1` refers to `last`.
             rules.append(f'{prefix}block1 ::= {f"{character} " * (BLOCK_LENGTH - 1)}{prefix}last (= "\\x01")')
             rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules

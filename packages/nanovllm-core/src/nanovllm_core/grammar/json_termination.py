@@ -83,7 +83,7 @@ class JsonTokenClasses:
 class JsonTerminator:
     """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
-    Quotation marks in text before the JSON can make the tracked depth of nesting wrong, but nothing else.
+    Quotation marks in text before the JSON can falsify the tracked depth of nesting. Other tracked values stay right.
     """
 
     def __init__(self, token_classes: JsonTokenClasses):

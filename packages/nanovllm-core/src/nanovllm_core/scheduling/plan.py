@@ -59,7 +59,7 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """The state slot of a new row, and its future checkpoints. source_slot: slot of the first state; 0 for zeros."""
+    """State slot of a new row, and its future checkpoints. source_slot: slot with its initial state; 0 for zeros."""
 
     slot: int
     source_slot: int

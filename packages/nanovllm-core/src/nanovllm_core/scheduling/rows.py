@@ -1,4 +1,4 @@
-"""The scheduler's state of requests with a row, as numpy columns."""
+"""Numpy columns with the scheduler's state of running requests. Each running request has a row."""
 
 from collections.abc import Collection
 

@@ -24,7 +24,7 @@ MERGE_ELEMENTS = 4096
 class PartialResults(NamedTuple):
     """Holds the results of tiles that span several parts: one partial result per tile and part.
 
-    Part p stores a tile that began in an earlier part in slot 2p, and a tile that begins in part p in slot 2p + 1.
+    Part p has two slots: 2p is for a tile that began in an earlier part, 2p + 1 for a tile that begins in part p.
 
     out: float32 [slots, head blocks, rows, D], attention over the keys of one part. Row r of head block b is for query
         r // block_heads of the tile, and for head b * block_heads + r % block_heads.
@@ -85,7 +85,7 @@ def merge_parts(
 
 @triton.jit
 def load_part(tile_first_blocks_ptr, parts_ptr, part):
-    """Return (first block, block after the last, first tile, tile after the last) of part `part`."""
+    """Return (first block of keys, block after the last, first tile, tile after the last) of part `part`."""
     part_start = tl.load(parts_ptr + 2 * part)
     first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
     part_end = tl.load(parts_ptr + 2 * part + 2)
@@ -177,7 +177,7 @@ def _merge_parts(
     The programs of all cuts through one tile divide the rows of the tile among themselves.
     """
     if OVERLAP:
-        # Do not let the next kernel start early: the next kernel's loads of weights would slow down attention.
+        # This kernel does not let the next kernel start early, whose loads of weights would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)

@@ -1,4 +1,4 @@
-"""Norms and rotates float32 queries and keys, and writes keys and values to a bf16 cache, on a CPU."""
+"""Normalizes and rotates float32 queries and keys, and writes keys and values to a bf16 cache, on a CPU."""
 
 import numba
 import numpy as np

@@ -1,7 +1,7 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
-On CUDA one Triton kernel computes a layer with few rows. torch.compile cannot use this kernel: compile a model only for
-more than MAX_OWN_ROWS rows. On a CPU `numba_panels` computes few rows in float32, and oneDNN more rows in bf16.
+On CUDA, a layer with at most MAX_OWN_ROWS rows is one launch of a Triton kernel. torch.compile cannot use this kernel:
+compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, and oneDNN more rows in bf16.
 """
 
 import functools
@@ -266,7 +266,7 @@ def _project_few_rows_op(
     gated: bool,
     float32_out: bool,
 ) -> Tensor:
-    """Norm up to 8 rows `x` [M, K], multiply by contiguous `weight` [N, K], add `bias`, gate, and add `residual`.
+    """Multiply at most 8 rows `x` [M, K] by contiguous `weight` [N, K]. The norm, bias, gate and residual are optional.
 
     Rounds once: to float32 if `float32_out`, else to the dtype of `residual`, or of `weight` without a residual.
     `x` and `residual` may be float32 with any weight.

@@ -14,7 +14,7 @@ L2_NORM_EPS = 1e-6
 class DeltaWeights(NamedTuple):
     """Holds a layer's weights except projections. The layer has Hk key heads of size Dk, and Hv value heads of size Dv.
 
-    conv: float32 [W, C], one row per tap, oldest input first. Channels: each key head's query, key and value heads.
+    conv: float32 [W, C], one row per tap, oldest input first. Channels are grouped by key head: query, key, values.
     decay_rate: float32 [Hv], exp(A_log).
     dt_bias: float32 [Hv].
     norm: float32 [Dv], weight of the gated norm.

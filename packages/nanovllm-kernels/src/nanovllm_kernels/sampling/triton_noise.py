@@ -1,4 +1,7 @@
-"""Computes noisy logits on CUDA: logits divided by the temperature, plus Gumbel noise from the bits of `noise`."""
+"""Computes noisy logits on CUDA: logits divided by the temperature, plus Gumbel noise.
+
+The module `noise` defines the random bits.
+"""
 
 import math
 
@@ -51,7 +54,7 @@ def add_gumbel_noise(logits, tokens, scale, seed, position):
     bits ^= (bits >> 16) & 0xFFFF
     bits *= INNER_HASH_MULTIPLIER
     bits ^= (bits >> 15) & 0x1FFFF
-    # (bits + key) * multiplier. The product with the key is computed once per row.
+    # (bits + mixed) * multiplier. The product of `mixed` is computed once per row.
     bits = bits * FINAL_HASH_MULTIPLIER + mixed.to(tl.int32) * FINAL_HASH_MULTIPLIER
     uniform = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
     # -log(1 - uniform). For small `uniform`, 1 - uniform would lose digits. The series has an error of 2e-7.

@@ -25,7 +25,7 @@ class ChoiceOptions:
     include_stop: the text includes the stop string or stop token.
     tag_ids: ids of special tokens that the parser reads as text.
     allows_parallel_calls: if false, the choice ends with its first call.
-    names_tokens_by_id: log-probabilities name tokens "token_id:ID" instead of by their text.
+    names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
     is_call_required: the answer consists of calls. Content is dropped, because it can only be markup of the calls.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """

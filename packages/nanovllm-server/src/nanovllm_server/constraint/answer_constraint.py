@@ -52,7 +52,7 @@ class AnswerConstraint:
 
     @property
     def path(self) -> str:
-        """The field that errors name if no single field fails on its own."""
+        """The field named by an error if each field's grammar is valid alone."""
         return self.field_grammars[0][0] if len(self.field_grammars) == 1 else "tools"
 
 

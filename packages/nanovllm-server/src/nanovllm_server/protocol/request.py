@@ -64,7 +64,7 @@ class ChatRequest:
     n: number of choices.
     include_stop: the answer's text includes the stop string or stop token.
     truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as the context holds; None: all.
-    names_tokens_by_id: log-probabilities name tokens "token_id:ID" instead of by their text.
+    names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     has_continuous_usage: every chunk of a stream has the usage so far.
     max_tokens_field: name of the request's field with `sampling.max_tokens`, for errors.
@@ -141,7 +141,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
 
 
 def _check_ignored_fields(body: FieldReader) -> None:
-    """Checks the types of fields without effect."""
+    """Checks the types of ignored fields."""
     body.text("user")
     body.child("metadata")
     body.boolean("store")

@@ -45,7 +45,10 @@ def declared_types(schema: JSON, root: JSON) -> set[str]:
 
 
 def resolve_references(schema: JSON, root: JSON) -> JSON:
-    """Follows references from `schema` to a schema without a reference. root: schema that references name parts of."""
+    """Follows references from `schema` to a schema without a reference.
+
+    root: schema that contains the targets of references.
+    """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break

@@ -13,7 +13,10 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2, weigh_
 
 
 def gather_latents(requests: PagedRequests, out: Tensor) -> None:
-    """Copy the cached latents and key parts of whole prompts, dequantised, to the tokens' rows of `out` [T, L + R]."""
+    """Copy the cached entries of whole prompts, dequantised, to the tokens' rows of `out` [T, L + R].
+
+    An entry has a latent of width L and a rotated key of width R.
+    """
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_tokens, width = out.shape
     _gather_latents[(num_tokens,)](
@@ -232,7 +235,7 @@ def _attend_whole_prompts(
             v = tl.load(
                 kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
             )
-            # Every row sees the prompt's first key, which is in the first block.
+            # False: the first block has the prompt's first key, which every row sees. No maximum is infinite.
             weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
             acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     acc = acc / running_sum[:, None]
