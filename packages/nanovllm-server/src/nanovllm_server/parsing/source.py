@@ -115,7 +115,7 @@ class Source:
             self._read_to(self._position + 1)
 
     def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
-        """Passes text to `sink` up to the tag that comes first. Returns this tag, still unread; None if no tag comes."""
+        """Passes text to `sink` up to the tag that comes first. Returns the unread tag; None if no tag comes."""
         while True:
             found = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
             if found:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """A callable that loads the model. Only the call imports torch: `EngineProcess` makes it in the engine's process."""
+    """A callable that imports torch and loads the model. `EngineProcess` calls it in the engine's process."""
 
     model: ModelDirectory
     load_format: "LoadFormat"

@@ -51,7 +51,7 @@ class WorkerProcess:
                 self._on_exit()
 
     def ask_if_alive(self) -> None:
-        """Asks the worker's event loop for an answer. Requires `is_alive`, because unread questions could fill the pipe."""
+        """Asks the worker's event loop to answer. Requires `is_alive`, because unread questions may fill the pipe."""
         self.is_alive = False
         self.send_order("answer")
 

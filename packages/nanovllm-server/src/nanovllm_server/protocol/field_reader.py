@@ -33,7 +33,7 @@ class FieldReader:
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
-        """Reads a value without checks. accepts: JSON schema of allowed values, which only `schema_recording.py` uses."""
+        """Reads a value without checks. accepts: JSON schema of allowed values, only for `schema_recording.py`."""
         self._names_read.add(name)
         return self._values.get(name)
 
@@ -96,7 +96,7 @@ class FieldReader:
         max_items: int | None = None,
         items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
-        """Reads an array, but does not check its items. expected: text after "must be" in errors. items: schema of an item."""
+        """Reads an array and checks no item. expected: text after "must be" in errors. items: schema of an item."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
             raise self.wrong(name, expected)
