@@ -33,7 +33,7 @@ class Settings:
     allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
-    reasoning_parser: name of a format, or "none"; None to read the template. tool_call_parser: the same for calls.
+    reasoning_parser: name of a format, or "none"; None to detect the format. tool_call_parser: the same for calls.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
     metrics_prefix: prefix of the names of metrics.
     body_memory_bytes: maximum memory of all large request bodies in each worker.

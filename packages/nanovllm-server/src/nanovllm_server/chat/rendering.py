@@ -20,7 +20,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2
-# Conversations of at least this length have a separate thread, so that they do not delay shorter conversations.
+# Conversations of at least this length share one thread, so that they do not delay shorter conversations.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]

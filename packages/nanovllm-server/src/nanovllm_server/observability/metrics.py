@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. Metrics that vLLM also has keep vLLM's names and meanings."""
+"""Prometheus metrics of the engine and of all workers. If vLLM has the same metric, name and meaning are vLLM's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

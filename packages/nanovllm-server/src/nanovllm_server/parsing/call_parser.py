@@ -1,6 +1,6 @@
 """Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
 
-A reader reports a call when the call's arguments begin. Text that turns out not to be a call before then is content.
+A reader reports a call when the call's arguments begin. If the text before is not a call's, the text is content.
 Malformed arguments stay unchanged.
 """
 
@@ -47,7 +47,7 @@ class CallReader(ABC, Generic[CallFormat]):
         """
 
     def read_block(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """Reads consecutive calls. Returns whether there is a call; if not, passes the text read to `fallback`."""
+        """Reads consecutive calls. Returns whether there is a call; if not, passes what was read to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
         sink, has_calls = fallback, False

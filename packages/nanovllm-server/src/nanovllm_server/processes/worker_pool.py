@@ -180,5 +180,5 @@ class WorkerPool:
 
 
 def next_backoff(last_backoff_s: float) -> float:
-    """Returns the delay before the replacement of a worker that died early. last_backoff_s: previous delay."""
+    """Returns the delay before the replacement of a worker that died early. last_backoff_s: previous delay or 0."""
     return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S

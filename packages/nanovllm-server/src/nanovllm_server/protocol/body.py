@@ -35,7 +35,7 @@ def _has_too_many_values(data: bytes | bytearray) -> bool:
     without_escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
     marks = without_escapes.translate(None, _BYTES_WITHOUT_VALUES)
     if marks.count(b'"') > 4 * MAX_VALUES:
-        # An object has up to two strings, with four quotes, for each comma or bracket. A list has one string.
+        # At most two strings (four quotes) follow a comma or bracket, so there are too many commas and brackets.
         return True
     return sum(map(len, marks.split(b'"')[::2])) > MAX_VALUES
 

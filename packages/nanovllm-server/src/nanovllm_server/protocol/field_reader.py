@@ -76,7 +76,7 @@ class FieldReader:
         return value
 
     def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """Reads a string of at most `max_length` characters (None for no limit). accepts: more of its schema."""
+        """Reads a string of at most `max_length` characters (None: no limit). accepts: more keywords for its schema."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))

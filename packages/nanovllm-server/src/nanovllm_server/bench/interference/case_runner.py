@@ -56,7 +56,7 @@ class CaseResult:
         self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
 
     def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
-        """Adds to `figures` the percentiles of the gaps between pieces, and their number."""
+        """Adds to `figures` the percentiles and the number of the gaps between pieces."""
         self.figures |= _percentile_figures(f"{kind}_gap", [1000 * gap for gap in gaps_s])
         self.figures[f"{kind}_gaps"] = len(gaps_s)
 

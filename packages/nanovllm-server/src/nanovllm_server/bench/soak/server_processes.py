@@ -7,7 +7,7 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Share of the samples that count as first, and as last. Growth compares the medians of these two groups.
+# Share of the samples in each of two groups: the first and the last. Growth compares the groups' medians.
 COMPARED_SHARE = 0.2
 
 

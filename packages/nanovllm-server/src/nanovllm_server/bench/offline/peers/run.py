@@ -54,6 +54,6 @@ def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None,
     return sum(map(sum, limits)), sum(prompts_s for prompts_s, _ in times), sum(total_s for _, total_s in times)
 
 
-# A peer may start processes that import this file again, but must not run the job.
+# Processes that a peer starts may import this file again. They must not run the job.
 if __name__ == "__main__":
     main()
