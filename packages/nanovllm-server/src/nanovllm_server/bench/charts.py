@@ -31,7 +31,7 @@ def draw_grouped_bars(
 
 
 def draw_panels_of_bars(path: Path, title: str, values_by_unit: Mapping[str, Mapping[str, float]]) -> None:
-    """Draws one panel of horizontal bars per unit. values_by_unit: values by unit and by name of the bar."""
+    """Draws one panel of horizontal bars per unit. values_by_unit: for each unit, the values by bar name."""
     num_bars = sum(map(len, values_by_unit.values()))
     figure = _make_figure(9, 1.5 + 0.25 * num_bars)
     panels = figure.subplots(len(values_by_unit), squeeze=False, height_ratios=[*map(len, values_by_unit.values())])

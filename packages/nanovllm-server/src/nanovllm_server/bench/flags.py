@@ -22,7 +22,7 @@ API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")
 THROUGHPUT_DEFAULT_LENGTHS = LengthRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer.
+# Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer, the engine to compare to.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     "state_dtype",

@@ -44,11 +44,11 @@ class MixResult:
     """The results of one mix over all rounds.
 
     itl: times between pieces of the measured streams, which follow no schema.
-    ratio_p50: ratio of this mix's p50 to the p50 of the unconstrained mix; median of all rounds.
-    ratio_p99: the same ratio of the p99.
+    ratio_p50: this mix's p50, divided by the p50 of the unconstrained mix; median over all rounds.
+    ratio_p99: the same for the p99.
     tokens_constrained: number of tokens generated under a schema.
-    compiled: number of requests with new schemas that were answered.
-    refused: number of requests with new schemas that failed.
+    compiled: number of answered requests with new schemas.
+    refused: number of failed requests with new schemas.
     """
 
     name: str
@@ -200,7 +200,7 @@ def _object_schema(properties: dict[str, JSON]) -> JSON:
 
 
 def typical_schema() -> JSON:
-    """Returns a typical schema. Answers have thousands of tokens, so that no stream ends early."""
+    """Returns a typical schema. Its answers have thousands of tokens, so that no stream ends early."""
     address = _object_schema(
         {"street": _STRING_SCHEMA, "city": _STRING_SCHEMA, "country": {"enum": ["France", "Italy", "Spain"]}}
     )

@@ -54,7 +54,7 @@ def report(
 
 
 def describe_environment() -> dict[str, JSON]:
-    """Names this machine and the versions of its software."""
+    """Returns the names of this machine's hardware, and the versions of its software."""
     # Importing torch takes seconds: import it after the measurement.
     import torch
 

@@ -219,7 +219,7 @@ def latency_stats(latencies_s: Iterable[float]) -> LatencyStats:
 
 
 def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
-    """Returns the median of each field over several runs of one load. `failed` is the sum of all runs."""
+    """Returns the median of each field over several runs of one load. `failed` is the sum over all runs."""
     values_by_field: dict[str, Any] = {
         field.name: _median_value([getattr(run, field.name) for run in runs]) for field in fields(LoadResult)
     }

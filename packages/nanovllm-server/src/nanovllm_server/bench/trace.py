@@ -14,7 +14,7 @@ from nanovllm_server.bench.workload import LengthRange
 DEVICE_TRACK = "device"
 # Name of a result: the sum of a step's times on all tracks except the device.
 HOST_SUM = "host"
-# `IdleTimes.long` counts longer idle times.
+# `IdleTimes.long` counts the idle times above this limit.
 LONG_IDLE_US = 50.0
 
 

@@ -1,4 +1,4 @@
-"""Runs the sequences of one answer on the engine. Slow readers get fewer and larger deltas."""
+"""Runs the sequences of one answer on the engine. A client that reads slowly gets fewer and larger deltas."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ class OutputNotifier:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Waits for new outputs or `wake_reader`. Raises the failure of `fail` or `raise_in_reader`."""
+        """Returns after new outputs or `wake_reader`. Raises the exception that `fail` or `raise_in_reader` has set."""
         if not self._has_outputs and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -57,7 +57,7 @@ class OutputNotifier:
 class Generation:
     """One answer. Each choice has a request and an output assembler.
 
-    timeout_s: maximum time from the requests' arrival to the end; None for no limit.
+    timeout_s: maximum time from the requests' arrival to the end of the answer; None for no limit.
     make_grammar_error: makes the exception for a grammar that fails during generation. The argument is the reason.
     prompt_logprobs: None before the first token, or if not requested.
     """
@@ -117,7 +117,7 @@ class Generation:
     async def stream_deltas(self, idle_s: float = KEEP_ALIVE_INTERVAL_S) -> AsyncGenerator[list[Delta], None]:
         """Yields new deltas until every choice has ended. Also yields an empty list every `idle_s` seconds.
 
-        Raises EngineDeadError, ApiError after `timeout_s`, the error of `make_grammar_error` or the argument of `fail`.
+        Raises EngineDeadError, ApiError (a timeout), the error of `make_grammar_error`, or the argument of `fail`.
         """
         self._start_timers(idle_s)
         try:
@@ -141,7 +141,7 @@ class Generation:
                     if self._assemblers[index].finish_reason is not None:
                         self._choice_metrics[index].record_finish(self._assemblers[index].num_tokens)
                         num_unfinished -= 1
-                        # The engine does not know stop strings and would continue.
+                        # The engine does not know stop strings: without `close`, it would continue after them.
                         self._open_requests[index].close()
                 if deltas:
                     yield deltas

@@ -26,7 +26,7 @@ class ChoiceOptions:
     tag_ids: ids of special tokens that the parser reads as text.
     allows_parallel_calls: if false, the choice ends with its first call.
     names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
-    is_call_required: the answer consists of calls. Content is dropped, because it can only be markup of the calls.
+    is_call_required: the answer must consist of calls. Content is dropped, because it can only be markup of calls.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
     """
 
@@ -189,7 +189,7 @@ def make_logprob_entry(
 ) -> TokenLogprob:
     """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position.
 
-    names_by_id: name tokens "token_id:ID" instead of by their text.
+    names_by_id: write a token as "token_id:ID" instead of as text.
     """
     top_logprobs = [
         _serialize_logprob(vocabulary, top_id, logprob, names_by_id=names_by_id)

@@ -15,7 +15,7 @@ def serialize_prompt_logprobs(
 ) -> orjson.Fragment:
     """Returns the field `prompt_logprobs` as JSON. Run this in a thread: a long prompt takes a second.
 
-    prompt_logprobs: log-probabilities of all tokens but the first.
+    prompt_logprobs: one element for each token except the first.
     """
     # Serialising one token at a time takes less memory and shortens the pauses of the event loop.
     entries = (orjson.dumps(entry) for entry in iterate_entries(vocabulary, token_ids, prompt_logprobs))
@@ -25,7 +25,7 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields None for the first token. For each further token, yields entries of this token and likely tokens."""
+    """Yields None for the first token. For each further token, yields its entry and the entries of likely tokens."""
 
     def make_entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         text = vocabulary.token_bytes(token_id).decode(errors="replace")

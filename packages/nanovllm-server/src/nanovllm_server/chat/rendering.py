@@ -20,7 +20,7 @@ from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
 NUM_THREADS = 2
-# Longer conversations have their own thread, and therefore do not delay short conversations.
+# Conversations of at least this length share one thread, so that they do not delay shorter conversations.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
@@ -70,7 +70,7 @@ class Renderer:
         )
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the token ids of each word, once for the beginning of a text and once after a space."""
+        """Returns each word's token ids at the beginning of a text, and its token ids after a space."""
         variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
         encoded = [tuple(self._tokenizer.encode(variant, add_special_tokens=False).tolist()) for variant in variants]
         return tuple(dict.fromkeys(encoded))

@@ -1,4 +1,4 @@
-"""Prepares chat completions for the engine. `Service` holds the dependencies of all HTTP routes."""
+"""Prepares chat completions for the engine. `Service` also holds what all HTTP routes need."""
 
 import time
 import uuid
@@ -33,7 +33,7 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Service:
-    """Prepares chat completions, and holds the dependencies of all HTTP routes.
+    """Prepares chat completions, and holds what all HTTP routes need.
 
     allowed_hosts: names that the Host header may have besides local and private names.
     allowed_origins: origins whose pages may read the server's answers.
@@ -179,7 +179,7 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Returns the error of the first field whose grammar fails on its own, else of the whole constraint."""
+        """Returns the error of the first field whose grammar fails on its own, else the whole constraint's error."""
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:
@@ -236,7 +236,7 @@ class Service:
                 id=f"{id_prefix}-{index}",
                 token_ids=token_ids,
                 sampling=_choice_sampling(sampling, index),
-                # API keys share no cached prompts. Salts can't collide, because all key digests have the same length.
+                # Clients with different API keys share no cached prompts: the salt begins with the key's digest.
                 cache_salt=exchange.key_digest + chat.cache_salt,
                 priority=chat.priority,
                 arrival_time=exchange.arrival,

@@ -11,7 +11,7 @@ class StopMatcher:
         # Longest first: if several stop strings end at the same character, `push` must match the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._tables = [_failure_table(stop) for stop in self._stop_strings]
-        # For each stop string: length of the longest prefix with which the text ends.
+        # For each stop string: length of its longest prefix with which the text ends.
         self._num_matched = [0] * len(stop_strings)
         self._held_text = ""
         self.matched_stop: str | None = None

@@ -32,7 +32,7 @@ from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.tools import Function, Toolbox
 
 MAX_GRAMMAR_BYTES = 1 << 20
-# Text between the reasoning and the content or calls.
+# Text that may separate the reasoning from the content or calls.
 LINE_BREAKS = regex(r"\n{0,2}")
 
 
@@ -40,7 +40,7 @@ LINE_BREAKS = regex(r"\n{0,2}")
 class AnswerConstraint:
     """The constraint on an answer.
 
-    field_grammars: (path, grammar) of each request field in `spec`. If `spec` fails, they show which field is wrong.
+    field_grammars: (path, grammar) of each request field that `spec` uses, to find the wrong field if `spec` fails.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. The grammars must still be valid.
     calls_only_at_start: only an answer that begins with a call can have calls.
     """
@@ -52,7 +52,7 @@ class AnswerConstraint:
 
     @property
     def path(self) -> str:
-        """The field named by an error if each field's grammar is valid alone."""
+        """The request field that an error names if each field's grammar is valid on its own."""
         return self.field_grammars[0][0] if len(self.field_grammars) == 1 else "tools"
 
 
@@ -61,7 +61,7 @@ def constrain(
 ) -> AnswerConstraint | None:
     """Returns the constraint on the answer; None for free text. reasoning_state: state at the end of the prompt.
 
-    The engine converts the JSON schemas later. Raises ApiError (400) if a grammar is too large.
+    The engine converts JSON schemas to grammars later. Raises ApiError (400) if a grammar is too large.
     """
     call_form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):

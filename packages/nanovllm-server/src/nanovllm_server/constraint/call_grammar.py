@@ -1,4 +1,4 @@
-"""Builds structural tags for tool calls in each format. The package `parsing` reads every call that a tag allows."""
+"""Builds grammars (structural tags of xgrammar) for tool calls in each format. `parsing` can read all these calls."""
 
 from collections.abc import Sequence
 

@@ -28,7 +28,7 @@ from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope
 
 BODY_TIMEOUT_S = 60
-# A thread parses larger bodies. On the event loop, parsing would block other requests for milliseconds.
+# A thread parses bodies of at least this size, which would block the event loop for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -99,7 +99,7 @@ def create_app(service: Service) -> Quart:
 
 
 def _close_connections_while_draining(app: Quart, service: Service) -> None:
-    """Makes each 503 of a drain the last response of its connection."""
+    """While the server drains, makes each 503 the last response of its connection."""
 
     async def close_connection(response: Response) -> Response:
         # On a new connection, a proxy can send the client's next request to another server.

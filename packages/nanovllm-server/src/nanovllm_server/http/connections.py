@@ -21,7 +21,7 @@ from nanovllm_server.protocol.error import ApiError
 BACKLOG = 2048
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
-# Event loops read up to 256 KiB from a connection at once, which is much memory for a thousand connections.
+# By default, event loops read up to 256 KiB from a connection at once: too much for a thousand connections.
 MAX_READ_BYTES = 8 << 10
 # A line feed without a carriage return, or a header that continues on the next line.
 AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
@@ -76,7 +76,7 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
-        # `StreamReader` pauses the connection above twice its limit. With this limit, each full part pauses it.
+        # A `StreamReader` that holds over twice its limit pauses the connection. Here, one full part is enough.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
         self.pause_writing = self._stream.pause_writing

@@ -21,7 +21,7 @@ class CrossOriginPolicy:
         self._origins = frozenset(origins)
 
     def preflight_headers(self, method: str, request_headers: Headers) -> dict[str, str] | None:
-        """Returns the headers of the response to a preflight request. Returns None for all other requests."""
+        """Returns the headers of the response to an allowed preflight request; None for all other requests."""
         allowed = self.response_headers(request_headers)
         is_preflight = method == "OPTIONS" and "Access-Control-Request-Method" in request_headers
         if not is_preflight or "Access-Control-Allow-Origin" not in allowed:

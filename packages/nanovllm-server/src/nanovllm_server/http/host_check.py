@@ -11,7 +11,7 @@ from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import show
 
 ANY_NAME = "*"
-# A name or an IPv6 address in brackets, and a port (RFC 3986, section 3.2.2).
+# A name, or an IPv6 address in brackets. A port may follow (RFC 3986, section 3.2.2).
 HOST_HEADER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?", re.ASCII)
 # No web site can own a name under these suffixes (RFC 6761, RFC 6762, RFC 8375, ICANN's .internal).
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
@@ -20,7 +20,7 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 class HostCheck:
     """Refuses requests whose Host header has a name that a web site can own.
 
-    names: names that are allowed in addition. `*.example.com` allows all names under example.com, `*` all names.
+    names: further names to allow. `*.example.com` allows all names under example.com, `*` all names.
     """
 
     def __init__(self, names: Iterable[str]):

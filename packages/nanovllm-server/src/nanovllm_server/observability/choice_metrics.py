@@ -7,7 +7,7 @@ from nanovllm_server.observability.metrics import Metrics
 
 
 class ChoiceMetrics:
-    """Records the latencies of one choice. Aborted choices get no phases and no end-to-end latency.
+    """Records the latencies of one choice. For an aborted choice, records no phases and no end-to-end latency.
 
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     first_token_s: seconds from the request's arrival to the first token; None before the first token.
@@ -23,7 +23,7 @@ class ChoiceMetrics:
         self._submission_time = self._scheduled_time = self._first_token_time = self._last_token_time = 0.0
 
     def record_submission(self) -> None:
-        """Records that the engine now gets the request."""
+        """Records the time at which the engine gets the request."""
         self._submission_time = time.monotonic()
 
     def record_output(self, output: RequestOutput) -> None:

@@ -160,6 +160,6 @@ def _client_request_id(scope: HTTPScope) -> str | None:
 def _with_headers(event: HTTPResponseStartEvent, exchange: HttpExchange) -> HTTPResponseStartEvent:
     headers = [*event["headers"], (REQUEST_ID_HEADER, exchange.request_id.encode())]
     if exchange.is_chunked:
-        # A proxy may see another end of the body, and send the rest as the connection's next request.
+        # A proxy may see the body end elsewhere, and send the rest as the connection's next request.
         headers.append((b"connection", b"close"))
     return {**event, "headers": headers}

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. A metric that vLLM also has, has vLLM's name and meaning."""
+"""Prometheus metrics of the engine and of all workers. If vLLM has the same metric, name and meaning are vLLM's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ OTHER_PATH = "other"
 STATUSES = range(100, 600)
 
 
-# Pairs: labels in addition to the labels of all metrics, and the value.
+# Pairs (labels, value). These labels are added to the labels that all metrics have.
 Samples = Iterable[tuple[Mapping[str, str], float]]
 
 
@@ -137,7 +137,7 @@ class Metrics(Collector):
         yield self._counter("prompt_tokens", help_text, [({}, num_prompt_tokens)])
         reasons = dict(self.finish_reasons.items())
         if self._prefix == "vllm":
-            # vLLM counts the reasons of its engine, which does not know tool calls.
+            # vLLM counts its engine's reasons: "stop" includes tool calls, which the engine does not know.
             reasons["stop"] += reasons.pop("tool_calls")
         samples = [({"finished_reason": reason}, count) for reason, count in reasons.items()]
         yield self._counter("request_success", "Choices that ended, by reason.", samples)
@@ -183,7 +183,7 @@ class Metrics(Collector):
             ("engine_steps", "Steps of the engine.", stats.num_steps),
         ):
             yield self._counter(name, help_text, [({}, value)])
-        # In vLLM, a histogram has this name, although it ends like a counter's.
+        # vLLM gives this name to a histogram, although `_total` usually marks a counter.
         bounds = [str(float(size)) for size, _ in stats.step_sizes[:-1]]
         counts = accumulate(count for _, count in stats.step_sizes) if stats.step_sizes else [0]
         buckets = list(zip([*bounds, "+Inf"], counts, strict=True))

@@ -19,7 +19,7 @@ class ProcessMetrics(Collector):
     def __init__(self, counters: SharedCounters, engine_pid: int | None):
         self._engine_pid = engine_pid
         self._worker_pids = counters.claim(1)
-        # Replace the id of a dead worker.
+        # Replace the process id of the dead worker that this worker replaces.
         self._worker_pids.clear()
         self._worker_pids.add(0, os.getpid())
 

@@ -17,7 +17,7 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Consecutive counters that one object has claimed. Not thread-safe. rows: for each worker, the same counters."""
+    """Consecutive counters that one object has claimed. Not thread-safe. rows: this group's counters, by worker."""
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row

@@ -1,7 +1,7 @@
 """Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
 
-A reader reports a call when the call's arguments begin. If the text before the arguments is not a call's, the text is
-content. Malformed arguments stay unchanged.
+A reader reports a call when the call's arguments begin. If the text before is not a call's, the text is content.
+Malformed arguments stay unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +47,7 @@ class CallReader(ABC, Generic[CallFormat]):
         """
 
     def read_block(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """Reads consecutive calls. Returns whether there is a call; if not, passes the text to `fallback`."""
+        """Reads consecutive calls. Returns whether there is a call; if not, passes what was read to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
         sink, has_calls = fallback, False
@@ -65,7 +65,7 @@ class CallReader(ABC, Generic[CallFormat]):
             self.source.start_recording()
 
     def _read_closing_tag(self, tag: str) -> ReadGenerator[bool]:
-        """Reads a closing tag; returns whether the tag came. The answer may end within the tag."""
+        """Reads a closing tag. Returns whether the tag came, or the answer ended within the tag."""
         return (yield from self.source.read_literal(tag)) or self.source.read_truncated_literal(tag)
 
     def accepts_name(self, name: str | None, *, has_opening_tag: bool) -> bool:
@@ -86,7 +86,7 @@ class CallReader(ABC, Generic[CallFormat]):
             self.collector.end_call(self.form.separator)
 
     def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
-        """Reports the call `name` and returns True if the answer has ended. Otherwise returns False."""
+        """If the answer has ended, reports the call `name` and returns True. Otherwise returns False."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)
@@ -170,7 +170,7 @@ class FencedReader(CallReader[FencedCalls]):
 
     @property
     def begin_texts(self) -> tuple[str, ...]:
-        """The opening tags of a block and of a call."""
+        """The opening tags of a block of calls and of a single call."""
         return self.form.begin, self.form.call_begin
 
     def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
@@ -203,7 +203,7 @@ class XmlReader(CallReader[XmlCalls]):
 
     @property
     def begin_texts(self) -> tuple[str, ...]:
-        """The opening tags of a block and of a call: some models omit the tags of the block."""
+        """The opening tags of a block of calls and of a single call: some models omit the tags of the block."""
         return self.form.begin, self.form.call_begin
 
     def read_call(self, *, has_opening_tag: bool) -> ReadGenerator[bool]:
@@ -255,7 +255,7 @@ class XmlReader(CallReader[XmlCalls]):
         """Reads a value and its closing tag; returns None if the answer ends before the tag.
 
         missing_keys: parameters of the function that the call does not have yet.
-        Returns (value, next_key). If the next parameter comes without a closing tag before, next_key is its name.
+        Returns (value, next_key). If the next parameter begins before the closing tag, next_key is its name.
         """
         source, form = self.source, self.form
         value: list[str] = []

@@ -47,7 +47,7 @@ class TextVocabulary:
 
 
 class Detokenizer:
-    """Detokenizes one choice. tag_ids: special tokens whose names are text. Other special tokens have no text."""
+    """Detokenizes one choice. tag_ids: special tokens whose names become text. Other special tokens are left out."""
 
     def __init__(self, vocabulary: TextVocabulary, tag_ids: frozenset[int] = frozenset()):
         self._vocabulary = vocabulary

@@ -123,7 +123,7 @@ class EventCollector:
             self._events.append(ContentText(trimmed_text))
 
     def begin_call(self, name: str) -> None:
-        """Begins a call of the function `name`; drops whitespace before it."""
+        """Begins a call of the function `name`, and drops the whitespace before the call."""
         self._reasoning.drop()
         self._content.drop()
         self.in_call = True
@@ -139,7 +139,7 @@ class EventCollector:
         """Ends the call. separator: characters that count as whitespace between calls."""
         self.in_call = False
         self._events.append(CallEnded(self.num_calls - 1))
-        # If there was content before the call, the whitespace before the next content stays.
+        # If there was content before the call, the whitespace between the call and later content stays.
         self._content.skips_leading = not self._content.has_text
         self._content.separator_characters = separator
 

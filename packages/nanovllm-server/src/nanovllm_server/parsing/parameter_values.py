@@ -7,7 +7,7 @@ import orjson
 from nanovllm_core.grammar.schemas.declared_types import declared_types
 from nanovllm_server.protocol.json import JSON
 
-# JSON values by their word in Python. Some chat templates show models the words of Python.
+# Maps Python's words to JSON's words for the same values. Some chat templates show Python's words to the model.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 

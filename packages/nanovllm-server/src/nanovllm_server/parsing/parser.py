@@ -1,6 +1,6 @@
 """Parses the text of an answer, which arrives in pieces, into events.
 
-The ends of pieces may split the text of an event, but change nothing else. No text raises an exception.
+Where the pieces end affects only how text is divided among events. No text raises an exception.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat

@@ -11,7 +11,7 @@ import orjson
 from nanovllm_server.parsing.events import WHITESPACE
 
 Value = TypeVar("Value")
-# A generator that yields when it needs more text, and returns the value from the text.
+# A generator that yields when it needs more text, and finally returns the value that it has read.
 ReadGenerator: TypeAlias = Generator[None, None, Value]
 
 MAX_NAME_LENGTH = 256
@@ -102,7 +102,7 @@ class Source:
         return True
 
     def read_truncated_literal(self, *literals: str) -> bool:
-        """Reads the rest of an ended text if it is the beginning of one of `literals`. Returns whether it is."""
+        """If the text has ended and the rest is a prefix of one of `literals`, reads the rest and returns True."""
         unread = self._text[self._position :]
         if not self._has_ended or not unread or not any(literal.startswith(unread) for literal in literals):
             return False
@@ -115,7 +115,7 @@ class Source:
             self._read_to(self._position + 1)
 
     def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
-        """Passes text to `sink` up to the first of `tags`. Returns that tag without reading it, or None at the end."""
+        """Passes text to `sink` up to the tag that comes first. Returns the unread tag; None if no tag comes."""
         while True:
             found = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
             if found:
@@ -195,7 +195,7 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes the rest of an object after { to `sink`. Stops after its } or before a line that begins with {."""
+        """Passes an object without its { to `sink`. Stops after its } or before a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text
@@ -216,7 +216,7 @@ class Source:
             yield
 
     def _find_possible_tag(self, tags: Sequence[str]) -> int:
-        """Returns the index at which an incomplete tag may begin; the text's length if no tag may begin."""
+        """Returns the index at which an incomplete tag may begin; the text's length if there is no such index."""
         text = self._text
         tag_start = len(text)
         for tag in tags:

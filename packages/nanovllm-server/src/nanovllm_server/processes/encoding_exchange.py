@@ -1,4 +1,4 @@
-"""Lets workers share the token ids of text segments. Usually, only one worker encodes a segment."""
+"""Lets workers share the token ids of text segments (parts of prompts): usually, one worker encodes each segment."""
 
 from collections.abc import Iterator, Mapping
 from threading import Lock
@@ -9,7 +9,7 @@ import numpy as np
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.rings import RingMemory, RingReader
 
-# Size of one worker's ring, which holds about half a million tokens with their text.
+# Size of one worker's ring buffer, which holds about half a million tokens with their text.
 RING_BYTES = 4 << 20
 _MAX_SEGMENT_OVERHEAD_BYTES = 10
 _MAX_MESSAGE_OVERHEAD_BYTES = 5

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """A callable that loads the model. Only the call imports torch; `EngineProcess` calls the recipe in its process."""
+    """A callable that imports torch and loads the model. `EngineProcess` calls it in the engine's process."""
 
     model: ModelDirectory
     load_format: "LoadFormat"
@@ -23,7 +23,7 @@ class EngineRecipe:
     engine_config: EngineConfig
 
     def __call__(self) -> "tuple[ModelSpec, EngineConfig]":
-        """Raises ModelError."""
+        """Returns (model, configuration). Raises ModelError."""
         configure_logs(self.log_format, self.log_level)
         import nanovllm_models
 

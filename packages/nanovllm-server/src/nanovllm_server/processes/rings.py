@@ -120,7 +120,7 @@ class RingReader:
         while offset + _MESSAGE_HEADER.size <= len(data):
             length, checksum = _MESSAGE_HEADER.unpack_from(data, offset)
             payload = data[offset + _MESSAGE_HEADER.size : offset + _MESSAGE_HEADER.size + length]
-            # Processors may reorder stores: the new `end` can become visible before the payload.
+            # Processors may reorder stores: if `end` becomes visible before the payload, the checksum is wrong.
             if len(payload) == length and checksum == _checksum(payload, begin + offset):
                 payloads.append(payload)
             offset += _MESSAGE_HEADER.size + length
@@ -136,7 +136,7 @@ def _checksum(payload: bytes | bytearray, position: int) -> int:
 
 
 def _create_anonymous_file(size: int) -> int:
-    """Returns the descriptor of a new file of zeros without a name."""
+    """Returns the descriptor of a new file that has no name and contains zeros."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("nanovllm-rings")
     else:

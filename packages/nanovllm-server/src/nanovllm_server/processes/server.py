@@ -51,7 +51,7 @@ async def run(settings: Settings) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
     with ExitStack() as stack:
-        # Bind before the model loads, because loading takes long and `bind` reports a port in use.
+        # Bind before the model loads: if the port is in use, the server fails at once.
         listeners = bind(settings.host, settings.port, settings.http_workers)
         for listener in listeners:
             stack.enter_context(listener)

@@ -32,7 +32,7 @@ from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArgume
 from nanovllm_server.protocol.error import unavailable
 
 CLOSE_TIMEOUT_S = 3.0
-# Timeout of idle connections and request heads. Longer than the timeouts of most clients and proxies: if the server
+# Timeout of idle connections and request headers. Longer than the timeouts of most clients and proxies: if the server
 # closed an idle connection first, a client could send a request on the closed connection.
 KEEP_ALIVE_S = 75
 SHUTDOWN_REASON = "the server is shutting down"

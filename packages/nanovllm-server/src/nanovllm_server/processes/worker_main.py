@@ -30,7 +30,7 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     return_freed_memory()
     # The tokenizer's thread pool reads this variable when the pool starts.
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
-    # The parent may die during the slow imports below.
+    # Call this before the slow imports, because the parent may die during them.
     exits_gracefully = exit_with_parent()
     import uvloop
 

@@ -1,4 +1,4 @@
-"""Starts the workers' processes, sends orders, and replaces workers that are dead or do not respond."""
+"""Starts the workers' processes, sends them orders, and replaces workers that are dead or do not respond."""
 
 import asyncio
 import multiprocessing
@@ -51,7 +51,7 @@ class WorkerProcess:
                 self._on_exit()
 
     def ask_if_alive(self) -> None:
-        """Asks the worker's event loop for an answer. Requires `is_alive`, because unread questions fill the pipe."""
+        """Asks the worker's event loop to answer. Requires `is_alive`, because unread questions may fill the pipe."""
         self.is_alive = False
         self.send_order("answer")
 
@@ -180,5 +180,5 @@ class WorkerPool:
 
 
 def next_backoff(last_backoff_s: float) -> float:
-    """Returns the delay before the replacement of a worker that died early. last_backoff_s: the delay before, or 0."""
+    """Returns the delay before the replacement of a worker that died early. last_backoff_s: previous delay or 0."""
     return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S

@@ -226,7 +226,7 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _add_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Returns a copy of `tag_part` that has the path of each field `json_schema` in a new field `place`, for errors.
+    """Returns a copy of `tag_part` with a field `place` next to each `json_schema`: the schema's path, for errors.
 
     Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
     """

@@ -28,14 +28,14 @@ def parse_body(data: bytes | bytearray) -> dict[str, JSON]:
 
 
 def _has_too_many_values(data: bytes | bytearray) -> bool:
-    # Each value but the first follows one of these bytes or a key, and each key follows one of these bytes.
+    # Every value except the outermost follows one of these bytes, or follows a key that does.
     if len(data) <= MAX_VALUES or _count(data, _OPENING_BYTES) <= MAX_VALUES:
         return False
     # The bytes may be inside strings, for example in a long text with many commas: leave strings out.
     without_escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
     marks = without_escapes.translate(None, _BYTES_WITHOUT_VALUES)
     if marks.count(b'"') > 4 * MAX_VALUES:
-        # An object has two strings for each comma or bracket, a list has one.
+        # At most two strings (four quotes) follow a comma or bracket, so there are too many commas and brackets.
         return True
     return sum(map(len, marks.split(b'"')[::2])) > MAX_VALUES
 

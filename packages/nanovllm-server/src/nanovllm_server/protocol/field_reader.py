@@ -1,6 +1,6 @@
 """Reads a JSON object field by field. Every error names the field, its value and the allowed values.
 
-`schema_recording.py` derives the API's description from the calls of these methods.
+`schema_recording.py` records the calls of these methods, to derive the API's description.
 """
 
 import math
@@ -33,7 +33,7 @@ class FieldReader:
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
-        """Reads an unchecked value. accepts: JSON schema of allowed values, which only `schema_recording.py` uses."""
+        """Reads a value without checks. accepts: JSON schema of allowed values, only for `schema_recording.py`."""
         self._names_read.add(name)
         return self._values.get(name)
 
@@ -76,7 +76,7 @@ class FieldReader:
         return value
 
     def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """Reads a string of at most `max_length` characters (None for no limit). accepts: further schema keywords."""
+        """Reads a string of at most `max_length` characters (None: no limit). accepts: more keywords for its schema."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
@@ -96,7 +96,7 @@ class FieldReader:
         max_items: int | None = None,
         items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
-        """Reads an array of unchecked items. expected: text after "must be" in errors. items: schema of an item."""
+        """Reads an array and checks no item. expected: text after "must be" in errors. items: schema of an item."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
             raise self.wrong(name, expected)

@@ -51,7 +51,7 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # Fields of assistant messages are checked in every message, but other roles ignore their values.
+    # The types of all fields are checked for every role, even if the role ignores a field's value.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.
@@ -62,7 +62,7 @@ def _read_message(fields: FieldReader) -> Message:
         content = _read_content(fields, is_from_assistant=False)
         return Message(role=role, content=content, name=name, tool_call_id=tool_call_id)
     content = _read_content(fields, is_from_assistant=True)
-    # An assistant's message has either content or a refusal. Templates read only content.
+    # Templates read only content: in a message without content, the refusal takes its place.
     content = refusal if content is None else content
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 

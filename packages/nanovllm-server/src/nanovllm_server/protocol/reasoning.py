@@ -68,7 +68,7 @@ def _read_thinking_token_budget(body: FieldReader) -> int | None:
 
 
 def _require_common_value(*fields_of_option: tuple[str, Value | None]) -> tuple[Value | None, str]:
-    """Returns (the common value of all fields, path of the first field). Raises ApiError if values differ.
+    """Returns (the value that all given fields share, path of the first). Raises ApiError if values differ.
 
     fields_of_option: (path, value) of each field; the value is None if the request lacks the field.
     """

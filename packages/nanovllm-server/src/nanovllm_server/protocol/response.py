@@ -136,7 +136,7 @@ class Clock:
 
 
 def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Splits a delta into objects for role, reasoning, text, each call and the end. is_first: no delta came before."""
+    """Splits a delta into objects for role, reasoning, text, each call and the end. is_first: it is the first delta."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.

@@ -1,6 +1,6 @@
 """Checks the size of JSON schemas in requests, and makes the error for a schema that the engine refuses.
 
-Later, the engine converts and compiles the schemas in a process with limits, because both may take very long.
+The engine later converts and compiles the schemas in a process with limits, because both steps may take very long.
 """
 
 from nanovllm_core.errors import GrammarError, GrammarErrorCode
@@ -24,7 +24,7 @@ def require_small_schema(schema: JSON, path: str) -> None:
 
 
 def refused_grammar(path: str, error: GrammarError) -> ApiError:
-    """Returns a 400 that names the schema keyword at fault. If it is unknown, the error names the field at `path`."""
+    """Returns a 400 that names the schema keyword at fault. If `error` has no place, names the field at `path`."""
     if error.place is None:
         return invalid_grammar(path, error.message)
     return ApiError(400, error.message, param=error.place, code=RESPONSE_CODES[error.code])

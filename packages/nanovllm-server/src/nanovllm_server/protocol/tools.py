@@ -11,10 +11,10 @@ from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_TOOLS = 1024
-# Maximum nesting depth of a tool's definition, because templates write definitions as JSON.
+# Maximum nesting depth of a tool's definition. The limit protects templates, which write definitions as JSON.
 MAX_DEFINITION_DEPTH = 100
 MAX_FUNCTION_NAME_LENGTH = 256
-# Characters of function names. Not one of these needs an escape in any format of tool calls.
+# Characters of function names. No format of tool calls needs to escape any of these.
 FUNCTION_NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
 TOOL_CHOICES = ("auto", "none", "required")
 # auto: calls are allowed. required: the answer consists of calls. named: the answer is a call of a given function.

@@ -6,7 +6,7 @@ from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 
-# Allowed values, which have no effect, by unsupported field. null is always allowed.
+# For each unsupported field: values that are allowed because they have no effect. null is always allowed.
 HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "add_special_tokens": (False,),
     "audio": (),
@@ -36,7 +36,7 @@ HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "web_search_options": (),
 }
 
-# The field to use instead, by unsupported field.
+# For each unsupported field: the field to use instead.
 REPLACEMENTS: dict[str, str] = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",

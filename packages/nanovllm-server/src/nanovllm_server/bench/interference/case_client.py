@@ -64,7 +64,7 @@ class CaseClient:
 async def connect(
     label: str, endpoint: Endpoint, model: str | None, temperature: float, timeout_s: float
 ) -> MeasuredServer:
-    """Chooses the model and measures the prompt token costs. Raises BenchError if the server does not answer."""
+    """Chooses the model, and measures a prompt's token costs. Raises BenchError if the server does not answer."""
     try:
         async with asyncio.timeout(timeout_s):
             name = model or (await list_models(endpoint))[0]
@@ -133,11 +133,11 @@ class DecodeStreams:
             self._client.errors.append(f"a decoding stream has no tokens for {self._client.timeout_s:g} s")
 
     def gaps_within(self, begin: float, end: float) -> list[float]:
-        """Returns the gaps between consecutive pieces of a stream that lie between `begin` and `end`, in seconds."""
+        """Returns the gaps between a stream's pieces, in seconds, for gaps that lie between `begin` and `end`."""
         return [after - before for before, after in self._piece_time_pairs() if begin <= before and after <= end]
 
     def gaps_touching(self, begin: float, end: float) -> list[float]:
-        """Returns the gaps between consecutive pieces of a stream that overlap `begin` to `end`, in seconds."""
+        """Returns the gaps between a stream's pieces, in seconds, for gaps that overlap `begin` to `end`."""
         return [after - before for before, after in self._piece_time_pairs() if before < end and after > begin]
 
     def _piece_time_pairs(self) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ _LONG, _DECODES, _TURNS = "long-alone and short-beside-long", "decodes-beside-lo
 
 
 def _size(group: str, parse: Callable[[str], Any], default: float, help_text: str, metavar: str | None = None) -> Any:
-    """Declares a field of `WorkloadSizes`. The metadata are the group and the options of the field's flag."""
+    """Declares a field of `WorkloadSizes`. The field's metadata are the group and the options of its flag."""
     options = {"type": parse, "default": default, "help": help_text, "metavar": metavar}
     return field(metadata={"group": group, "options": options})
 

@@ -14,7 +14,7 @@ from nanovllm_server.bench.report import BenchError, OutputFiles, print_message,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceOptions:
-    """Options of a run. endpoints: labels and servers. model: None for the first model that a server lists."""
+    """Options of a run. endpoints: (label, endpoint) pairs. model: None for the first model that a server lists."""
 
     endpoints: Sequence[tuple[str, Endpoint]]
     model: str | None

@@ -29,7 +29,7 @@ class PromptTokenCosts:
     per_request: float
 
     def num_words(self, num_tokens: int, num_messages: int) -> int:
-        """Returns the number of words that fill a request, at least one per message."""
+        """Returns the number of words that fill a request of `num_tokens` tokens, at least one per message."""
         num_words = (num_tokens - self.per_request - num_messages * self.per_message) / self.per_word
         return max(num_messages, round(num_words))
 

@@ -23,7 +23,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: the device, dtype and limits also apply to the peer. peer: None for no comparison."""
+    """Options of a run. config: its device, dtype and limits also apply to the peer. peer: None for no comparison."""
 
     model: Path
     load_format: Literal["auto", "dummy"]

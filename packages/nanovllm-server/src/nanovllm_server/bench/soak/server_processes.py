@@ -7,7 +7,7 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Growth compares the median of the first samples with the median of the last samples.
+# Share of the samples in each of two groups: the first and the last. Growth compares the groups' medians.
 COMPARED_SHARE = 0.2
 
 
@@ -46,7 +46,7 @@ class ProcessMemory:
 
 
 class ServerProcesses:
-    """The parent process of a server and all its descendants. Raises BenchError if the parent does not exist."""
+    """A server's parent process, and all descendants of it. Raises BenchError if the parent does not exist."""
 
     def __init__(self, parent_pid: int):
         self._parent_pid = parent_pid
@@ -89,7 +89,7 @@ class ServerProcesses:
 
 
 def _read_status(pid: int) -> dict[str, str] | None:
-    """The fields of /proc/PID/status. None for a process that ended, or has ended but is not reaped."""
+    """Returns the fields of /proc/PID/status; None if the process has ended, even if it is not reaped yet."""
     try:
         text = (PROC / str(pid) / "status").read_text()
     except (FileNotFoundError, ProcessLookupError):

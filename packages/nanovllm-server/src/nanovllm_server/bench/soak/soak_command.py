@@ -17,7 +17,7 @@ from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, run_
 
 MIB = 1 << 20
 PROGRESS_INTERVAL_S = 60.0
-# Time in which a server without requests must give back all blocks.
+# Time in which a server without requests must free all blocks of the KV cache.
 IDLE_TIMEOUT_S = 120.0
 IDLE_POLL_INTERVAL_S = 0.5
 IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -68,7 +68,7 @@ class TrafficCounts:
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
-    """lasting, passing: see `ServerProcesses`. busy_gauges: gauges that did not return to 0 on the idle server."""
+    """lasting: processes with every sample. passing: all others. busy_gauges: gauges above 0 on the idle server."""
 
     model: str
     counts: TrafficCounts
@@ -200,7 +200,7 @@ async def _sample_memory(
 
 
 async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
-    """Returns the gauges that are not 0 at the end of the time limit."""
+    """Waits until all gauges are 0. Returns those that are not 0 at the time limit."""
     end_time = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         busy_gauges = {

@@ -19,7 +19,7 @@ EXCHANGE_TIMEOUT_S = 300.0
 OK = frozenset([200])
 REFUSED = frozenset(range(400, 500))
 MAX_OUTPUT_TOKENS = 24
-# Prompts with a shared beginning use the prefix cache.
+# Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
 SLOW_READ_BYTES = 256
@@ -74,12 +74,12 @@ class TrafficSource:
         self._max_prompt_words = max_prompt_words
 
     def draw(self) -> tuple[str, Exchange]:
-        """Returns the kind of the exchange, a key of EXCHANGES, and the exchange."""
+        """Returns (kind, exchange). The kind is a key of EXCHANGES."""
         kind = self.random.choice(KINDS)
         return kind, EXCHANGES[kind](self)
 
     def chat(self, **fields: JSON) -> bytes:
-        """Encodes a valid chat completion request. fields: further or other fields."""
+        """Encodes a valid chat completion request. fields: replace or extend the usual fields."""
         random = self.random
         words = random.choices(SINGLE_TOKEN_WORDS, k=random.randint(1, self._max_prompt_words))
         if random.random() < 0.5:
@@ -98,12 +98,12 @@ class TrafficSource:
         )
 
     def post(self, body: bytes, *headers: str, content_length: int | None = None) -> bytes:
-        """Adds a request's head to `body`. content_length: the announced length; None for the real one."""
+        """Puts a first line and headers before `body`. content_length: the announced length; None for the real one."""
         length = len(body) if content_length is None else content_length
         return self.head("POST", "/chat/completions", f"Content-Length: {length}", *headers) + body
 
     def head(self, method: str, path: str, *headers: str) -> bytes:
-        """The head of a request. The server closes the connection after its answer."""
+        """Returns the first line and the headers of a request. The server closes the connection after its answer."""
         key = self.endpoint.api_key
         lines = [
             f"{method} {self.endpoint.path_prefix}{path} HTTP/1.1",
@@ -148,7 +148,7 @@ def _hostile_schema(source: TrafficSource) -> Exchange:
         {"type": "object", "properties": {f"p{branch}": {"const": number}}} for branch in range(200)
     ]
     nested: JSON = {"type": "string"}
-    # The body may have at most 254 levels for this client's JSON encoder.
+    # This client's JSON encoder allows at most 254 levels.
     for _ in range(random.randint(20, 110)):
         nested = {"type": "object", "properties": {f"p{number}": nested}}
     schemas: list[JSON] = [{"oneOf": branches}, nested, {"const": "a" * 5000, "pattern": f"(a*)*{number}"}, number]

@@ -36,7 +36,7 @@ class VllmPeer:
             load_format=job["load_format"],
             dtype=job["dtype"],
             enable_prefix_caching=job["prefix_caching"],
-            # By default, vLLM 0.26 stores Qwen3-Next's states in bf16.
+            # Without this option, vLLM 0.26 stores Qwen3-Next's states in bf16.
             mamba_ssm_cache_dtype=job["state_dtype"],
             seed=0,
             **options,

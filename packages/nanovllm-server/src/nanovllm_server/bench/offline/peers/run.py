@@ -45,7 +45,7 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
-    """Returns output tokens, seconds to the first tokens and seconds to the last tokens, summed over batches.
+    """Returns (output tokens, seconds to the first tokens, seconds to the last tokens), each summed over batches.
 
     max_tokens: limit of output tokens per request in addition to the request's own limit; None for no limit.
     """
@@ -54,6 +54,6 @@ def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None,
     return sum(map(sum, limits)), sum(prompts_s for prompts_s, _ in times), sum(total_s for _, total_s in times)
 
 
-# Peers start processes that import this file again.
+# Processes that a peer starts may import this file again. They must not run the job.
 if __name__ == "__main__":
     main()
