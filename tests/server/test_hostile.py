@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import random
 import struct
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ COST_CASES = make_cost_cases()
 # Most seconds between two chunks of a stream beside a case. On an idle machine the time is below 100 ms.
 MAX_GAP_S = 0.5
 MOST_ATTEMPTS = 3
+# A stream runs beside a sample of the cases, because a stream beside every case would take half a minute.
+NUM_STREAMED_CASES = 60
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +143,7 @@ async def test_hostile_inputs_delay_no_stream(target):
     stop, arrivals, delayed = asyncio.Event(), list[float](), dict[str, float]()
     stream = asyncio.create_task(stream_until(target.url, stop, arrivals))
     try:
-        for case in [*CASES, *COST_CASES]:
+        for case in [*random.Random(0).sample(CASES, NUM_STREAMED_CASES), *COST_CASES]:
             gaps: list[float] = []
             while len(gaps) < MOST_ATTEMPTS and min(gaps, default=MAX_GAP_S) >= MAX_GAP_S:
                 begin = time.monotonic()
