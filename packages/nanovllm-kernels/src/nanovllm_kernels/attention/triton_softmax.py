@@ -1,7 +1,7 @@
 """Provides device functions for an online softmax in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022).
 
 With an FP8 cache, kernels multiply in float16, which represents every e4m3 number. To avoid overflow, kernels divide
-queries by a power of two, and limit weights to 2^15. Each weight is multiplied by its value's scale.
+queries by a power of two, and limit weights to 2^15. Weights, not values, are multiplied by the scales of values.
 """
 
 import triton
@@ -53,7 +53,7 @@ def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
 
 @triton.jit
 def power_of_2(exponents):
-    """Convert biased float32 exponents to powers of two; 0 gives 0."""
+    """Convert biased float32 exponents to powers of two. Exponent 0 gives 0."""
     return (exponents << 23).to(tl.float32, bitcast=True)
 
 

@@ -15,7 +15,7 @@ from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Approximate number of programs of a merge launch: few enough to run on the device at once.
+# Approximate maximum number of programs of a merge launch: few enough to run on the device at once.
 MERGE_PROGRAMS = 2048
 # Elements of partial results that a program loads at once.
 MERGE_ELEMENTS = 4096
@@ -58,7 +58,7 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # A wide tile rarely spans more than a few parts.
+    # A tile of many rows rarely spans more than a few parts.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
@@ -99,7 +99,7 @@ def load_part(tile_first_blocks_ptr, parts_ptr, part):
 def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
     """Return (first block, block after the last, slot) for the blocks of `tile` that are in part `part`.
 
-    Blocks are counted from the tile's first block. slot: index in the partial results; -1 for a whole tile.
+    Blocks are counted from the tile's first block. slot: index in the partial results, or -1 for a whole tile.
     """
     tile_start = tl.load(tile_first_blocks_ptr + tile)
     tile_end = tl.load(tile_first_blocks_ptr + tile + 1)
@@ -138,7 +138,7 @@ def store_tile(
     acc, running_max, running_sum = softmax_state
     dims = tl.arange(0, acc.shape[1])
     mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    # Early queries of a tile may see no key of a later part.
+    # Avoid 0 / 0: a tile's first queries may see no key of this part.
     safe_sum = tl.where(running_sum > 0, running_sum, 1.0)
     acc = acc / safe_sum[:, None]
     if partial_slot < 0:
@@ -172,12 +172,12 @@ def _merge_parts(
     MERGED_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of the tile that spans a cut. A cut is the boundary between two parts.
+    """Merge the parts of the tile that spans a cut, the boundary between two parts.
 
-    The programs of all cuts through one tile divide the rows of the tile among themselves.
+    If several cuts go through one tile, the programs of these cuts divide the tile's rows among themselves.
     """
     if OVERLAP:
-        # This kernel does not let the next kernel start early, whose loads of weights would slow down attention.
+        # No gdc_launch_dependents: the next kernel would load its weights during attention, and slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)

@@ -41,7 +41,7 @@ def plan_states(
         is in this step starts from a state of zeros.
     checkpoints: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written
         to `slot`. Positions are multiples of CHECKPOINT_INTERVAL. An unused pair has position 0.
-    seq_lens: int32 [B], number of each request's tokens, including this step.
+    seq_lens: int32 [B], number of each request's tokens, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
     num_decodes: number of leading requests with exactly one token. None: unknown, so that a captured graph can be
         replayed with any query lengths up to `max_query_len`. "torch" does not allow None.

@@ -159,7 +159,7 @@ def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tensor,
     """
     num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
     back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL
-    # Padding completes the first and the last chunk. Zeros leave the state unchanged.
+    # Padding completes the first and the last chunk. Its zeros leave the state unchanged.
     q, k, v = (_split_chunks(functional.pad(x, (0, 0, 0, 0, front_padding, back_padding))) for x in (q, k, v))
     log_decay, beta = (_split_chunks(functional.pad(x, (0, 0, front_padding, back_padding))) for x in gates)
     cumulative = log_decay.cumsum(-1)

@@ -1,4 +1,4 @@
-"""Computes everything that does not depend on the recurrent states, for all chunks in parallel, on CUDA.
+"""Computes what Gated DeltaNet needs besides recurrent states, for all chunks of prompts in parallel, on CUDA.
 
 A program computes one chunk's convolution, or one chunk's gates and triangular system. Chunks begin at multiples of
 CHECKPOINT_INTERVAL. Programs mask rows of a chunk that hold no token of this step.
@@ -23,7 +23,7 @@ CHANNEL_BLOCK = 1024
 
 
 class ChunkTensors(NamedTuple):
-    """Holds results of all chunks that do not depend on the states. `linear_attention_reference` has the formulas.
+    """Holds the state-independent results of all chunks. `linear_attention_reference` has the formulas.
 
     All tensors except `cumulative_log_decays` have the dtype of the projections.
     convolved: [T, C], convolved queries, keys and values.

@@ -175,7 +175,7 @@ def _decode_requests(
     state_decay = tl.exp(log_decay(a, tl.load(decay_rate_ptr + head), tl.load(dt_bias_ptr + head)))
     k_dot_q = tl.sum(k * q, 0)
     out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
-    # Loads of other tensors between the loads of states would make this loop slower.
+    # Load no other tensors in this loop: loads between the loads of states would make it slower.
     for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
         first_row = block * BLOCK_V
         inside = (first_row + rows < V_DIM)[:, None]
@@ -183,7 +183,7 @@ def _decode_requests(
         state = state.to(tl.float32) * state_decay
         v_block = v if NUM_BLOCKS == 1 else tl.gather(v, first_row + rows, 0)
         delta = (v_block - tl.sum(state * k[None, :], 1)) * beta
-        # Compute the new state times q without a second pass over the state.
+        # This is the new state times q, without a second pass over the state.
         block_out = tl.sum(state * q[None, :], 1) + delta * k_dot_q
         out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
         new_state = (state + delta[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)

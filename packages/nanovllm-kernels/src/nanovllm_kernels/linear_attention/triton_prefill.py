@@ -161,7 +161,7 @@ def _norm_and_gate(
     V_DIM: tl.constexpr,
     PADDED_V: tl.constexpr,
 ):
-    """Apply the gated norm to a chunk's results of one head, in place."""
+    """Apply the gated norm to one chunk's results for one head, in place."""
     _, first_row, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )

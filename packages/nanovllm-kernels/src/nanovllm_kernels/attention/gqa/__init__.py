@@ -82,7 +82,7 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Return `batch` with requests of one query planned for the CuTe DSL kernel, if the kernel supports the shape."""
+    """Plan requests with one query for the CuTe DSL kernel, if it supports the shape. Return the new batch."""
     if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
@@ -179,13 +179,13 @@ def _supports_flash(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -
 
 
 def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -> int:
-    """Return the fastest page size in tokens for attention of prompts."""
+    """Return the page size, in tokens, with which attention of prompts is fastest."""
     uses_tma = head_dim in flash_prefill.TMA_HEAD_DIMS and _supports_flash(head_dim, cache_dtype, backend)
     return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum tokens of a captured step that may set `has_only_whole_prompts` and not read the cache.
+    """Return the minimum tokens with which a captured step of whole prompts does not read the cache.
 
     None: such a step always reads the cache.
     """
@@ -221,7 +221,7 @@ def paged_attention(
     batch: from `plan_batch`.
     scale: factor for the products before the softmax.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
-    own_keys_values: [T, 2 Hkv, D], the step's keys, then values; heads contiguous, tokens with any stride.
+    own_keys_values: [T, 2 Hkv, D], the step's key heads, then value heads; heads contiguous, tokens with any stride.
         Required if `batch.reads_own_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
@@ -276,7 +276,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Run each kernel that has a plan. A list of tensors holds the fields of one plan. Without the plan it is empty."""
+    """Run each kernel that has a plan. Each list of tensors holds the fields of a plan, or is empty."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

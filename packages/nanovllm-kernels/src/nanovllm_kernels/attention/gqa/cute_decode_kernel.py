@@ -2,7 +2,7 @@
 
 A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into the warp's ring in
 shared memory, and computes the step. For each key-value head, the steps of all requests are cut into equal parts, one
-per CTA (Osama et al. 2023). The warps of a CTA take its steps in turn, and synchronise only where a request ends.
+per CTA (Osama et al. 2023). The warps of a CTA take the CTA's steps in turn, and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ class DecodeKernel:
             block=[shape.num_warps * WARP_SIZE, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-            # Programmatic dependent launch: CTAs set up while the previous kernel ends.
+            # Programmatic dependent launch: CTAs begin their setup before the previous kernel ends.
             use_pdl=True,
         )
 
@@ -380,7 +380,7 @@ class DecodeKernel:
         return (seq_len + (STEP_TOKENS - 1)) >> LOG2_STEP_TOKENS
 
     def look_up_step(self, loader, request, request_step):
-        """Return the index in the cache of a request's step. The index counts steps."""
+        """Return a request's step as an index in the cache, counted in steps."""
         page = loader.block_tables[request * loader.table_stride + (request_step >> self.page_shift)]
         return (page << self.page_shift) + (request_step & ((1 << self.page_shift) - 1))
 

@@ -178,7 +178,7 @@ def _share_rows(
     row_sum: cute.Tensor,
     spare_address: Int32,
 ):
-    """Store a warp's unscaled rows and their statistics in shared memory, for the other threads of the CTA."""
+    """Store a warp's sums, and each row's maximum and sum of weights, in shared memory for the CTA's other threads."""
     row = exchange.lane >> 2
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
         weight_sum = row_sum[lane_row]
@@ -196,7 +196,7 @@ def _share_rows(
 
 
 def _locate_lane_sums(shape, lane, row, lane_row, tile):
-    """Return (offset of a lane's two adjacent sums in the shared rows, index of the first in `acc`, of the second)."""
+    """Return (offset of a lane's two adjacent sums in shared memory, index of the first in `acc`, then second)."""
     if not shape.is_fp8:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
@@ -204,7 +204,7 @@ def _locate_lane_sums(shape, lane, row, lane_row, tile):
         even, odd = 4 * (tile & ~1), 4 * (tile | 1)
         eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
         first, second = even + (tile & 1), odd + (tile & 1)
-    # Swizzle a row's eighths, so that neighbouring rows use different banks.
+    # Swizzle each row in pieces of 8 sums, so that neighbouring rows use different banks.
     return (row + 8 * lane_row) * shape.head_dim + (row ^ eighth) * 8 + column, first, second
 
 
@@ -273,7 +273,7 @@ def _merge_slots(
 
 
 def _partial_row(shape, exchange, slot, quad):
-    """Return the row of the partial results with elements 4 * quad to 4 * quad + 3 of the group's output."""
+    """Return the row of the partial results that holds elements 4 * quad to 4 * quad + 3 of the group's output."""
     return (slot * exchange.num_kv_heads + exchange.kv_head) * shape.group_size + quad // (shape.head_dim // 4)
 
 
@@ -287,7 +287,7 @@ def _store_slot(
     weight_sum: Float32,
     sums: cutlass.Constexpr,
 ):
-    """Store four partial sums. The first four sums of a row also store the row's statistics."""
+    """Store four partial sums, and after the first four sums of a row the row's statistics."""
     row, column = _partial_row(shape, exchange, slot, quad), quad % (shape.head_dim // 4)
     cute_ptx.store_global_4_floats(exchange.partial_out + row * shape.head_dim + column * 4, sums)
     if column == 0:

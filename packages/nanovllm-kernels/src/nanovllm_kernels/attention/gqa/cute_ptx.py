@@ -83,7 +83,7 @@ def exp2(x):
 
 
 def load_shared_two_bytes(address):
-    """Load two bytes from an even shared address, the first into the lowest byte of an Int32."""
+    """Load two bytes from an even shared address into the lower half of an Int32."""
     return arch.inline_ptx("ld.shared.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 

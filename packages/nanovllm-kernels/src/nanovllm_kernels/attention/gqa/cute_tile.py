@@ -1,6 +1,6 @@
-"""Computes one step in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
+"""Computes one step (16 tokens) in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
 
-The query heads of a key-value head are rows of `mma.m16n8k16`, so that keys and values are read once per group. The
+The query heads of a key-value head are rows of `mma.m16n8k16`, so that keys and values are read once for all heads. The
 softmax is online (Milakov and Gimelshein 2018), in base 2.
 """
 
@@ -13,9 +13,9 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP_SIZE = 32
-# Tokens of a step. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
+# Tokens per step. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
 STEP_TOKENS = 16
-# Rows of a tile, each one query head.
+# Rows of a tile. A row is one query head.
 TILE_ROWS = 16
 # Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
@@ -29,7 +29,7 @@ class DecodeShape:
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
     group_size: query heads per key-value head, at most 16, or 8 with an FP8 cache.
     num_warps: warps of a CTA.
-    num_stages: steps in each warp's ring in shared memory.
+    num_stages: number of steps that each warp's ring buffer in shared memory holds.
     """
 
     dtype: type
@@ -57,22 +57,22 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a step's keys, which precede the values. All tokens' first rows precede all second rows."""
+        """Bytes of a step's keys. Keys precede values, and the first rows of all tokens precede the second rows."""
         return STEP_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values. Float32 sums of a tile have this size, or with FP8 twice this size."""
+        """Bytes of a step's keys and values. A slot can also hold float32 sums of 16 rows, or of 8 rows with FP8."""
         return 2 * self.keys_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a step's key scales, then value scales."""
+        """Bytes of a step's key scales and value scales."""
         return 2 * STEP_TOKENS if self.is_fp8 else 0
 
     @property
     def rows_per_lane(self) -> int:
-        """Rows of a tile per lane. With a small group, a lane's second row is unused."""
+        """Rows of a tile that a lane holds. The second row is unused if a group has at most 8 heads."""
         return 1 if self.group_size <= TILE_ROWS // 2 else 2
 
 

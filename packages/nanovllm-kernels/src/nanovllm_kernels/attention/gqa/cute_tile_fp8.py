@@ -107,7 +107,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` for 1 / value scale."""
+    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` to those of 1 / value scale."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)

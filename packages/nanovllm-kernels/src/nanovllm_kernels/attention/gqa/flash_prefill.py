@@ -18,7 +18,7 @@ ROW_HEAD_DIMS = ((192, 128),)
 MIN_QUERY_LEN_BOUND = 256
 # Minimum tokens of a captured step with FlashAttention. With fewer tokens, most of the device would be idle.
 MIN_CAPTURED_TOKENS = 512
-# FlashAttention copies pages of this size, the size of a tile of keys, by the bulk copy engine (TMA). Smaller pages are
+# FlashAttention copies pages of this size, which fill a tile of keys, by the bulk copy engine (TMA). Smaller pages are
 # slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)

@@ -1,6 +1,6 @@
 """Computes grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-A `DecodeGroup` has decodes that are computed together. Prefills are computed one request at a time.
+The decodes of a `DecodeGroup` are computed together. Prefills are computed one request at a time.
 """
 
 import torch
@@ -29,9 +29,9 @@ def paged_attention(
 
 
 def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, dtype: torch.dtype) -> Tensor:
-    """Return the cached keys and values of decodes [tokens, 2 Hkv, D]. FP8 is converted to `dtype`.
+    """Return the cached keys and values of `group`, [tokens, 2 Hkv, D]. FP8 elements are converted to `dtype`.
 
-    Without a mask, the result has all slots of each request's pages, including slots past `max_len`.
+    If the group has no mask, the result has all slots of each request's pages, including slots past `max_len`.
     """
     if group.mask is None:
         return gather_pages(kv_cache, kv_scales, group.pages_or_slots, dtype)
@@ -44,7 +44,7 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGrou
 
 
 def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """Return the cached keys and values of `pages` [tokens, 2 Hkv, D]. FP8 is converted to `dtype`."""
+    """Return the keys and values in `pages`, [tokens, 2 Hkv, D]. FP8 elements are converted to `dtype`."""
     _, _, num_cached_heads, head_dim = kv_cache.shape
     tokens = _select(kv_cache, pages).view(-1, num_cached_heads, head_dim)
     if kv_scales is None:
@@ -73,7 +73,7 @@ def _attend_decodes(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group
     offset = kv.storage_offset()
     k = kv.as_strided(shape, strides, offset)
     v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
-    # Query heads that share a key-value head become queries of one head. On a CPU, this is faster than two products.
+    # Query heads that share a key-value head become queries of one head.
     grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = convert_mask(group.mask, q.dtype)
     out = functional.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)

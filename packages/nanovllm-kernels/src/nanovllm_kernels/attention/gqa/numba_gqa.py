@@ -35,14 +35,14 @@ from nanovllm_kernels.numba_tiles import (
     transpose_keys,
 )
 
-# Keys per block. The first-level cache can hold a tile of queries and a float32 copy of a block.
+# Keys per block. A tile of queries and a float32 copy of a block fit in the processor's first-level cache.
 BLOCK_KEYS = 64
-# Maximum number of rows in a tile. Each token has one row per query head of a group. A tile has at least one token.
+# Maximum rows of a tile of several tokens. Each token has one row per query head of a key-value head.
 MAX_TILE_ROWS = 96
 
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
 
-# Indices of the region's arguments in an int64 array. _SCALE_PTR: address of a float64.
+# Indices of the parallel region's arguments in an int64 array. _SCALE_PTR: address of a float64.
 _OPENMP, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
 _OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
 _TILE_TOKENS, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
@@ -103,10 +103,10 @@ def _attend(
     scale,
     num_threads,
 ):
-    """Cut queries into tiles, and run the region on all threads."""
+    """Cut queries into tiles, and run the parallel region on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Each row of `tiles` is (request, first token). A request's last tile sees the most keys, and starts first.
+    # Each row of `tiles` is (request, first token). A request's last tile sees the most keys, so it starts first.
     tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -161,7 +161,7 @@ def _attend_items(args_ptr):
 
 @kernel
 def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
-    """Attend for `num_tokens` tokens from `first_token` on. The query heads are those of `kv_head`.
+    """Attend for `num_tokens` tokens from `first_token` on, and for the query heads of `kv_head`.
 
     first_num_keys: number of keys that the first token sees.
     padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL_WIDTH).
@@ -338,7 +338,7 @@ def _rescale(outputs_ptr, num_rows, value_dim, factor):
     for panel in range(value_dim // PANEL_WIDTH):
         outputs = numba.carray(pointer(outputs_ptr + 4 * panel * num_rows * PANEL_WIDTH), (PANEL_WIDTH,), np.float32)
         for k in range(PANEL_WIDTH):
-            # The memory is uninitialised before the first block. NaN times 0 would be NaN.
+            # Factor 0 clears uninitialised memory, which may hold NaN.
             outputs[k] = outputs[k] * factor if factor != _ZERO else _ZERO
 
 

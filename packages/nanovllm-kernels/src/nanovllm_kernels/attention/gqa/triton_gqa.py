@@ -109,7 +109,7 @@ def _attend(
 ):
     """Attend for one part of the work list and the query heads of one key-value head.
 
-    UNMASKED_LOOP: whether a first loop visits keys without masks. For the few blocks of a decode, one loop is faster.
+    UNMASKED_LOOP: whether a first loop visits unmasked keys. For the few blocks of a decode, one loop is faster.
     """
     if OVERLAP:
         gdc_launch_dependents()

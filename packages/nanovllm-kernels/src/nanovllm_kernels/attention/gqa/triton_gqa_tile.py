@@ -1,4 +1,4 @@
-"""Provides a device function of grouped-query attention: attend for a tile of queries over paged keys and values."""
+"""Attends for a tile of queries over paged keys and values, in a device function of grouped-query attention."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def attend_range(
     """Attend to keys at positions [begin, end). Return (sums of weighted values, maximum score, sum of weights).
 
     k_ptr: pointer to the key head in the cache's first slot.
-    unmasked_end: position before which every query sees all keys.
+    unmasked_end: every query sees all keys before this position.
     UNMASKED_LOOP: whether a first loop visits keys before `unmasked_end` without masks.
     """
     dims = tl.arange(0, q.shape[1])

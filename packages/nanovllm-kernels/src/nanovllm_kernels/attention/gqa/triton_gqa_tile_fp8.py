@@ -11,7 +11,7 @@ from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Divide `q` by a power of two, as float16, and multiply `scale_log2` by this power. Do not change float32 `q`."""
+    """Divide `q` by a power of two, convert it to float16, and multiply `scale_log2` by the power. Keep float32 `q`."""
     # No early return, because Triton would compile the code after it too.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
@@ -46,7 +46,7 @@ def attend_fp8_range(
     q, scale_log2 = queries_to_float16(q, scale_log2)
     dims = tl.arange(0, q.shape[1])
     dim_mask = dims < HEAD_DIM
-    # Load pairs of values as 16 bits: the hardware transposes tiles of 16-bit elements from shared memory.
+    # Load 8-bit values in pairs, because the hardware only transposes 16-bit elements of shared memory.
     dim_pairs = tl.arange(0, q.shape[1] // 2)
     pair_mask = dim_pairs < HEAD_DIM // 2
     v_ptr = (k_ptr + NUM_KV_HEADS * HEAD_DIM).to(tl.pointer_type(tl.uint16), bitcast=True)

@@ -21,8 +21,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# Minimum tokens of a step for which our kernel projects queries and results. Our kernel skips tokens that need no
-# projection, but cuBLAS is faster per token.
+# Minimum tokens of a step in which our kernel replaces cuBLAS for the projection of queries and results. Our kernel is
+# slower per token, but skips tokens that need no projection.
 MIN_SKIPPING_TOKENS = 1024
 
 
@@ -97,7 +97,7 @@ def latent_attention(
 
     q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
         unrotated part [K], then its rotated part [R].
-    expansion: [H, K + V, L], contiguous. K rows of a head expand a latent to a key, then V rows expand it to a value.
+    expansion: [H, K + V, L], contiguous. A head's first K rows expand a latent to a key, the other V rows to a value.
         The dtype is q's dtype. On a CPU with float32 q, any dtype is allowed.
     kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
         part. This step's tokens are already written.

@@ -46,7 +46,7 @@ def attend(
     out: Tensor,
     partial: PartialResults,
 ) -> None:
-    """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`.
+    """Attend for each part of `work`. Write results of whole tiles to `out`, and partial results to `partial`.
 
     q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor.
     requests: requests with a cache [N, P, 1, 576].
@@ -130,7 +130,7 @@ def _attend_parts(
     for signal in gl.static_range(4):
         mbarrier.init(signals.index(signal), count=1)
     fence_async_shared()
-    # The pages of a stage also form 64 consecutive rows. The eight blocks also form two halves of 256 columns.
+    # View the pages of a stage as 64 consecutive rows, and its eight blocks also as two halves of 256 columns.
     latent_blocks = latents._reinterpret(dtype, [STAGES * 8, 64, 64], q_desc.layout)  # noqa: SLF001 - no public name
     latent_halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     rope_blocks = rope_keys._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
@@ -297,7 +297,7 @@ def _score_and_sum(
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
             sums = warpgroup_mma(weights, latent_halves.index(stage * 2), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            # The results are stored through the memory of the tile's last stage, which is released later.
+            # Do not release the tile's last stage yet: the results are stored through its memory below.
             mbarrier.arrive(stage_empty.index(stage), pred=start + 64 < end)
             num_blocks_done += 1
         mbarrier.wait(weights_free, (num_exchanges + 1) & 1)
@@ -367,7 +367,7 @@ def _sum_second_half(
 def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, partial_slot, NUM_HEADS: gl.constexpr):
     """Store half of the result columns for 64 heads from `head` on. If `partial_slot` >= 0, these are partial results.
 
-    half: index in `latent_halves` of the memory that passes the results. An odd index means the last 256 columns.
+    half: index in `latent_halves` of memory through which to store. An odd index means the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256

@@ -59,7 +59,7 @@ def attend_to_latents(
 
 
 def _supports_gluon(q_latent: Tensor, q_rope: Tensor, kv_cache: Tensor) -> bool:
-    """Return whether Gluon supports queries [H, T, L], rotated parts [T, H, R] and a cache [N, P, 1, L + R]."""
+    """Return whether `gluon_absorbed` supports these shapes and dtypes on this device."""
     num_heads, _, latent_dim = q_latent.shape
     return (
         num_heads % tile_configs.GLUON_TILE_HEADS == 0
@@ -80,7 +80,7 @@ def _attend(
     partial: PartialResults,
     config: tile_configs.TileConfig,
 ) -> None:
-    """Attend for each part of `work`. Write whole tiles to `out`, and parts of tiles to `partial`."""
+    """Attend for each part of `work`. Write results of whole tiles to `out`, and partial results to `partial`."""
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, tile_heads = q_rope.shape[2], tile_configs.latent_tile_heads(num_heads, config)

@@ -32,7 +32,7 @@ def load_queries(
 
     sources: (pointer to contiguous latent parts [H, T, L], pointer to rotated parts [T, H, R], T, stride of T in the
         rotated parts, stride of H in the rotated parts).
-    QUANTIZED: whether to divide 16-bit queries by a power of two as float16, and multiply `scale_log2` by this power.
+    QUANTIZED: whether to divide 16-bit queries by a power of two, in float16, and multiply `scale_log2` by this power.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
     latent_offsets = (heads.to(tl.int64) * num_tokens + tokens) * LATENT_DIM

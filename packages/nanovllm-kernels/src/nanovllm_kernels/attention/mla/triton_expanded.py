@@ -13,9 +13,9 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2, weigh_
 
 
 def gather_latents(requests: PagedRequests, out: Tensor) -> None:
-    """Copy the cached entries of whole prompts, dequantised, to the tokens' rows of `out` [T, L + R].
+    """Copy each token of a whole prompt from the cache to the token's row of `out` [T, L + R], and dequantise it.
 
-    An entry has a latent of width L and a rotated key of width R.
+    A cached token has a latent of width L and a rotated key part of width R.
     """
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_tokens, width = out.shape
@@ -235,7 +235,7 @@ def _attend_whole_prompts(
             v = tl.load(
                 kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
             )
-            # False: the first block has the prompt's first key, which every row sees. No maximum is infinite.
+            # False: the first block has the prompt's first key, which every row sees, so that no maximum is infinite.
             weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
             acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     acc = acc / running_sum[:, None]

@@ -1,6 +1,6 @@
 """Multiplies each head of a token by the head's matrix on CUDA, for a number of tokens that only the device knows.
 
-Latent attention projects queries into the latent space, and results back, by this product.
+Latent attention projects queries into the latent space, and results back, with this product.
 """
 
 from typing import NamedTuple

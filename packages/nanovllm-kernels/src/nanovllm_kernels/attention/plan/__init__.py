@@ -1,1 +1,1 @@
-"""Plans the attention of a step: batch, gathers, work lists, tile sizes, and time estimates."""
+"""Plans the attention of a step, once for all layers."""

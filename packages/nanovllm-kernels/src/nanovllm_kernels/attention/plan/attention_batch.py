@@ -1,4 +1,4 @@
-"""Describes a step's requests for attention. `plan_batch` or `plan_latent_batch` makes one batch for all layers."""
+"""Defines a step's requests and plans for attention. All layers share one `AttentionBatch`."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -12,27 +12,27 @@ from nanovllm_kernels.attention.plan.gathers import GatherPlan, plan_gathers
 from nanovllm_kernels.attention.plan.work_list import WorkList
 
 # Every backend except "torch" uses Triton. "flash" adds FlashAttention for prompts. "cutedsl" adds our CuTe DSL kernel
-# for decodes. "fastest" adds each of the two that is installed and supports the shape.
+# for decodes. "fastest" adds each of these two kernels if it is installed and supports the shape.
 Backend = Literal["torch", "triton", "flash", "cutedsl", "fastest"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Holds a step's requests, and plans for the kernels that compute attention. The plan of an unused kernel is None.
+    """Holds a step's requests, and one plan per attention kernel. Plans of kernels that the step does not use are None.
 
     block_tables: int32 [B, max_blocks], page numbers of each request.
     seq_lens: int32 [B], number of tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
-    max_query_len: upper bound on the number of a request's queries.
-    max_seq_len: upper bound on the number of a request's tokens.
-    work_element_bytes: bytes of a float32 query or of a cache element. Work lists were planned for this size.
+    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the total number of queries.
+    max_query_len: upper bound on the number of queries per request.
+    max_seq_len: upper bound on the number of tokens per request.
+    work_element_bytes: element size for which the work lists were planned, from `tile_configs.tile_element_bytes`.
     reads_cache_in_place: whether `numba_gqa` computes attention for all requests.
     torch_plan: plan for plain torch.
-    narrow_work: work list for Triton. A tile has few queries.
-    wide_work: work list for Triton. A tile has many queries.
-    cute_decode_lens: int32 [n], n <= B. If a request has one query: number of the request's tokens. Otherwise 0.
-    num_absorbed_tokens: int32 [1], for latent caches. Absorbed attention computes the step's tokens before this index.
-        Later tokens are padding, or belong to requests whose tokens are all in the step.
+    narrow_work: work list for Triton, in tiles of few queries.
+    wide_work: work list for Triton, in tiles of many queries.
+    cute_decode_lens: int32 [n], n <= B. Number of tokens of each request with one query, 0 for other requests.
+    num_absorbed_tokens: int32 [1], for latent caches. The step's tokens from this index on need no absorbed attention,
+        because they are padding, or belong to requests whose tokens are all in the step.
     """
 
     block_tables: Tensor

@@ -1,7 +1,7 @@
 """Selects the requests for which FlashAttention computes attention.
 
-FlashAttention does not split keys. A short chunk with a long context would leave most of the device idle: work lists
-compute the chunk instead, because they split keys.
+FlashAttention does not divide a tile's keys among programs, so that a short chunk with a long context would leave most
+of the device idle. Such chunks go to work lists, which do divide keys.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 
-# Rows of FlashAttention's tile. Each query position has one row per query head of a group.
+# Rows of FlashAttention's tile. Each query position has one row per query head of a key-value head.
 FLASH_TILE_ROWS = 128
 # FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
-# Minimum number of tokens before a chunk in a work list. With fewer tokens, the launch costs more time than it saves.
+# Minimum number of tokens before a chunk in a work list. With fewer, a second launch costs more time than it saves.
 MIN_WORK_LIST_CONTEXT = 1024
-# Maximum number of entries in a launch. Even an unused entry costs time.
+# Maximum number of entries for requests in a launch. Even an unused entry costs time.
 MAX_FLASH_REQUESTS = 32
 
 
@@ -37,7 +37,7 @@ class FlashRequests(NamedTuple):
 
 
 def work_list_filter(num_heads: int, num_sms: int) -> WorkListFilter:
-    """Return a filter that keeps a chunk in work lists if FlashAttention is slower."""
+    """Return a filter that keeps a chunk in work lists if FlashAttention would be slower."""
     query_limit = int(MIN_FILLED_SHARE * FLASH_TILE_ROWS * num_sms / num_heads)
     return WorkListFilter(query_limit, MIN_WORK_LIST_CONTEXT, MAX_FLASH_REQUESTS)
 

@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Maximum number of tokens gathered at once. A larger gather spends most of its time on page faults of new memory.
+# Maximum number of tokens copied at once. A larger copy spends most of its time on page faults of new memory.
 MAX_GATHER_TOKENS = 8192
 
 
 class DecodeGroup(NamedTuple):
-    """Describes requests whose cached tokens are gathered together. Each request has one query.
+    """Describes requests with one query each, whose cached tokens are copied together.
 
-    begin: index of the first request, and of its query in the step.
-    end: index after the last request.
-    pages_or_slots: page numbers if all requests have the same length, otherwise slot numbers, in the order of requests.
+    begin: index of the group's first request. This is also the index of the request's query in the step.
+    end: index after the group's last request.
+    pages_or_slots: page numbers if all requests have the same length, otherwise a slot number per token, by request.
         A slice means consecutive pages, which are read in place.
-    mask: [n, 1, 1, max_len], 0 for tokens that a query attends to, otherwise -inf. None: all lengths are equal.
+    mask: [n, 1, 1, max_len], 0 for a request's tokens, -inf for padding. None: all lengths are equal.
     """
 
     begin: int
@@ -35,7 +35,7 @@ class PrefillRequest(NamedTuple):
 
     begin: index of the request's first query in the step.
     end: index after the request's last query in the step.
-    mask: [end - begin, length], 0 for tokens that a query attends to, otherwise -inf. None: all tokens are queries.
+    mask: [end - begin, length], 0 for tokens that a query attends to, otherwise -inf. None: all tokens are in the step.
     """
 
     begin: int
@@ -88,7 +88,7 @@ def plan_gathers(
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
     """Yield ranges (begin, end) of decodes.
 
-    A range with several decodes has at most MAX_GATHER_TOKENS tokens, if each length is padded to the largest.
+    A range with several decodes has at most MAX_GATHER_TOKENS tokens, with each length padded to the largest.
     """
     begin = max_len = 0
     for index, length in enumerate(lengths):

@@ -1,9 +1,9 @@
-"""Estimates the attention time of a step's prompt chunks. Kernels cut the chunks into tiles."""
+"""Estimates the attention time of a step's prompt chunks."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Speed of work lists relative to FlashAttention, on an H200 with 32 query heads and 8 key-value heads.
+# Speed of the kernels for work lists, relative to FlashAttention, on an H200 with 32 query heads and 8 key-value heads.
 WORK_LIST_RATE = 0.4
 
 
@@ -13,10 +13,10 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 
 
 class AttentionRounds(NamedTuple):
-    """Describes attention rounds. In a round, a device computes `tiles_per_round` tiles at once.
+    """Describes how a device computes attention: in rounds of `tiles_per_round` tiles at once.
 
-    A chunk is late if at least `min_work_list_context` tokens of its request precede it. Work lists compute a step's
-    late chunks if these chunks together have fewer than `work_list_limit` tokens.
+    A chunk is late if at least `min_work_list_context` tokens of its request precede it. If a step's late
+    chunks together have fewer than `work_list_limit` tokens, they are in a `WorkList`, and take no rounds.
     tile_tokens: maximum number of tokens in a tile. A tile is a part of one chunk.
     """
 
@@ -31,7 +31,7 @@ class AttentionRounds(NamedTuple):
         return self.tile_tokens * self.tiles_per_round
 
     def estimate_pairs(self, chunks: Iterable[tuple[int, int]]) -> int:
-        """Estimate the time of `chunks`, as the number of (query, key) pairs that a fully used device computes.
+        """Estimate the time of `chunks`, as the number of (query, key) pairs that a busy device computes in this time.
 
         chunks: pairs (number of tokens before the chunk, number of tokens in the chunk).
         """
@@ -45,7 +45,7 @@ class AttentionRounds(NamedTuple):
                 pairs_if_busy += int(pairs * chunk_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
                 continue
             pairs_if_busy += pairs
-            # The chunk's tiles first fill incomplete rounds of earlier iterations.
+            # The chunk's tiles first take the places that earlier chunks left free in their rounds.
             num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
             num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
             whole_round_pairs += num_rounds * self.num_tokens * pairs // num_tokens

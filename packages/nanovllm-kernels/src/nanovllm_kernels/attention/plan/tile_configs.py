@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-# Minimum number of keys in a part of a work list. Merging shorter parts would cost more time than parallelism saves.
+# Minimum keys per part of a work list (see `WorkList`). Merging shorter parts would take more time than they save.
 MIN_PART_TOKENS = 128
-# Rows of a narrow tile: the minimum for tensor core instructions other than wgmma.
+# Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16
 # Registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
@@ -13,8 +13,8 @@ SM_REGISTERS = 65536
 class TileConfig(NamedTuple):
     """Configures a launch.
 
-    block_m: rows per tile: queries times heads.
-    block_n: keys per block.
+    block_m: rows per tile of queries. A row is one query of one head.
+    block_n: keys per block. A tile attends to one block after another.
     ctas_per_sm: number of programs that an SM runs at once.
     """
 
@@ -36,7 +36,7 @@ WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 
 # For FP8 caches. Kernels convert the elements to float16.
 NARROW_8_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 4, 3), 256: TileConfig(16, 64, 4, 4, 3)}
 WIDE_8_BIT = {
-    # With 64 or 128 keys per block, Triton 3.6 generates kernels that fault or give wrong results.
+    # For heads of 64, Triton 3.6 miscompiles kernels with 64 or 128 keys per block.
     64: TileConfig(128, 32, 4, 3, 2),
     128: TileConfig(128, 64, 8, 3, 1),
     256: TileConfig(64, 32, 4, 2, 1),
@@ -48,7 +48,7 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Absorbed latent attention. Keys: 16 for narrow tiles, 64 for wide tiles. Narrow 16-bit tiles spill no registers.
+# Tiles of absorbed latent attention: item 16 is the narrow tile, item 64 the wide tile.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
@@ -60,7 +60,7 @@ EXPANDED_TILES = {2: TileConfig(128, 64, 8, 3, 1), 4: TileConfig(32, 16, 4, 2, 1
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of two >= `number`, which is at least 1."""
+    """Return the smallest power of two >= `number`. Requires `number` >= 1."""
     return 1 << (number - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Collects the requests of a FlashAttention launch on the device, with their page numbers."""
+"""Collects, on the device, the requests of a FlashAttention launch and their page numbers."""
 
 import triton
 import triton.language as tl
@@ -65,7 +65,7 @@ def _gather_requests(
     REQUEST_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
-    """Fill one entry and one block of its page numbers. Entries are the requests with query_lens > 0, in order."""
+    """Fill one entry, and one block of its page numbers. Entries hold the requests with query_lens > 0, in order."""
     entry = tl.program_id(0)
     request = -1
     num_selected = 0

@@ -76,9 +76,9 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list. Binary searches over requests and tiles end after the given numbers of steps."""
+    """Write the work list. Binary searches have `request_search_steps` or `tile_search_steps` steps."""
     lanes = tl.arange(0, BLOCK)
-    # Short requests that together have at least `query_limit` queries fill the device without work lists. Exclude them.
+    # `WorkListFilter` defines short requests. If they together have at least `query_limit` queries, exclude them too.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes

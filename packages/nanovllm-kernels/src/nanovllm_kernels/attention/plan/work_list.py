@@ -1,6 +1,6 @@
 """Plans work lists: the device cuts the attention work of a step into parts of equal length.
 
-The host only knows upper bounds on lengths. One captured graph serves all lengths within the bounds.
+The host only needs upper bounds on lengths, so that one captured graph serves all lengths within the bounds.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ NO_LIMIT = 2**31 - 1
 class WorkList(NamedTuple):
     """Holds the work of one attention launch.
 
-    A tile is up to `block_q` consecutive queries of one request. The keys that a tile's queries see form blocks of
-    `block_n` keys. A part is a range of the blocks of all tiles. Parts have equal lengths (Osama et al. 2023), and may
-    begin within a tile. One program computes one part for one block of heads.
+    A tile is up to `block_q` consecutive queries of one request. The keys that a tile's queries see are cut into blocks
+    of `block_n` keys. The sequence of all tiles' blocks is cut into parts of equal length (Osama et al. 2023). A part
+    may begin within a tile. One program computes one part for one block of heads.
 
-    tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block. Last: the total number of blocks.
+    tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
     tiles: int32 [max_tiles, 2], pairs (request, index of the tile's first query within the request).
-    parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the tile with this block). The
+    parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the block's tile). The
         last row, and the rows of empty parts, are (number of blocks, number of tiles).
     """
 
@@ -44,7 +44,7 @@ class WorkListFilter(NamedTuple):
 
     A short request has fewer than `query_limit` queries, and at least `min_context` tokens before its first query.
     Short requests stay in work lists if all short requests together have fewer than `query_limit` queries.
-    max_excluded: maximum number of excluded requests. All other requests stay in work lists.
+    max_excluded: maximum number of excluded requests. Further requests stay in work lists.
     """
 
     query_limit: int = NO_LIMIT
@@ -64,7 +64,7 @@ def split_query_lens(
     """
     if max_query_len <= narrow_queries and wide_queries != narrow_queries:
         return range(min_query_len, max_query_len + 1), range(0)
-    # If another kernel takes decodes, a launch of narrow tiles would be mostly idle. Use only wide tiles.
+    # Without decodes, a launch of narrow tiles would be mostly idle. Use only wide tiles.
     uses_narrow = min_query_len == 1 and wide_queries != narrow_queries
     narrow = range(min_query_len, narrow_queries + 1) if uses_narrow else range(0)
     return narrow, range(narrow.stop or min_query_len, max_query_len + 1)
@@ -81,14 +81,14 @@ def make_work_list(
     num_head_blocks: int,
     num_tokens: int,
 ) -> tuple[WorkList, Tensor]:
-    """Plan the work of requests that `request_filter` keeps, if their number of queries is in `query_lens`.
+    """Plan the requests that `request_filter` keeps and whose number of queries is in `query_lens`.
 
     seq_lens: int32 [B], number of tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
+    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the total number of queries.
     block_q: query positions in a tile.
     num_head_blocks: number of programs that compute the same part for different heads.
     num_tokens: upper bound on the number of tokens in the step.
-    Returns: the work list, and int32 [B]: number of each excluded request's queries, 0 for other requests.
+    Returns: the work list, and the number of queries of each excluded request (int32 [B], 0 for other requests).
     """
     num_reqs = seq_lens.shape[0]
     max_query_len = query_lens.stop - 1
