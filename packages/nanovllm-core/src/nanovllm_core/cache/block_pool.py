@@ -1,4 +1,4 @@
-"""Allocates the blocks of a paged cache, with reference counts and a lookup by hash.
+"""Allocates the blocks of a paged cache, counts their holders, and finds their contents by hash.
 
 A block in use has holders. A cached block has no holder, but `lookup` finds its contents by hash. An empty block has
 neither a holder nor a hash. When no empty block is left, the cached block that was released first is evicted.
@@ -20,7 +20,7 @@ class BlockPool:
         self._num_holders = [0] * (num_blocks + 1)
         self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._block_by_hash: dict[BlockHash, int] = {}
-        # Blocks without a holder, in the order of allocation: first empty blocks, then cached blocks.
+        # Blocks without a holder, in the order in which `allocate` takes them: first empty blocks, then cached blocks.
         self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.num_cached = 0
 
@@ -42,14 +42,14 @@ class BlockPool:
         return blocks
 
     def acquire(self, block: int) -> None:
-        """Add a holder to a block found by `lookup`."""
+        """Add a holder to a block that `lookup` has found."""
         if self._num_holders[block] == 0:
             del self._free_blocks[block]
             self.num_cached -= 1
         self._num_holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder from each block. The first blocks of `blocks` are evicted first.
+        """Remove one holder from each block. They are evicted in the order of `blocks`.
 
         Raises RuntimeError if a block has no holder.
         """
@@ -65,7 +65,7 @@ class BlockPool:
                     self._free_blocks.move_to_end(block, last=False)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Make `lookup` find `block` by `block_hash`, unless another block has the same hash."""
+        """Make `lookup` find `block` by `block_hash`, unless this hash already belongs to another block."""
         if block_hash not in self._block_by_hash:
             self._block_by_hash[block_hash] = block
             self._hashes[block] = block_hash

@@ -11,13 +11,13 @@ from nanovllm_core.request_state import RequestState
 
 
 class BlockShortage(NamedTuple):
-    """The result of `admit` if fewer than `num_blocks` blocks are free, but the request needs `num_blocks`."""
+    """The result of `admit` if too few blocks are free. num_blocks: number of free blocks that the request needs."""
 
     num_blocks: int
 
 
 class CacheManager:
-    """Manages the blocks of all requests. state_pool: state slots of a model with recurrent layers, else None."""
+    """Manages the blocks of all requests. state_pool: None for a model without recurrent layers."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class CacheManager:
     def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
         """Allocate blocks for all tokens of `request`, which holds no blocks yet. Reuse cached blocks of its prefix.
 
-        keep_watermark: whether the watermark's share of all blocks must stay free.
+        keep_watermark: whether the share `watermark` of all blocks must stay free.
         Returns the number of cached tokens. If too few blocks are free, returns BlockShortage and allocates nothing.
         """
         cached_blocks = self._find_cached_blocks(request)
         num_found_blocks, source_slot = len(cached_blocks), NULL_SLOT
         if self.state_pool is not None:
-            # Recurrent layers continue from the last checkpoint. They can't use cached blocks after this checkpoint.
+            # Recurrent layers must start from a checkpoint, so use only the cached blocks before the last checkpoint.
             num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_found_blocks])
             del cached_blocks[num_usable_blocks:]
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
@@ -79,7 +79,7 @@ class CacheManager:
         return blocks
 
     def commit(self, request: RequestState, num_computed: int) -> None:
-        """Register full blocks and checkpoints within the first `num_computed` tokens for later prompts.
+        """Let later prompts find the full blocks and the checkpoints of the first `num_computed` tokens.
 
         The step that computed these tokens must have finished.
         """
@@ -110,8 +110,8 @@ class CacheManager:
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
         """Estimate the number of cached tokens at the start of a waiting request.
 
-        last_estimate: result of the last call for this request; None for the first call. The search may trust this
-            result, although blocks may have been evicted since.
+        last_estimate: result of the last call for this request; None for the first call. Blocks may have been evicted
+            since then, so the new estimate may be too high.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size
@@ -129,7 +129,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # Cached tokens yield no logits, which sampling and the log-probabilities of prompt tokens need.
+        # Cached tokens yield no logits. Compute the tokens whose logits are needed for sampling or log-probabilities.
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )

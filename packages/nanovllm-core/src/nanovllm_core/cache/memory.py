@@ -80,7 +80,7 @@ class CacheLayout:
 
 
 class CacheSize(NamedTuple):
-    """The size of the caches. num_blocks, num_slots: numbers without the null block and the null slot."""
+    """The size of the caches. The null block and the null slot are not counted."""
 
     num_blocks: int
     num_slots: int
@@ -90,7 +90,7 @@ class CacheSize(NamedTuple):
 class CacheMemory:
     """The tensors of all caches of one rank. Initially the caches have only a null block and a null slot.
 
-    num_blocks, num_slots: numbers without the null block and the null slot.
+    `num_blocks` and `num_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
     """
 
@@ -191,7 +191,7 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # Each running request needs a slot. The last request to start may also need the slot of a checkpoint.
+    # Each running request needs a slot. A starting request also needs the slot of the checkpoint from which it starts.
     min_slots = config.max_num_seqs + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:
@@ -230,7 +230,7 @@ def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest
     step_bytes = torch.cuda.max_memory_allocated(device) - allocated_before
     gc.collect()
     torch.cuda.empty_cache()
-    # This counts memory of other processes, of the driver and of libraries as used.
+    # `total - free` includes the memory of other processes, of the driver and of libraries.
     free, total = torch.cuda.mem_get_info(device)
     free_bytes = int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
     if free_bytes <= 0:

@@ -14,7 +14,7 @@ HashBlocks = Callable[[BlockHash, bytes, int], list[BlockHash]]
 
 
 def _hash_blocks_fast(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
-    # CPython's 64-bit hash has a secret key per process. Attackers can still find collisions.
+    # CPython's hash has a secret key per process, but 64 bits are too few to prevent deliberate collisions.
     ends = range(block_bytes, len(tokens) + 1, block_bytes)
     return [previous_hash := hash((previous_hash, tokens[end - block_bytes : end])) for end in ends]
 
@@ -33,7 +33,7 @@ class PrefixHasher:
         self._block_size = block_size
         self._algorithm: HashAlgorithm = algorithm
         self._hash_blocks: HashBlocks = _hash_blocks_sha256 if algorithm == "sha256" else _hash_blocks_fast
-        # The secret keeps clients from computing hashes themselves.
+        # Clients do not know the secret, so they can't compute hashes.
         self._secret = secrets.token_bytes(32)
 
     def extend_hashes(self, request: RequestState) -> None:
@@ -50,7 +50,7 @@ class PrefixHasher:
 
 
 def _token_bytes(request: RequestState, start: int) -> bytes:
-    """The tokens from `start` on as bytes of int32."""
+    """The tokens from position `start` on, as int32 bytes."""
     outputs = request.output_ids[max(start - request.num_prompt_tokens, 0) :]
     # For 64 tokens, struct takes half the time of numpy.
     output_bytes = pack(f"{len(outputs)}i", *outputs)

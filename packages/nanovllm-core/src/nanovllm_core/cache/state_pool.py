@@ -20,7 +20,8 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
     num_shared: number of leading tokens that an earlier prompt had too. Later prompts may diverge at this position.
 
     The first position is the end of the shared tokens. The other positions are near the end of the prompt, where
-    continued conversations diverge. Distances from the end double, because large states allow only few checkpoints.
+    continued conversations diverge. Distances from the end double, so that the few checkpoints that fit cover a long
+    prompt.
     """
     last = num_tokens - num_tokens % CHECKPOINT_INTERVAL
     distances = [0, *(CHECKPOINT_INTERVAL << doublings for doublings in range(MAX_CHECKPOINTS))]
@@ -57,7 +58,8 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Hold the source slot, so that `allocate` does not evict it. After the release, the slot is evicted last.
+        # Hold the source slot, so that `allocate` does not evict it. The later release makes it the last slot to be
+        # evicted.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)
@@ -72,7 +74,10 @@ class StatePool:
         slots.release(held_slots)
 
     def commit(self, request: RequestState, num_computed: int) -> None:
-        """Register the checkpoints within the first `num_computed` tokens. Their step must have finished."""
+        """Register the checkpoints within the first `num_computed` tokens.
+
+        The step that saved them must have finished.
+        """
         checkpoints = request.checkpoints
         while checkpoints and checkpoints[0].position <= num_computed:
             position, slot = checkpoints.pop(0)

@@ -35,7 +35,7 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
 
 
 def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
-    """All statistics except the number of waiting requests. The event loop's thread counts waiting requests."""
+    """All statistics except the number of waiting requests, which the event loop's thread counts."""
     pool, states = scheduler.cache.pool, scheduler.cache.state_pool
     counters, step_time_model = scheduler.counters, scheduler.step_time_model
     return EngineStats(

@@ -62,7 +62,7 @@ class Constraint:
         matcher = None if grammar is None else grammar.start()
         constraint = cls(new.row, grammar, matcher, budget)
         if allowed_ids:
-            # Otherwise an output that completes its grammar could not end.
+            # Allow end tokens too: otherwise an output that completes its grammar could not end.
             end_ids = () if matcher is None else matcher.end_ids
             constraint.allowed_mask = make_mask((*allowed_ids, *end_ids), num_mask_words)
         for token in new.token_ids[new.num_prompt_tokens :].tolist():
@@ -183,8 +183,8 @@ def make_mask(token_ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
 class Constraints:
     """The constraints of all rows.
 
-    One call advances all matchers, and one call fills all masks. Each call releases the interpreter lock, and may wait
-    milliseconds until the lock is free again.
+    Each call of a matcher releases the interpreter lock, and may wait milliseconds until the lock is free again. So
+    one call advances all matchers, and one call fills all masks.
     failures: pairs (index among the step's sampling requests, reason), set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
@@ -199,7 +199,7 @@ class Constraints:
         self._step_constraints: list[tuple[int, Constraint]] = []
         self._mask_candidates: list[tuple[int, Constraint]] = []
         self._in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
-        # Number of next steps that match each row in a separate call.
+        # Number of coming steps that will match each row in a separate call.
         self._num_separate_steps = 0
 
     def begin_step(self, plan: StepPlan) -> bool:

@@ -78,7 +78,8 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # With `launch_attention`, each replay plans attention again. Without decodes, planning here takes less time.
+        # With `launch_attention`, each replay plans attention again. A plan for no decodes, which is faster, suffices
+        # here.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned_bounds)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
@@ -117,7 +118,10 @@ class ForwardPass:
         )
 
     def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:
-        """Plan the attention between the pieces of a replayed step. output: tensors of the captured forward pass."""
+        """Plan the attention that runs between graph pieces in a replay.
+
+        output: result of the captured forward pass.
+        """
         # Graph pieces do not keep the new keys and values, so attention reads whole prompts from the cache.
         bounds = BatchBounds.from_plan(plan)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)

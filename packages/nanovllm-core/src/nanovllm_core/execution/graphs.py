@@ -1,6 +1,7 @@
 """Captures steps as CUDA graphs and replays them, because launching a graph is faster than launching its kernels.
 
-A step replays one graph for the forward pass (several pieces in the mode "piecewise") and one graph for sampling.
+A step replays one graph for the forward pass and one graph for sampling. In the mode "piecewise", the forward pass is
+several graphs, called pieces. Attention runs between the pieces, without a graph.
 """
 
 from collections import Counter
@@ -23,8 +24,8 @@ from nanovllm_kernels.attention import AttentionBatch
 
 # Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
 MIN_MIXED_TOKENS = 64
-# The increment to the next size is at most this number, or a quarter of the size. Padding to powers of two would double
-# the time of some steps.
+# From a size to the next, token counts rise by at most this number, or by a quarter of the smaller size if that is
+# more. Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
 # Empty request slots of a graph cost time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
 # with only NUM_FEW_REQUESTS request slots.
@@ -121,7 +122,7 @@ def graph_shapes(
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
     query_lens: numbers of tokens per request in decode steps.
-    min_whole_tokens: minimum number of tokens of shapes for whole prompts; None for no such shapes.
+    min_whole_tokens: minimum number of tokens of shapes for whole prompts; None to capture no such shapes.
     """
     if mode == "none":
         return []
@@ -137,7 +138,7 @@ def graph_shapes(
             shapes.extend(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
-        # Attention of whole prompts reads the step's own keys and values. Graphs of single pieces do not keep them.
+        # Attention of whole prompts reads the step's own keys and values, which pieces do not keep.
         if mode == "full" and min_whole_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
@@ -191,7 +192,7 @@ class StepGraphs:
     def capture(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> None:
         """Capture every shape.
 
-        run_forward, choose_tokens: must read inputs at fixed addresses, and ignore requests without tokens.
+        Both functions must read inputs at fixed addresses, and ignore requests without tokens.
         """
         if not self._shapes:
             return

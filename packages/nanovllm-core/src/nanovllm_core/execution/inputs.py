@@ -16,7 +16,7 @@ class Masks(NamedTuple):
     """Masks of tokens that requests may sample: the arguments of `apply_masks_`.
 
     rows: int32 [n], index of the masked request in the step; -1 for an unused mask.
-    bits: int32 [n, words].
+    bits: int32 [n, words], one bit per token id; 1 for a token that may be sampled.
     """
 
     rows: Tensor
@@ -88,7 +88,7 @@ class MaskBuffer:
         return Masks(self._rows[:count], self._bits[:count])
 
     def clear(self) -> None:
-        """Remove all masks. A graph that applies masks may be replayed for a step without masks."""
+        """Remove all masks, so that a graph that applies masks can be replayed for a step without masks."""
         if not self._is_clear:
             self._rows.fill_(-1)
             self._is_clear = True

@@ -52,7 +52,7 @@ class StepInputs:
     sampling_indices: int64 [n], indices of the step's requests that sample, rising.
     sampling_ops: `SamplingOps` of the requests that sample, combined, without MASK. An int is faster than an enum flag.
     num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
-    state_copies: (source slots, target slots), int64 [m] each, of state copies before the step; None for no copies.
+    state_copies: (source slots, target slots), int64 [m] each, of states to copy before the step; None for no copies.
     """
 
     device_rows: DeviceRows
@@ -66,7 +66,7 @@ class StepInputs:
 class RequestTable:
     """Tables with one row per request.
 
-    token_counts: number of occurrences of each token id in the output, and IN_PROMPT_BIT.
+    token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
     """
 
@@ -89,13 +89,13 @@ class RequestTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # A step in flight may sample one token after the last token of a finished request.
+        # The additional column is for a step in flight that samples a token after the last token of a finished request.
         self.tokens = zeros(num_rows, max_model_len + 1)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
-        # Padding may read rows that were never written. A repetition penalty of 1 has no effect.
+        # Padding may read rows that were never written, so start with 1, the penalty that changes nothing.
         self.repetition.fill_(1)
         self.top_k = zeros(num_rows)
         self.seeds = zeros(num_rows, dtype=torch.int64)

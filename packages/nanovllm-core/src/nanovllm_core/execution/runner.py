@@ -34,7 +34,8 @@ COMPILED_ROWS = 1024
 class Runner:
     """The model, the caches and the request table of one rank. All calls come from one thread.
 
-    Call the first methods in the order of `start_runner`. After each later `allocate`, call `capture` again.
+    First call the methods that `start_runner` calls, in the same order. After each later `allocate`, call `capture`
+    again.
     """
 
     def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):
@@ -64,7 +65,7 @@ class Runner:
         )
         self._chooser = TokenChooser(self._table, compiles=config.compile)
         self._forward = ForwardPass(model, self._table, self.cache, config)
-        # Lowered by `allocate` if the cache is smaller.
+        # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_num_seqs, config.max_num_batched_tokens)
         min_whole_tokens = min_whole_prompt_tokens(self.cache.kv_caches[0], config.attention_backend)
@@ -92,7 +93,7 @@ class Runner:
                 self._chooser.choose_padded(int(SamplingOps.RANDOM), self._forward_padded(shape))
                 self._forward_padded(shape, num_decodes=0)
         if self.device.type == "cpu":
-            # Kernels for few rows are compiled at their first use.
+            # Use the kernels for few rows once, which compiles them.
             self._run_dummy_step([1], SamplingParams(temperature=0.0))
 
     @torch.inference_mode()
@@ -121,8 +122,8 @@ class Runner:
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
-        """Seconds of a step with one chunk after `context_len` cached tokens. Call only before the first request."""
-        # The first run may compile or allocate.
+        """Measure the seconds of a step with one chunk, after `context_len` cached tokens. Call before any request."""
+        # The first run may compile or allocate, so run twice.
         greedy = SamplingParams(temperature=0.0)
         durations_s = [self._run_dummy_step([num_tokens], greedy, context_len=context_len) for _ in range(2)]
         self._table.step_buffer.clear()
@@ -133,7 +134,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Launch a step. On CUDA the host waits for the previous step only if masks depend on its tokens.
 
-        Raises RuntimeError if another operation waits for the device and `config.forbid_sync` is set.
+        If `config.forbid_sync` is set, any other wait for the device raises RuntimeError.
         """
         start = time.perf_counter()
         with _forbid_waiting() if self._config.forbid_sync else nullcontext():
@@ -217,7 +218,8 @@ class Runner:
     ) -> float:
         """Run a step of prompts that reads and writes the null block only. Returns the step's seconds.
 
-        lengths: tokens to compute of each prompt, rising. context_len: number of cached tokens before each prompt.
+        lengths: numbers of tokens to compute, one per prompt, in rising order. context_len: number of cached tokens
+            before each prompt.
         """
         prompts = [np.zeros(context_len + length, np.int32) for length in lengths]
         new_rows = [NewRow(row, ids, len(ids), context_len, sampling, 0, ()) for row, ids in enumerate(prompts)]

@@ -26,7 +26,7 @@ _RANGE_PATTERN = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?")
 # A JSON string holds these code points without an escape, except the code points in _ESCAPED.
 _FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
-# Keywords whose value is one schema; a list of schemas; a map from names to schemas.
+# Keywords by the kind of their value: one schema, a list of schemas, or a map from names to schemas.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties")
 _LIST_KEYWORDS = ("prefixItems", "anyOf")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs")

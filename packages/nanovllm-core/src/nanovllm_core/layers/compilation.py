@@ -51,7 +51,7 @@ def compile_for_rows(
 
 def set_cache_directories() -> None:
     """Make Triton and torch.compile cache compiled code in the project's cache. Call before the first kernel runs."""
-    # torch.compile sets Triton's directory at its first use. Earlier kernels would be in another directory.
+    # torch.compile changes Triton's directory. Without this call, kernels compiled earlier are in another directory.
     for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         directory = make_cache_directory(name)
         if directory is not None:

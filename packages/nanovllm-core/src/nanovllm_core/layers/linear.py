@@ -110,7 +110,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer. Each rank has an even share of the input features. Every rank returns the same result.
+    """A linear layer. The ranks share the input features evenly. Every rank returns the full result.
 
     Raises ValueError if the ranks can't share the input features or the FP8 blocks evenly.
 

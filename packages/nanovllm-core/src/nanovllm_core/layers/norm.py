@@ -11,7 +11,7 @@ from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm
 
 
 class RMSNorm(WeightedModule):
-    """Normalises over the last dimension.
+    """Root mean square normalisation over the last dimension.
 
     packed_weight: the weight in the layout that the kernels take; valid after `finish_loading`.
     zero_centred: whether checkpoints hold the weight minus 1. In this case the weight is float32, because adding 1

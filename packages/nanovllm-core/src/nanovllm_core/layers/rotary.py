@@ -78,7 +78,7 @@ class RotaryEmbedding:
 
 
 def rotary_table(config: RotaryConfig, rotary_dim: int, max_position: int, device: torch.device) -> Tensor:
-    """Returns float32 [max_position, rotary_dim]: the cosines, followed by the sines, of each position's angles."""
+    """Returns float32 [max_position, rotary_dim]. Each row holds the cosines of a position's angles, then the sines."""
     # The CPU computes the table, so that every device gets equal numbers.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / config.theta**exponents

@@ -6,14 +6,16 @@ from typing import NamedTuple
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
 
-# Without a target time, the time limit of a step with prompts and decodes is at least this many usual decode steps.
+# Without a target time, the time limit of a step with prompts and decodes is at least the time of this many decode
+# steps.
 MIN_MIXED_DECODE_STEPS = 4
 # Steps may take longer than predicted, so a budget leaves a share of the time limit unused. The share is
-# _MARGIN_PER_EXCESS times the mean excess over the prediction, and at most _MAX_MARGIN.
+# _MARGIN_PER_EXCESS times the mean relative excess over predictions, but at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A GPU attends with some queries of a chunk at a time, in one round. A chunk loses its last round if more than
-# _MAX_IDLE_SHARE of its rounds is idle, and attention takes at least _MIN_ATTENTION_SHARE of the chunk's time.
+# A GPU computes the attention of a chunk in rounds, each for the same number of queries. The last round is cut off a
+# chunk if its rounds have space for many more queries (more than _MAX_IDLE_SHARE of all their space is idle), and
+# attention takes at least _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
 
@@ -25,7 +27,7 @@ class StepLimits(NamedTuple):
         MIN_MIXED_DECODE_STEPS usual decode steps.
     prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
     attention_rounds: how the device divides the attention of chunks into rounds.
-    padded_tokens: token counts to which steps with prompts are padded, rising. Larger steps are not padded.
+    padded_tokens: token counts to which steps with prompts are padded, in rising order. Larger steps are not padded.
     """
 
     max_tokens: int
@@ -81,7 +83,7 @@ class StepBudget:
     def size_chunk(self, start: int, end: int) -> int:
         """The number of tokens of a prompt's next chunk. start: number of computed tokens; end: tokens of the prompt.
 
-        The first chunk of a step has at least one unit: otherwise slow decodes could starve prompts.
+        The first chunk of a step may have `chunk_unit` tokens in any case: otherwise slow decodes could starve prompts.
         """
         if self.is_full:
             return 0

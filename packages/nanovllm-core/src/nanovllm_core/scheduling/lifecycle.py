@@ -9,7 +9,7 @@ from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
-# Steps are counted by size. Each number is the maximum number of tokens of one size.
+# Steps are counted in size classes. These are the maximum numbers of tokens of the classes.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -18,7 +18,7 @@ class SchedulerCounters:
     """Totals since the engine started.
 
     num_queried_tokens: prompt tokens that were looked up in the prefix cache.
-    num_steps_by_size: number of steps of each size in STEP_TOKEN_BOUNDS. The last number counts larger steps.
+    num_steps_by_size: number of steps in each size class of STEP_TOKEN_BOUNDS, then the number of larger steps.
     """
 
     num_steps: int = 0
@@ -40,7 +40,7 @@ class SchedulerCounters:
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    A preempted or finished request is unreleased while it holds its row and blocks, because a step in flight uses them.
+    A preempted or finished request is unreleased while a step in flight still uses its row and blocks.
     """
 
     def __init__(self, cache: CacheManager, rows: RowTable):
@@ -85,7 +85,7 @@ class RequestLifecycle:
                 self.counters.num_cached_tokens += num_cached_tokens
 
     def preempt(self, request: RequestState) -> None:
-        """Free the blocks of a running request and queue the request again. Tokens of steps in flight still count."""
+        """Free the blocks of a running request and queue it again. Keep the tokens that steps in flight sample."""
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1

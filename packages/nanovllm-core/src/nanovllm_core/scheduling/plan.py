@@ -21,7 +21,7 @@ class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
     query_len: number of tokens per request if equal for all requests; else None.
-    has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token.
+    has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
     """
 
     num_reqs: int
@@ -59,7 +59,10 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """State slot of a new row, and its future checkpoints. source_slot: slot with its initial state; 0 for zeros."""
+    """State slot of a new row, and the checkpoints to save.
+
+    source_slot: slot of the checkpoint from which the row starts; 0 if its state starts from zeros.
+    """
 
     slot: int
     source_slot: int
@@ -130,7 +133,7 @@ class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
     num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step.
-    decode_columns: all rows of a step without prompts; None for a step with prompts.
+    decode_columns: the rows and requests of a step without prompts; None for a step with prompts.
     predicted_s: predicted time; 0 for a step without prompts.
     """
 
@@ -145,7 +148,7 @@ class StepResults(NamedTuple):
     """The results of a step.
 
     tokens: int32 [n], one per sampled row, in the plan's order.
-    logprobs: pairs (index into `tokens`, log-probabilities) of rows with log-probabilities.
+    logprobs: pairs (index into `tokens`, log-probabilities) of rows that ask for log-probabilities.
     grammar_failures: pairs (index into `tokens`, reason). The token of a row whose grammar failed is meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
     """

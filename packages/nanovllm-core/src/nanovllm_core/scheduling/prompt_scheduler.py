@@ -31,7 +31,7 @@ class PromptChunk(NamedTuple):
 
 
 class ScheduledPrompts(NamedTuple):
-    """The chunks of a step, and the rows and blocks of requests that the step admits."""
+    """The chunks of a step, the rows of requests that the step admits, and all blocks that the step adds."""
 
     chunks: list[PromptChunk]
     new_rows: list[NewRow]
@@ -67,7 +67,7 @@ class PromptScheduler:
         # The first request that lacked blocks, and the number of requests admitted since.
         self._blocked_request: RequestState | None = None
         self._num_bypasses = 0
-        # Consecutive steps in which the oldest prompt got less than its share.
+        # Number of consecutive steps in which the oldest prompt got less than its share.
         self._num_unfair_steps = 0
 
     def schedule(self, decode_work: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:

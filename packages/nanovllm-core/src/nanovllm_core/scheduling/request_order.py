@@ -1,4 +1,4 @@
-"""Sort keys of requests. Lower keys come first."""
+"""Sort keys of requests."""
 
 from nanovllm_core.request_state import RequestState
 
@@ -6,7 +6,7 @@ SortKey = tuple[int, int, float]
 
 
 def request_class(request: RequestState) -> tuple[int, int]:
-    """The service class: preempted requests come first. Among equals, lower priority numbers come first."""
+    """The service class. Preempted requests come first, then requests with lower priority numbers."""
     return (0 if request.num_preemptions else 1, request.client_request.priority)
 
 

@@ -22,7 +22,10 @@ class ResultApplier:
         self._rows = lifecycle.rows
 
     def apply(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step and return its outputs. Call in the order of scheduling."""
+        """Apply the results of a finished step and return its outputs.
+
+        Call in the order in which steps were scheduled.
+        """
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
         failures = self._finish_failed_requests(scheduled, results)
@@ -80,7 +83,7 @@ class ResultApplier:
     def _append_tokens(
         self, columns: RequestColumns, tokens: NDArray[np.int32], token_list: list[int]
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
-        """Append one token to each request. Returns the requests with their first token, and the finished requests."""
+        """Append one token to each request. Returns requests that got their first token, and finished requests."""
         rows, (row_indices, requests, keys, output_ids) = self._rows, columns
         # Append a token to every list without a Python loop. The deque discards the results of `append`.
         deque(map(list.append, output_ids, token_list), maxlen=0)

@@ -33,9 +33,9 @@ class RowTable:
         self.capacity, self.num_steps_in_flight = np.zeros((2, num_rows), np.int64)
         self.is_running, self.is_finished = np.zeros((2, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
-        # Maximum number of stop tokens of any request since the start.
+        # The largest number of stop tokens that a request has had so far.
         self._max_stop_ids = 1
-        # By token id, whether any request since the start had this stop token. The last entry is False.
+        # By token id, whether any request so far had this stop token. The last entry, for all larger ids, is False.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -76,7 +76,7 @@ class RowTable:
         request.row = -1
 
     def requests_of(self, rows: RowIndices) -> list[RequestState]:
-        """The requests of `rows`, without free rows."""
+        """The requests in `rows`. Free rows are skipped."""
         requests = self.requests
         return [request for row in rows.tolist() if (request := requests[row]) is not None]
 
@@ -86,7 +86,10 @@ class RowTable:
         return RequestColumns(rows, requests, self.keys[rows].tolist(), [request.output_ids for request in requests])
 
     def decode_batch(self, rows: RowIndices) -> tuple[ScheduledRows, RequestColumns]:
-        """The batch in which each of `rows` decodes one token. Consecutive calls with equal rows share one batch."""
+        """The batch in which each of `rows` decodes one token.
+
+        Calls in a row with equal `rows` return the same batch.
+        """
         if self._last_decode_batch is None or not np.array_equal(self._last_decode_batch[0].rows, rows):
             scheduled = ScheduledRows(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_))
             self._last_decode_batch = scheduled, self.columns_of(rows)

@@ -26,7 +26,7 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Rows get blocks before they need them if at least this many times as many blocks are free.
+# Rows get blocks before they need them if at least this many blocks are free for each of these early blocks.
 MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 
 
@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def running_requests(self) -> list[RequestState]:
-        """Requests with a row that may be scheduled."""
+        """The requests that may be scheduled."""
         return self.rows.requests_of(np.flatnonzero(self.rows.is_running))
 
     @property
@@ -86,7 +86,7 @@ class Scheduler:
         if not sampling.ignore_eos or sampling.grammar is not None:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seed_generator.getrandbits(63) if sampling.seed is None else sampling.seed
-        # Hash now, because the device may be idle while a step is planned.
+        # Hash the prompt now, not in `schedule`, because the device may be idle during `schedule`.
         self.cache.hash_prompt(request)
         self._lifecycle.add(request)
 
@@ -118,7 +118,10 @@ class Scheduler:
         self.step_time_model.observe(step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
-        """Apply the results of a finished step, and return the step's outputs. Call in the order of scheduling."""
+        """Apply the results of a finished step, and return its outputs.
+
+        Call in the order in which steps were scheduled.
+        """
         return self._result_applier.apply(step, results)
 
     def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
@@ -144,7 +147,7 @@ class Scheduler:
         """
         rows = self.rows
         capacity = rows.capacity[decode_rows]
-        # The last output token is not computed, so it needs no cache slot.
+        # The last output token is not computed, so it needs no place in a block.
         needs_more = capacity < rows.max_total_tokens[decode_rows] - 1
         return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.cache.block_size)]
 

@@ -36,7 +36,7 @@ class StepWork(NamedTuple):
 
 
 class StepTimeCoefficients(NamedTuple):
-    """Seconds per step, per token, per token of decode context, and per pair of prompt tokens."""
+    """Constant seconds of a step, and seconds per unit of each number in `StepWork`."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -47,10 +47,11 @@ class StepTimeCoefficients(NamedTuple):
 # Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
-# The last measured chunk has at most _CONTEXT_CHUNK_TOKENS tokens, after _CONTEXT_RATIO times as many cached tokens.
+# Then a chunk of at most _CONTEXT_CHUNK_TOKENS tokens is measured, which follows _CONTEXT_RATIO times as many cached
+# tokens.
 _CONTEXT_CHUNK_TOKENS = 512
 _CONTEXT_RATIO = 32
-# Initial `mean_excess`. Under load the device's clock rate is lower than in the short measured steps.
+# Initial `mean_excess`. Under load the device's clock rate falls, so steps take longer than the measurements predict.
 _INITIAL_EXCESS = 0.02
 
 
@@ -104,7 +105,7 @@ class StepTimeModel:
         return self._coefficients
 
     def predict(self, work: StepWork) -> float:
-        """Seconds that a step of `work` takes."""
+        """Predicted seconds of a step of `work`."""
         fixed, *rates = self.coefficients
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 

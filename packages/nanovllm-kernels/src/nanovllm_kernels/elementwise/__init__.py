@@ -1,6 +1,7 @@
 """Operators bound by memory traffic: norms, rotary embedding with the cache write, and gates.
 
-Each operator is one Triton kernel on CUDA. torch.compile sees norms and gates in plain torch, and can fuse them.
+Each operator is one Triton kernel on CUDA. Under torch.compile, norms and gates are plain torch, which the compiler can
+fuse.
 """
 
 import torch
@@ -32,7 +33,7 @@ def prepare_norm_weight(weight: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
 
-    x: [T, H] or [T, n, D]. The last dimension is contiguous. Other dimensions may have any stride.
+    x: [T, H] or [T, n, D]. Only the last dimension must be contiguous.
     weight: [H] or [D], plain or from `prepare_norm_weight`.
     dtype: the result's dtype on CUDA. None: the weight's dtype. On a CPU the result has the dtype of `x`.
     """
@@ -44,9 +45,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 
 
 def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
-    """Norm two parts of each row in place by `rms_norm`: the first `sizes[0]` elements, and the next `sizes[1]`.
+    """Apply `rms_norm` in place to two parts of each row: the first `sizes[0]` elements, and the next `sizes[1]`.
 
-    x: [T, W]. Elements of a row are contiguous. Rows may have any stride.
+    x: [T, W]. Only the last dimension must be contiguous.
     weights: [sizes[0]] and [sizes[1]], plain or from `prepare_norm_weight`.
     """
     if x.is_cuda:
@@ -57,7 +58,7 @@ def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor]
 
 
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
-    """Prepare the rotation of a step's tokens. All layers share the result.
+    """Prepare the rotation of a step's tokens, once for all layers.
 
     cos_sin: float32 [max_pos, rot]. The first half of each row has cosines, the second half sines.
     positions: int64 [T].
@@ -89,7 +90,7 @@ def rope_and_cache(
         On a CPU with float32 `qkv`, any dtype is supported.
     qk_norm: norms of query and key heads before the rotation. None: no norms.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
-    keep_keys: store the cached keys and values in `qkv` too.
+    keep_keys: also overwrite the keys and values in `qkv` with what is cached.
     Returns: rotated queries [T, Hq, D] in the cache's dtype, or in the dtype of `qkv` if the cache is FP8 or a CPU
         computes in float32. The result is a view of `qkv` if the dtypes are equal.
     Raises: ValueError if `keep_keys` is set on a CPU or for an FP8 cache.
@@ -133,7 +134,7 @@ def latent_rope_and_cache(
     kv_cache: Tensor,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Rotate queries in place, and write normed latents and rotated keys into the paged cache, for latent attention.
+    """Rotate queries in place, and write normalized latents and rotated keys to the paged cache of latent attention.
 
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 
@@ -165,7 +166,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Return `x * sigmoid(gate)`. x: [T, W], contiguous. gate: [T, W]. Only its rows are contiguous."""
+    """Return `x * sigmoid(gate)`. x: [T, W], contiguous. gate: [T, W]. Only the last dimension must be contiguous."""
     if torch.compiler.is_compiling() or not x.is_cuda:
         return (x.float() * gate.float().sigmoid()).to(x.dtype)
     return _sigmoid_and_mul_op(x, gate)

@@ -178,7 +178,7 @@ def norm_linear(
     weight: Tensor | PackedWeight | BlockFP8Weight,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. The few-row kernel does not round the normed rows.
+    """Return `linear` of `rms_norm(x)`: [T, K] -> [T, N]. For few rows, the normalized rows are not rounded.
 
     x: float32, or the weight's dtype. norm_weight: [K], prepared by `elementwise.prepare_norm_weight`.
     """
@@ -266,7 +266,7 @@ def _project_few_rows_op(
     gated: bool,
     float32_out: bool,
 ) -> Tensor:
-    """Multiply at most 8 rows `x` [M, K] by contiguous `weight` [N, K]. The norm, bias, gate and residual are optional.
+    """Multiply at most 8 rows `x` [M, K] by contiguous `weight` [N, K]. Norm, bias, gate and residual are optional.
 
     Rounds once: to float32 if `float32_out`, else to the dtype of `residual`, or of `weight` without a residual.
     `x` and `residual` may be float32 with any weight.

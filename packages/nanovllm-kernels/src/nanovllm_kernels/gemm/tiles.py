@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 # The few-row kernel is faster for weights with up to this number of elements. Keys: padded number of rows.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
-# These bounds choose a weight's kind in FEW_ROWS_CONFIGS.
+# Bounds on a weight's size that define the kinds in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
 MAX_LONG_COLUMNS = 4096
 MIN_LONG_DEPTH = 4096
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
-# A kernel that splits K is faster than cuBLAS within these bounds.
+# Within these bounds, a kernel that splits the sum over K among CTAs is faster than cuBLAS.
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
@@ -40,7 +40,7 @@ FEW_ROWS_CONFIGS = {
 
 
 def is_few_rows_faster(num_rows: int, num_columns: int, depth: int) -> bool:
-    """Whether the few-row kernel is faster than a norm and cuBLAS."""
+    """Whether the few-row kernel is faster than a separate norm followed by cuBLAS."""
     return num_columns * depth <= MAX_FEW_ROWS_ELEMENTS.get(padded_rows(num_rows), 0)
 
 
@@ -115,18 +115,18 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Maximum number of rows that the product's kernel quantises. After a norm, a separate kernel is faster.
+# Up to this number of rows, the product's kernel quantises the rows. After a norm, a separate kernel is faster.
 MAX_FUSED_FP8_ROWS = 16
 # Maximum number of rows for which our kernel is faster than cuBLAS, for up to MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
 MAX_NARROW_FP8_COLUMNS = 4096
-# Maximum number of rows for more columns.
+# The same for more than MAX_NARROW_FP8_COLUMNS columns.
 MAX_WIDE_FP8_ROWS = 64
-# K is split until a launch has this number of CTAs.
+# The sum over K is split into more parts until a launch has at least this number of CTAs.
 MIN_FP8_CTAS = 128
-# Number of CTAs for a launch whose kernel also quantises rows.
+# The same for a launch whose kernel also quantises rows.
 MIN_FUSED_FP8_CTAS = 192
-# Minimum number of groups per part of K.
+# Minimum number of groups (128 elements that share a scale) per part of K.
 MIN_FP8_GROUPS = 4
 MAX_FP8_SPLITS = 8
 # Gated launches have fewer pipeline stages, because each stage holds two tiles of the weight.

@@ -1,6 +1,6 @@
 """Runs mixtures of experts: `route` chooses each token's experts, and `fused_experts` runs SwiGLU experts.
 
-On CUDA the host never waits for the chosen experts: launches depend only on the number of tokens.
+On CUDA the host never waits for the ids of the chosen experts: kernel launches depend only on the number of tokens.
 """
 
 from dataclasses import astuple
@@ -38,8 +38,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
     routing: E must be a multiple of `num_groups`, and any `top_groups` groups must have at least `top_k` experts.
     bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664). None: no bias.
-    Returns: `top_k` experts per token. If there is a shared expert, it follows with id E. The weight of the shared
-        expert is 1 or the sigmoid of its gate, and is neither renormalized nor scaled.
+    Returns: `top_k` experts per token. The shared expert, if any, follows as a last column with id E. Its weight is
+        1 or the sigmoid of the gate logit, and is neither renormalized nor scaled.
     """
     if not logits.is_cuda:
         return moe_reference.route(logits, routing, bias)
@@ -50,10 +50,10 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
 
     x: [T, H], T >= 1. Rows are contiguous. FP8 experts accept any dtype, and round `x` in groups of 128. Other experts
-        accept the weights' dtype, and on a CPU float32.
+        accept the weights' dtype. On a CPU they also accept float32.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
-    Returns: [T, H] in the dtype of `residual`, or of `x` without a residual. Sums are float32, but for many tokens on
-        CUDA each expert's result is first rounded to the dtype of `x`.
+    Returns: [T, H] in the dtype of `residual`, or of `x` without a residual. Sums are float32, but on CUDA with many
+        tokens, each expert's result is rounded to the dtype of `x` before it is added.
     """
     if x.is_cuda or torch.compiler.is_compiling():
         return _fused_experts_op(x, *experts, *chosen, residual)

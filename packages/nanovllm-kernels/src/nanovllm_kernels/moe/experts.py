@@ -14,7 +14,7 @@ class Routing:
     renormalize: divide the chosen scores by their sum.
     num_groups: number of groups of experts. A group's score is the sum of the group's two best scores (DeepSeek-AI
         2024, https://arxiv.org/abs/2412.19437).
-    top_groups: a token's experts are chosen from this number of groups with the best scores.
+    top_groups: number of groups, those with the best scores, from which a token's experts are chosen.
     scale: factor by which weights are multiplied after renormalizing.
     shared: weight of a shared expert that every token uses: 1 ("always"), or the sigmoid of a gate logit ("gated").
     """
@@ -34,7 +34,8 @@ class PackedExperts(NamedTuple):
     w13: [E, 2 I, H], the gate and the up projection.
     w2: [E, H, I], the down projection.
     scales13: scales of e4m3 `w13`, or None. scales2: scales of e4m3 `w2`, or None.
-    counters: int32 per tile, 0 between launches. Concurrent launches must not share counters. None: on a CPU.
+    counters: int32, one per tile of a launch, all 0 between launches. Concurrent launches must not share counters.
+        None: on a CPU.
     """
 
     w13: Tensor

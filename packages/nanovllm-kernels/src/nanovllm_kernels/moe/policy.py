@@ -18,7 +18,8 @@ from nanovllm_kernels.platform import describe_device
 
 Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]
 
-# Maximum number of tokens for `triton_unsorted`. The limit for block FP8 is lower: each program quantises all rows.
+# Maximum number of tokens for `triton_unsorted`. The limit for block FP8 is lower, because each program quantises all
+# rows.
 MAX_UNSORTED_TOKENS = 32
 MAX_UNSORTED_FP8_TOKENS = 8
 # Minimum average number of rows per expert for `gluon_grouped`.
@@ -69,7 +70,7 @@ def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
 
 # `triton_unsorted` uses the widest tile with which a launch has at least this number of programs.
 MIN_WIDE_TILE_PROGRAMS = 288
-# Minimum number of a tile's columns for tensor cores.
+# Tensor cores need tiles with at least this number of columns.
 MIN_TILE_COLUMNS = 16
 # Tiles with more rows have at most 32 columns, so that two tiles fit an SM.
 MAX_ROWS_OF_WIDE_TILES = 16
@@ -92,7 +93,7 @@ def unsorted_config(
 ) -> UnsortedConfig:
     """Return the tile for `num_experts` products with `num_columns` columns. num_rows: rows per tile."""
     if is_block_fp8:
-        # Hopper multiplies e4m3 if the left operand has 64 rows. Otherwise Triton converts to float16.
+        # Hopper multiplies e4m3 only if the left operand has 64 rows. For fewer rows, Triton converts e4m3 to float16.
         return UnsortedConfig(64, GROUP, 4, 4 if depth >= MIN_FOUR_STAGE_DEPTH else 3, swapped=True)
     widths = (64, 32) if num_rows <= MAX_ROWS_OF_WIDE_TILES else (32,)
     suitable_widths = (n for n in widths if num_experts * -(-num_columns // n) >= MIN_WIDE_TILE_PROGRAMS)
@@ -127,7 +128,7 @@ GROUPED_BY_MAX_ROWS = {
 }
 GROUPED_OF_MORE_ROWS = GroupedConfig(128, 128, 64, 8, 3, swapped=False)
 GROUPED_FLOAT32 = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
-# A tile's columns form one group, because the kernel quantises them as one group.
+# Tiles have GROUP columns, because the kernel quantises a tile's results with one scale per row.
 GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),

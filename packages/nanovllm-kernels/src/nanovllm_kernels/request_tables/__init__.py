@@ -46,15 +46,15 @@ def commit_tokens(
     tables: TokenTables,
     token_counts: Tensor | None,
 ) -> None:
-    """Add each query length to `num_computed`, and write each sampled token after the row's computed tokens.
+    """Add each request's tokens of the step to `num_computed`, and write its sampled token after its computed tokens.
 
-    Never waits for the device. A sampled token is dropped if the row is full.
+    Never waits for the device. A sampled token is not written if the request's row of `tokens` is full.
 
     table_rows: int32 [B], each request's row in the tables. Requests with tokens have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
     sampled: int32 [B], each request's new token.
     is_sampled: int32 [B], 0 to ignore the request's new token.
-    token_counts: int32 [R, V], number of occurrences by token id. Incremented for each sampled token. None: no counts.
+    token_counts: int32 [R, V], counts of each token id, incremented for sampled tokens. None: no counts.
     """
     if table_rows.is_cuda:
         _commit_tokens_op(table_rows, query_start_loc, sampled, is_sampled, *tables, token_counts)

@@ -28,7 +28,7 @@ def build_inputs(
         seq_lens = num_computed + query_lens
         requests = torch.arange(table_rows.shape[0], device=table_rows.device)
         token_requests = requests.repeat_interleave(query_lens, output_size=num_tokens)
-        # Position of a token, minus the token's index in the step.
+        # The difference between a token's position and the token's index in the step.
         offsets = (num_computed - query_start_loc[:-1]).long()
         positions = torch.arange(num_tokens, device=table_rows.device) + offsets.index_select(0, token_requests)
         token_rows = table_rows.index_select(0, token_requests)

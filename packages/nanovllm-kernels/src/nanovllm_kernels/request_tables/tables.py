@@ -20,7 +20,7 @@ class BatchInputs(NamedTuple):
     """Inputs of a step with T tokens of B requests. The tokens of a request are adjacent.
 
     input_ids: int32 [T]. positions: int64 [T].
-    seq_lens: int32 [B], number of each request's tokens including this step's, 0 for a request without tokens.
+    seq_lens: int32 [B], each request's number of tokens up to the end of the step, 0 for a request without tokens.
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset.
     last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
     block_tables: int32 [B, max_pages], page numbers of each request.

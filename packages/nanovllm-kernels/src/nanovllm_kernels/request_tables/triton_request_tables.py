@@ -101,7 +101,7 @@ def _build_inputs(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the tokens and the pages of one request. The last program fills the padding."""
+    """Gather the tokens and the pages of one request per program. One more program fills the padding."""
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if request == tl.num_programs(0) - 1:
@@ -155,7 +155,7 @@ def _commit_tokens(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Commit all requests in one program. Skip requests without tokens, because their stores could race for one row."""
+    """Commit all requests in one program. Requests without tokens are skipped, because they may share a row."""
     lanes = tl.arange(0, BLOCK)
     for first_index in tl.range(0, num_reqs, BLOCK):
         index = first_index + lanes

@@ -43,15 +43,15 @@ class Logprobs(NamedTuple):
 def apply_penalties(
     logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Make tokens that already occurred less likely. Returns new float32 logits [B, V].
+    """Lower the probabilities of tokens that already occurred. Returns new float32 logits [B, V].
 
     logits: [B, V].
-    rows: int32 [B], each request's row of `counts` and of the penalties.
+    rows: int32 [B], each request's row in `counts`, `repetition`, `presence` and `frequency`.
     counts: int32 [R, V], number of times that each token id was generated, plus IN_PROMPT_BIT if the prompt has it.
-    repetition: float32 [R], 1 for off. Divides positive logits and multiplies negative logits of tokens in the prompt
-        or the output (Keskar et al. 2019).
+    repetition: float32 [R], 1 for off. For tokens in the prompt or the output, positive logits are divided by this
+        factor, and negative logits are multiplied by it (Keskar et al. 2019).
     presence: float32 [R], 0 for off. Subtracted from the logit of each token that was generated at least once.
-    frequency: float32 [R], 0 for off. Multiplied by the number of times that a token was generated, and subtracted.
+    frequency: float32 [R], 0 for off. Subtracted from a token's logit each time that the token was generated.
     """
     if logits.is_cuda:
         return _apply_penalties_op(logits, rows, counts, repetition, presence, frequency)
@@ -63,7 +63,7 @@ def apply_bias_(
 ) -> None:
     """Add biases to logits of single tokens, in place.
 
-    logits: float32 [B, V]. rows: int32 [B], each request's row in the bias tables.
+    logits: float32 [B, V]. rows: int32 [B], each request's row in the three bias tables.
     positions: int32 or int64 [B], position of each next token.
     bias_ids: int32 [R, K], token ids. The biases of equal ids add up.
     bias_values: float32 [R, K], the biases. -inf forbids a token.
@@ -76,9 +76,9 @@ def apply_bias_(
 
 
 def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
-    """Set the logits of tokens that masks forbid to -inf, in place.
+    """Write -inf to the logits of tokens that masks forbid, in place.
 
-    Logits of allowed tokens are raised to at least MIN_ALLOWED_LOGIT, because biases may forbid all allowed tokens.
+    Logits of allowed tokens are raised to at least MIN_ALLOWED_LOGIT, because biases may have set all of them to -inf.
 
     logits: float32 [B, V].
     mask_rows: int32 [M], the row of `logits` that each mask applies to. Rows are unique. -1 for an unused mask.
@@ -93,12 +93,12 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 def forbid_sequences_(
     logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
 ) -> None:
-    """Set the logits of tokens that would complete a forbidden sequence to -inf, in place.
+    """Write -inf to the logits of tokens that would complete a forbidden sequence, in place.
 
-    logits: float32 [B, V]. rows: int32 [B], each request's row in the other tables.
+    logits: float32 [B, V]. rows: int32 [B], each request's row in `tokens`, `num_prompt_tokens` and `sequences`.
     positions: int32 or int64 [B], position of each next token.
     tokens: int32 [R, T], each request's prompt and generated tokens.
-    num_prompt_tokens: int32 [R]. Prompt tokens do not count as parts of forbidden sequences.
+    num_prompt_tokens: int32 [R]. A forbidden sequence matches generated tokens only.
     sequences: int32 [R, K, L], forbidden sequences of up to L tokens, padded with -1 on the left.
     """
     if logits.is_cuda:
@@ -108,7 +108,7 @@ def forbid_sequences_(
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, *, all_greedy: bool, any_filter: bool) -> Tensor:
-    """Choose one token per row. Returns token ids, int32 [B]. Filters keep the likeliest token.
+    """Choose one token per row. Returns token ids, int32 [B]. Filters never remove the likeliest token.
 
     logits: [B, V], at least one finite logit per row. -inf forbids a token.
     positions: int32 or int64 [B], position of each next token.

@@ -1,7 +1,7 @@
 """Computes random bits from (seed, position, token id), equal on all devices.
 
-Seed and position give two 32-bit keys. Multiplications and xor-shifts hash each token id with the keys, as in the
-integer mixers by Wang and Appleby.
+Two 32-bit keys are derived from seed and position. Each token id is hashed with the keys by multiplications and
+xor-shifts, as in the integer mixers by Wang and Appleby.
 """
 
 import torch
@@ -16,8 +16,8 @@ TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
 FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears bit 31 (the sign) and bit 7. Otherwise float32 would round the largest integer, 2^31 - 1, up to 2^31. The
-# uniform number would be 1, and the exponential draw infinite.
+# Clears bit 31 (the sign) and bit 7. If bit 7 were kept, float32 would round 2^31 - 1 up to 2^31: the uniform number
+# would be 1, and the exponential draw infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32
@@ -33,7 +33,10 @@ def derive_row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_tokens(token_ids: Tensor, first_key: Tensor, second_key: Tensor) -> Tensor:
-    """Return 32 random bits per token, int32 [n] or [B, n]. token_ids: int32 [n]. Keys: int32, [] or [B, 1]."""
+    """Return 32 random bits per token: int32 [n] for int32 scalar keys, or [B, n] for keys [B, 1].
+
+    token_ids: int32 [n].
+    """
     bits = (token_ids * TOKEN_MULTIPLIER) ^ first_key
     bits ^= (bits >> 16) & 0xFFFF
     bits *= INNER_HASH_MULTIPLIER

@@ -207,7 +207,7 @@ def _forbid_sequences(
     num_prompt_tokens = tl.load(num_prompt_ptr + row)
     for distance in tl.range(1, LENGTH):
         recent_position = position - distance
-        # Prompt tokens load as -2, which is in no sequence. The padding -1 of a sequence matches any token.
+        # Prompt tokens are replaced by -2, which no sequence contains. A sequence's padding, -1, matches any token.
         generated = tl.load(
             tokens_ptr + row * tokens_stride + recent_position, mask=recent_position >= num_prompt_tokens, other=-2
         )

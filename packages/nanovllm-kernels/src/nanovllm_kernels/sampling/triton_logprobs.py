@@ -1,4 +1,4 @@
-"""Computes log-probabilities on CUDA. One pass over the logits computes the normalizer."""
+"""Computes log-probabilities on CUDA. One pass over the logits computes each row's log-sum-exp."""
 
 import torch
 import triton

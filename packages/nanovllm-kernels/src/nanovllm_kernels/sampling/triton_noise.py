@@ -37,7 +37,7 @@ def _log2(x):
 
 @triton.jit
 def load_logits(logits_ptr, tokens, mask):
-    """Load logits as float32. Returns -inf for NaN and outside the mask."""
+    """Load logits as float32. NaN logits and masked tokens give -inf."""
     logits = tl.load(logits_ptr + tokens, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
@@ -54,10 +54,10 @@ def add_gumbel_noise(logits, tokens, scale, seed, position):
     bits ^= (bits >> 16) & 0xFFFF
     bits *= INNER_HASH_MULTIPLIER
     bits ^= (bits >> 15) & 0x1FFFF
-    # (bits + mixed) * multiplier. The product of `mixed` is computed once per row.
+    # Equals (bits + mixed) * FINAL_HASH_MULTIPLIER, but the product of `mixed` is computed once per row.
     bits = bits * FINAL_HASH_MULTIPLIER + mixed.to(tl.int32) * FINAL_HASH_MULTIPLIER
     uniform = (bits & UNIFORM_MASK).to(tl.float32) * UNIFORM_SCALE + UNIFORM_OFFSET
-    # -log(1 - uniform). For small `uniform`, 1 - uniform would lose digits. The series has an error of 2e-7.
+    # Computes -log(1 - uniform), by a series for small `uniform`: there 1 - uniform would lose digits.
     series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * (1 / 5)))))
     exponential = tl.where(uniform < 0.0625, series, -LN_2 * _log2(1 - uniform))
     return logits * scale - _log2(exponential)

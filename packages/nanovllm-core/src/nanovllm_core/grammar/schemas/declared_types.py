@@ -2,7 +2,7 @@
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Maximum number of subschemas, type names and constants. The search ignores all further ones.
+# Maximum number of subschemas, type names and constants together. The search stops at this number.
 MAX_STEPS = 10_000
 # Maximum number of characters in a reference.
 MAX_REFERENCE_LENGTH = 1_000

@@ -11,7 +11,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 
-# The value of these keywords is a schema, a list of schemas, or a map from names to schemas.
+# Keywords by the kind of their value: one schema, a list of schemas, or a map from names to schemas.
 SCHEMA_KEYWORDS = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),

@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import Conjunction
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plan_values
 
-# None instead of plans: every value is valid.
+# A value of None means that the conjunction allows every value.
 PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
 # Maximum number of distinct subschemas.
 MAX_SUBSCHEMAS = 5_000
