@@ -26,13 +26,13 @@ def spun():
         begin = time.process_time()
         time.sleep(0.02)
         used.append(time.process_time() - begin)
-    # If other processes use the cores, some spins end before they are measured.
-    return max(used)
+    return sorted(used)
 
 before = spun()
 with ShortSpins():
     during = spun()
-print(before, during, spun())
+# If other processes use the cores, some long spins end before they are measured, and the runtime wakes more often.
+print(before[-1], during[len(during) // 2], spun()[-1])
 """
 # A busy process per core, which begin while this process rests.
 WATCH = """
@@ -58,6 +58,7 @@ needs_openmp = pytest.mark.skipif(
 
 
 def measure(**environment: str) -> list[float]:
+    """Return CPU seconds of spins: the longest before, the median while they are short, and the longest after."""
     kept = {name: value for name, value in os.environ.items() if name not in openmp_spinning.WAIT_POLICY_VARIABLES}
     expected = str(not environment)
     done = subprocess.run(

@@ -177,10 +177,16 @@ def test_without_weights_no_safetensors_file_is_downloaded(hub: LoopbackHub):
 
 def test_a_directory_takes_precedence_over_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
+    (tmp_path / "org" / "model" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
     assert find_model("org/model") == ModelDirectory(Path("org/model"), "model")
     assert not is_repository("org/model")
     assert is_repository("org/other")
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="has no config.json: it is not a Hugging Face model directory"):
+        find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["./missing/model", "/missing/model", "a/b/c", "../model", "org/model@", "~nobody/x"])

@@ -39,7 +39,8 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
     """Find a model's directory. Download a repository of the hub unless huggingface_hub has cached the files.
 
     huggingface_hub reads its environment variables, such as HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
-    Raises ModelError if neither a directory nor a repository is found, or if a download fails.
+    Raises ModelError if neither a directory nor a repository is found, if a local directory has no config.json, or if
+    a download fails.
 
     model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None: the default model.
     with_weights: whether to download weights.
@@ -50,6 +51,8 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         return ModelDirectory(path, path.name)
     path = Path(_expand_home(model))
     if os.path.isdir(_expand_home(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
+        # Checked before the engine and the tokenizer load side by side: they would report this fault differently.
+        check_has_config(path)
         return ModelDirectory(path, path.resolve().name)
     match = REPOSITORY.fullmatch(model)
     if match is None or not is_repository(model):
@@ -65,6 +68,12 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         return ModelDirectory(_download(match["name"], match["revision"], files, log_start=not is_shown), match["name"])
 
 
+def check_has_config(directory: Path) -> None:
+    """Raise ModelError unless `directory` has a config.json."""
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+
+
 def _expand_home(model: str) -> str:
     return os.path.expanduser(model)  # noqa: PTH111 - `Path.expanduser` raises RuntimeError for an unknown user.
 
@@ -76,7 +85,7 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_st
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - defined in httpx or httpx2, by the version
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - huggingface_hub imports it from httpx or httpx2
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,

@@ -12,6 +12,7 @@ from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpo
 from nanovllm_models.default_model import is_default_model
 from nanovllm_models.errors import ModelError
 from nanovllm_models.fields import JsonFields, read_fields
+from nanovllm_models.hub import check_has_config
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -59,8 +60,7 @@ def load(
             f"{path} is not a directory: pass a directory with config.json and safetensors files; `find_model` "
             "downloads repositories of the Hugging Face Hub"
         )
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: it is not a Hugging Face model directory")
+    check_has_config(path)
     fields = read_fields(path / "config.json")
     architectures = fields.texts("architectures")
     supported = f"supported: {', '.join(FAMILIES)}"
