@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.bounded_strings import BoundedStrings
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
+from nanovllm_core.grammar.whitespace_rules import merge_whitespace_rules
 from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec, ParameterTypes
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Maximum number of consecutive whitespace characters in a JSON text. A limit of nine makes grammars six times larger,
 # but does not change the length of small models' outputs.
 MAX_WHITESPACE = 1
+# Maximum number of rules of a JSON grammar. xgrammar's time grows with their square: 3,000 rules take half a second.
+MAX_RULES = 3_500
 # Maximum length of xgrammar's error message, which may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
 # Fields of a format that contain formats.
@@ -199,15 +202,24 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
     import xgrammar
 
     text, bounded_strings = prepare_source(spec)
-    if spec.kind == "structural_tag":
-        if not bounded_strings:
-            return compiler.compile_structural_tag(text)
-        grammar = xgrammar.Grammar.from_structural_tag(text)
-    else:
-        if not bounded_strings:
-            return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+    if spec.kind == "json_schema":
         grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-    return compiler.compile_grammar(bounded_strings.insert_rules(str(grammar)))
+    else:
+        try:
+            grammar = xgrammar.Grammar.from_structural_tag(text)
+        except RuntimeError:
+            if bounded_strings:
+                raise
+            # Only the compiler knows the tokens that a tag names by their text.
+            return compiler.compile_structural_tag(text)
+    rules = bounded_strings.insert_rules(str(grammar)) if bounded_strings else str(grammar)
+    merged_rules = merge_whitespace_rules(rules)
+    if (num_rules := len(re.findall(r"^\S+ ::= ", merged_rules, re.MULTILINE))) > MAX_RULES:
+        raise ValueError(
+            f"it takes {num_rules} grammar rules, but may take at most {MAX_RULES}: use fewer properties, or fewer "
+            "alternatives"
+        )
+    return compiler.compile_grammar(merged_rules)
 
 
 def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
