@@ -6,11 +6,12 @@ import orjson
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
+# Maximum length of a value in an error message.
 MAX_SHOWN_CHARACTERS = 80
 
 
-def show(value: JSON) -> str:
-    """Describe `value` in a few words for an error message."""
+def describe_value(value: JSON) -> str:
+    """Describe `value` for an error message, in one line."""
     match value:
         case dict() if value:
             return "an object"
