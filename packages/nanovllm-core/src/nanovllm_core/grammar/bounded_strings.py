@@ -105,8 +105,7 @@ class _SharedRules:
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
         self._prefix = prefix
-        # Lengths of runs in blocks.
-        self._run_lengths: set[int] = set()
+        self._run_lengths: set[int] = set()  # Numbers of blocks in a run.
         self._max_tail_length = 0
 
     def write_rule_body(self, bounded: BoundedString) -> str:

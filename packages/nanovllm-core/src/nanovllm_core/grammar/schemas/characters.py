@@ -2,8 +2,7 @@
 
 from typing import TypeAlias
 
-# Pairs (first code point, last code point).
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # Pairs (first code point, last code point).
 
 MAX_CODE_POINT = 0x10FFFF
 # Characters that are whitespace in every regex engine.

@@ -6,8 +6,7 @@ import orjson
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-# Maximum length of a value in an error message.
-MAX_SHOWN_CHARACTERS = 80
+MAX_SHOWN_CHARACTERS = 80  # Maximum length of a value in an error message.
 
 
 def describe_value(value: JSON) -> str:
