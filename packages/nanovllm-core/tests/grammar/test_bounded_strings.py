@@ -102,7 +102,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
     tag = json.dumps({"type": "structural_tag", "format": part})
     grammar = compiler.compile(GrammarSpec("structural_tag", tag))
     rng = random.Random(high)
-    mask = np.zeros((1, len(grammar.possible_mask)), np.int32)
+    mask = np.zeros((1, len(grammar.usable_token_mask)), np.int32)
     for turn in range(6):
         # Without the terminator, which closes what repeats itself.
         matcher, written = grammar.start().inner, b'{"a":"'

@@ -4,9 +4,9 @@ Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per charac
 """
 # `x{0,n}` becomes optional runs of blocks, followed by a tail. A block has BLOCK_LENGTH characters. Each run takes half
 # of the remaining blocks. All bounds share the rules of tails, such as `tail2 ::= "" | x tail1`.
-# Blocks have a lookahead that never matches. xgrammar uses a lookahead for masks, and ignores it when it reads tokens.
-# The lookahead excludes tokens that cross the end of a block, which xgrammar otherwise tries at run time. The tail
-# allows these tokens: each run is optional, so the tail can begin at the same position.
+# Blocks have a lookahead that never matches. xgrammar applies lookaheads to masks, but not to accepted tokens.
+# The lookahead keeps tokens that cross a block's end out of masks. Without it, xgrammar tests such tokens at run time.
+# The tail allows these tokens: each run is optional, so a tail can begin wherever a block begins.
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any, cast
 BLOCK_LENGTH = 16
 # Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# Maximum number of required characters, because each takes a state of its own.
+# Maximum number of required characters in a string. Each required character takes a state of its own.
 MAX_REQUIRED_LENGTH = 32
 
 _CHARACTER = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
@@ -42,9 +42,9 @@ class BoundedString:
 
 
 class BoundedStrings:
-    """Marks the bounded strings in a grammar's schemas, and replaces the marks by rules in xgrammar's grammar.
+    """Replaces bounded strings in schemas by marks (placeholder patterns), and the marks in a grammar by rules.
 
-    source: text of the schemas, in which a mark must not occur.
+    source: text of the schemas, which must not contain a mark.
     """
 
     def __init__(self, source: str):
@@ -90,13 +90,13 @@ class BoundedStrings:
         rules_by_class = {
             characters: _SharedRules(characters, f"{prefix}_{index}_") for index, characters in enumerate(classes)
         }
-        bodies = [rules_by_class[bounded.characters].rule_body(bounded) for bounded in self._index_by_string]
+        bodies = [rules_by_class[bounded.characters].write_rule_body(bounded) for bounded in self._index_by_string]
         marked_rule = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
         replaced = marked_rule.sub(lambda match: f"{match[1]} {bodies[int(match[2])]}", grammar)
         spelled_mark = " ".join(f'"{letter}"' for letter in self._mark)
         if self._mark in replaced or spelled_mark in replaced:
             raise ValueError("the pattern of a bounded string was not found in xgrammar's rules")
-        return "\n".join([replaced, *(rule for shared in rules_by_class.values() for rule in shared.rules())])
+        return "\n".join([replaced, *(rule for shared in rules_by_class.values() for rule in shared.write_rules())])
 
 
 class _SharedRules:
@@ -105,48 +105,48 @@ class _SharedRules:
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
         self._prefix = prefix
-        self._block_sizes: set[int] = set()
+        self._run_lengths: set[int] = set()  # Numbers of blocks in a run.
         self._max_tail_length = 0
 
-    def rule_body(self, bounded: BoundedString) -> str:
+    def write_rule_body(self, bounded: BoundedString) -> str:
         """The rule body of one string, without its quotation marks."""
         num_optional = bounded.high - bounded.low
         num_blocks = max(num_optional - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH
         tail = num_optional - num_blocks * BLOCK_LENGTH
         self._max_tail_length = max(self._max_tail_length, tail)
-        sizes = _split_into_sizes(num_blocks)
+        sizes = _split_into_runs(num_blocks)
         for size in sizes:
-            self._add_block_sizes(size)
+            self._add_run_lengths(size)
         parts = [self._characters] * bounded.low
         parts += [f'({self._prefix}block{size} | "")' for size in sizes]
         return " ".join([*parts, f"{self._prefix}tail{tail}"])
 
-    def rules(self) -> list[str]:
-        """Write each rule as a string."""
+    def write_rules(self) -> list[str]:
+        """Write the rules of blocks and tails, one string per rule."""
         prefix, character = self._prefix, self._characters
         rules = [f'{prefix}tail0 ::= "" (= "\\"")']
         rules += [
             f'{prefix}tail{length} ::= "" | {character} {prefix}tail{length - 1} (= "\\"")'
             for length in range(1, self._max_tail_length + 1)
         ]
-        for size in sorted(self._block_sizes):
+        for size in sorted(self._run_lengths):
             if size > 1:
                 half = f"{prefix}block{size // 2}"
                 rules.append(f"{prefix}block{size} ::= {half} {half}{f' {prefix}block1' * (size % 2)}")
-        if self._block_sizes:
-            # xgrammar inlines rules that refer to no rule, and drops their lookahead. So `block1` refers to `last`.
+        if self._run_lengths:
+            # xgrammar inlines rules without references and drops their lookahead. So `block1` refers to `last`.
             rules.append(f'{prefix}block1 ::= {f"{character} " * (BLOCK_LENGTH - 1)}{prefix}last (= "\\x01")')
             rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules
 
-    def _add_block_sizes(self, size: int) -> None:
-        while size and size not in self._block_sizes:
-            self._block_sizes |= {size, 1}
+    def _add_run_lengths(self, size: int) -> None:
+        while size and size not in self._run_lengths:
+            self._run_lengths |= {size, 1}
             size //= 2
 
 
-def _split_into_sizes(number: int) -> list[int]:
-    """Split `number` into sizes, largest first. Subsets of the sizes sum to every number from 0 to `number`."""
+def _split_into_runs(number: int) -> list[int]:
+    """Split `number` into sizes, largest first. Any number from 0 to `number` is the sum of some of the sizes."""
     sizes: list[int] = []
     while number:
         size = (number + 1) // 2
@@ -158,7 +158,7 @@ def _split_into_sizes(number: int) -> list[int]:
 def parse_bounded_pattern(pattern: str) -> BoundedString | None:
     """Parse a pattern `^(?:[..]|[..]){low,high}$`.
 
-    Returns None for other patterns, for escaped characters, and for more than MAX_REQUIRED_LENGTH required characters.
+    Returns None for other patterns, for characters that JSON escapes, and if `low` exceeds MAX_REQUIRED_LENGTH.
     """
     match = _BOUNDED_PATTERN.fullmatch(pattern)
     if match is None:

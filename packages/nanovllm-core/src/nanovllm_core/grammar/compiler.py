@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 MAX_WHITESPACE = 1
 # Maximum number of rules of a JSON grammar. xgrammar's time grows with their square: 3,000 rules take half a second.
 MAX_RULES = 3_500
-# Maximum length of xgrammar's error message, which may quote the whole grammar.
+# Longer error messages of xgrammar, which may quote the whole grammar, are cut.
 _MAX_REASON_LENGTH = 500
-# Fields of a format that contain formats.
+# Fields that contain the inner formats of a format in a structural tag.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")
-# The prefix of xgrammar's messages: "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
+# The prefix of xgrammar's error messages, such as "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
 _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
@@ -40,14 +40,14 @@ _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 class Matcher:
     """The state of an output in its grammar.
 
-    possible_mask: int32 [num_words], allows the tokens that have text or end an answer. `accept` rejects all other
-        tokens, which xgrammar's masks may allow.
+    usable_token_mask: int32 [num_words], one bit per token. Allows the tokens that have text or end an answer.
+        xgrammar's masks may also allow other tokens, which `accept` rejects.
     end_ids: token ids that end an answer.
     terminator: ends overlong strings, numbers and nesting in JSON; None for grammars without JSON.
     """
 
     inner: "xgrammar.GrammarMatcher"
-    possible_mask: NDArray[np.int32]
+    usable_token_mask: NDArray[np.int32]
     end_ids: frozenset[int]
     terminator: JsonTerminator | None
 
@@ -59,9 +59,9 @@ class Matcher:
         return accepted
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write the mask of allowed next tokens to masks[index]."""
+        """Write the mask of allowed next tokens to the row `index` of `masks`, int32 [>= index + 1, num_words]."""
         self.inner.fill_next_token_bitmask(masks, index)
-        masks[index] &= self.possible_mask
+        masks[index] &= self.usable_token_mask
         if self.terminator is not None:
             self.terminator.narrow(masks[index])
 
@@ -81,15 +81,15 @@ class Matcher:
 
     @staticmethod
     def fill_all(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
-        """Call `fill` of each matcher. All matchers belong to one engine and share `possible_mask`."""
+        """Call `fill` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
         import xgrammar
 
         own_matchers = cast("Sequence[Matcher]", matchers)
-        # One thread, because the effect of an error in another thread is unknown.
+        # Use one thread, because the effect of an error in another thread is unknown.
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
             [matcher.inner for matcher in own_matchers], masks
         )
-        masks[: len(own_matchers)] &= own_matchers[0].possible_mask
+        masks[: len(own_matchers)] &= own_matchers[0].usable_token_mask
         for index, matcher in enumerate(own_matchers):
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
@@ -100,11 +100,11 @@ class Grammar:
     """A compiled grammar, which starts a `Matcher` for each output.
 
     token_classes: effects of tokens in a JSON text; None for grammars without JSON.
-    parameter_types: types of the values in XML parameters, which the grammar does not use itself.
+    parameter_types: types of the values in XML parameters. Only parsers of the output use these types.
     """
 
     inner: "xgrammar.CompiledGrammar"
-    possible_mask: NDArray[np.int32]
+    usable_token_mask: NDArray[np.int32]
     end_ids: frozenset[int]
     token_classes: JsonTokenClasses | None
     parameter_types: ParameterTypes
@@ -119,7 +119,7 @@ class Grammar:
         import xgrammar
 
         terminator = None if self.token_classes is None else JsonTerminator(self.token_classes)
-        return Matcher(xgrammar.GrammarMatcher(self.inner), self.possible_mask, self.end_ids, terminator)
+        return Matcher(xgrammar.GrammarMatcher(self.inner), self.usable_token_mask, self.end_ids, terminator)
 
 
 class Compiler:
@@ -134,18 +134,18 @@ class Compiler:
     def _xgrammar_compiler(self) -> "xgrammar.GrammarCompiler":
         import xgrammar
 
-        # RAW: no escapes in the tokens' bytes.
+        # RAW means that the tokens' bytes contain no escapes.
         info = xgrammar.TokenizerInfo(
             list(self._tokens),
             xgrammar.VocabType.RAW,
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._end_ids),
         )
-        # One thread, because other grammars compile in parallel. No cache, because `Grammars` has a bounded cache.
+        # Use one thread, because other grammars compile in parallel. No cache is needed, because `Grammars` has one.
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     @cached_property
-    def _possible_mask(self) -> NDArray[np.int32]:
+    def _usable_token_mask(self) -> NDArray[np.int32]:
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
         bits[: len(self._tokens)] = [token != b"" for token in self._tokens]
         bits[list(self._end_ids)] = True
@@ -153,11 +153,11 @@ class Compiler:
 
     @cached_property
     def _token_classes(self) -> JsonTokenClasses:
-        return JsonTokenClasses(self._tokens, len(self._possible_mask))
+        return JsonTokenClasses(self._tokens, len(self._usable_token_mask))
 
     def warm_up(self) -> None:
         """Import xgrammar and build the data that all grammars share. This takes seconds."""
-        _ = self._xgrammar_compiler, self._possible_mask, self._token_classes
+        _ = self._xgrammar_compiler, self._usable_token_mask, self._token_classes
 
     def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
         """Compile a grammar with converted JSON schemas. Raises GrammarError."""
@@ -171,12 +171,12 @@ class Compiler:
                 case "ebnf":
                     compiled = inner.compile_grammar(spec.source)
             token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
-            grammar = Grammar(compiled, self._possible_mask, self._end_ids, token_classes, parameter_types or {})
-            first_mask = np.zeros((1, len(self._possible_mask)), np.int32)
+            grammar = Grammar(compiled, self._usable_token_mask, self._end_ids, token_classes, parameter_types or {})
+            first_mask = np.zeros((1, len(self._usable_token_mask)), np.int32)
             grammar.start().fill(first_mask, 0)
         # C++ exceptions arrive as these types.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
-            raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_reason(error)}") from error
+            raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_short_message(error)}") from error
         if not first_mask.any():
             raise GrammarError(
                 f"this {_NAME_BY_KIND[spec.kind]} can't be met: no token of the model can begin an answer"
@@ -192,7 +192,7 @@ _NAME_BY_KIND = {
 }
 
 
-def _reason(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     text = " ".join(_SOURCE_LOCATION.sub("", str(error)).split()) or type(error).__name__
     return text if len(text) <= _MAX_REASON_LENGTH else text[:_MAX_REASON_LENGTH] + "..."
 
@@ -225,7 +225,7 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
 def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     """Prepare a JSON schema or a structural tag for xgrammar.
 
-    Returns (source with marks in place of bounded strings, bounded strings).
+    Returns (source with marks, which are placeholder patterns of bounded strings; the bounded strings).
     Raises ValueError for invalid JSON, and for a structural tag that is not an object.
     """
     # Parsing here gives a short error message; xgrammar's message quotes the whole source.
@@ -236,12 +236,12 @@ def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
         return (json.dumps(marked) if bounded_strings else spec.source), bounded_strings
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
-    for part in _json_formats(cast("dict[str, Any]", source).get("format")):
-        # In other styles, xgrammar splits patterns into letters, in which `insert_rules` can't find marks.
-        if part.get("style", "json") == "json":
-            part["json_schema"] = bounded_strings.mark_patterns(part.get("json_schema"))
-        if part.get("max_whitespace_cnt") is None:
-            part["max_whitespace_cnt"] = MAX_WHITESPACE
+    for json_format in _json_formats(cast("dict[str, Any]", source).get("format")):
+        # In other styles, xgrammar splits patterns into letters, so `insert_rules` would not find the marks.
+        if json_format.get("style", "json") == "json":
+            json_format["json_schema"] = bounded_strings.mark_patterns(json_format.get("json_schema"))
+        if json_format.get("max_whitespace_cnt") is None:
+            json_format["max_whitespace_cnt"] = MAX_WHITESPACE
     return json.dumps(source), bounded_strings
 
 

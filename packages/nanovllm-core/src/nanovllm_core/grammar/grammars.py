@@ -1,4 +1,4 @@
-"""Caches compiled grammars. Each grammar is vetted in another process before it is compiled."""
+"""Caches compiled grammars. A child process first compiles each grammar within limits of time and memory (vetting)."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from nanovllm_core.model import Vocabulary
 
 _log = logging.getLogger(__name__)
 
-# Number of threads that compile grammars. Each grammar is vetted in its own process.
+# Number of threads that vet and compile grammars.
 NUM_COMPILE_THREADS = 8
 # Maximum size of all cached grammars together.
 MAX_CACHE_BYTES = 256 << 20
@@ -32,14 +32,14 @@ _NICE = 5
 
 
 class Grammars:
-    """A cache of compiled grammars that evicts the least recently used one first.
+    """Caches compiled grammars. Evicts the least recently used grammar first.
 
     Call all methods on the event loop's thread. read_vocabulary: called once, when the first grammar is compiled.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int, eos_token_ids: tuple[int, ...]):
         self._vetting_compiler = _VettingCompiler(read_vocabulary, vocab_size, eos_token_ids)
-        self._cached: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._grammar_by_spec: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._cache_bytes = 0
         self._compile_tasks: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
         self._pool = ThreadPoolExecutor(NUM_COMPILE_THREADS, "nanovllm-grammar", initializer=_lower_priority)
@@ -47,13 +47,13 @@ class Grammars:
     @property
     def num_cached(self) -> int:
         """Number of cached grammars."""
-        return len(self._cached)
+        return len(self._grammar_by_spec)
 
     def get(self, spec: GrammarSpec) -> Grammar | None:
-        """The cached grammar; None if the cache does not hold the grammar."""
-        grammar = self._cached.get(spec)
+        """The cached grammar; None if the grammar is not cached."""
+        grammar = self._grammar_by_spec.get(spec)
         if grammar is not None:
-            self._cached.move_to_end(spec)
+            self._grammar_by_spec.move_to_end(spec)
         return grammar
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
@@ -103,10 +103,10 @@ class Grammars:
         # Without a call of `exception`, asyncio logs that the exception was never retrieved.
         if task.cancelled() or task.exception() is not None:
             return
-        self._cached[spec] = grammar = task.result()
+        self._grammar_by_spec[spec] = grammar = task.result()
         self._cache_bytes += grammar.num_bytes + len(spec.source)
-        while self._cache_bytes > MAX_CACHE_BYTES and len(self._cached) > 1:
-            evicted_spec, evicted = self._cached.popitem(last=False)
+        while self._cache_bytes > MAX_CACHE_BYTES and len(self._grammar_by_spec) > 1:
+            evicted_spec, evicted = self._grammar_by_spec.popitem(last=False)
             self._cache_bytes -= evicted.num_bytes + len(evicted_spec.source)
 
 
@@ -120,13 +120,13 @@ class _VettingCompiler:
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Vet and compile. Raises GrammarError."""
+        """Vet and compile a grammar. Raises GrammarError."""
         with self._lock:
             # The vetter's process imports torch while the compiler warms up.
             vetter, compiler = self._vetter, self._compiler
             compiler.warm_up()
-        enforceable = vetter.vet(spec)
-        return compiler.compile(enforceable.spec, enforceable.parameter_types)
+        converted = vetter.vet(spec)
+        return compiler.compile(converted.spec, converted.parameter_types)
 
     def close(self) -> None:
         """End the vetter's process if one was started."""

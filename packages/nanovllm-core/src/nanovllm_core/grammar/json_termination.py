@@ -1,6 +1,6 @@
 """Ends JSON strings, numbers and nesting that a small model would continue forever, where the grammar allows an end.
 
-The grammar itself has no length limits, because they make xgrammar slow.
+The grammar itself has no length limits, because length limits make xgrammar slow.
 """
 
 import re
@@ -34,7 +34,7 @@ _OPENING_BRACKETS, _CLOSING_BRACKETS = frozenset(b"[{"), frozenset(b"]}")
 _STRUCTURAL_BYTES = frozenset((_QUOTE, _BACKSLASH)) | _OPENING_BRACKETS | _CLOSING_BRACKETS
 _NUMBER_BYTES = frozenset(b"0123456789+-.eE")
 _TRAILING_NUMBER = re.compile(rb"[-+.0-9eE]*$")
-# Numbers that have reached a limit.
+# Matches numbers that have reached a limit.
 _LONG_NUMBER = re.compile(
     rb"-?[0-9]{%d,}|.{%d}|.*[eE][-+]?[0-9]{%d,}" % (MAX_INTEGER_LENGTH - 1, MAX_NUMBER_LENGTH, MAX_EXPONENT_DIGITS)
 )
@@ -83,7 +83,7 @@ class JsonTokenClasses:
 class JsonTerminator:
     """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
-    Quotation marks in text before the JSON can falsify the tracked depth of nesting. Other tracked values stay right.
+    Quotation marks in text before the JSON can falsify the tracked depth of nesting. Other tracked values stay correct.
     """
 
     def __init__(self, token_classes: JsonTokenClasses):
@@ -92,7 +92,7 @@ class JsonTerminator:
         self._is_in_string = False
         self._depth = 0
         self._tokens_since_quote: list[int] = []
-        # Counts numeric tokens at the end of the output.
+        # Number of consecutive numeric tokens at the end of the output.
         self._num_numeric_tokens = 0
 
     def accept(self, token: int) -> None:
@@ -124,42 +124,43 @@ class JsonTerminator:
             if (mask_without_opening & ~self._token_classes.whitespace).any():
                 mask[:] = mask_without_opening
         if self._num_numeric_tokens >= MIN_NUMERIC_TOKENS:
-            self._end_number(mask)
+            self._restrict_to_number_end(mask)
         if len(self._tokens_since_quote) >= MIN_REPEATED_TOKENS:
             period = self._repeated_period()
             if period or len(self._tokens_since_quote) >= MAX_STRING_TOKENS:
-                self._end_string(mask, period)
+                self._restrict_to_string_end(mask, period)
 
-    def _end_number(self, mask: NDArray[np.int32]) -> None:
+    def _restrict_to_number_end(self, mask: NDArray[np.int32]) -> None:
         token_classes = self._token_classes
+        # The output is inside a string, or a string may begin.
         if (mask & (token_classes.letter | token_classes.quote)).any():
             return
-        # One more token, because the number may begin inside that token.
+        # Take one more token, because the number may begin inside that token.
         last_tokens = self._tokens_since_quote[-min(self._num_numeric_tokens, MAX_NUMBER_LENGTH) - 1 :]
         text = b"".join([token_classes.tokens[token] for token in last_tokens])[-MAX_NUMBER_LENGTH:]
-        number = _TRAILING_NUMBER.search(text)
-        end_tokens = mask & ~token_classes.number
-        if number is not None and _LONG_NUMBER.fullmatch(number[0]) and end_tokens.any():
-            mask[:] = end_tokens
+        number_match = _TRAILING_NUMBER.search(text)
+        end_mask = mask & ~token_classes.number
+        if number_match is not None and _LONG_NUMBER.fullmatch(number_match[0]) and end_mask.any():
+            mask[:] = end_mask
 
-    def _end_string(self, mask: NDArray[np.int32], period: int) -> None:
+    def _restrict_to_string_end(self, mask: NDArray[np.int32], period: int) -> None:
         token_classes = self._token_classes
         if (mask & token_classes.line_break).any():
             return
         # Where a value may begin, a quotation mark would open a string instead of closing one.
         may_be_in_string = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
-        end_tokens = mask & token_classes.quote
+        end_mask = mask & token_classes.quote
         if not may_be_in_string:
             return
-        if end_tokens.any():
-            mask[:] = end_tokens
+        if end_mask.any():
+            mask[:] = end_mask
         elif period and self._is_in_string and len(self._tokens_since_quote) >= MAX_STUCK_TOKENS:
             # The grammar does not allow the string to end: forbid the token that continues the repetition.
             word, bit = divmod(self._tokens_since_quote[-period], 32)
-            other_tokens = mask.copy()
-            other_tokens[word] &= ~np.uint32(1 << bit).view(np.int32)
-            if other_tokens.any():
-                mask[:] = other_tokens
+            other_mask = mask.copy()
+            other_mask[word] &= ~np.uint32(1 << bit).view(np.int32)
+            if other_mask.any():
+                mask[:] = other_mask
 
     def _repeated_period(self) -> int:
         """Length in tokens of the pattern that repeats at the end of the output; 0 without a repetition."""

@@ -7,7 +7,7 @@ from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.document import escape_pointer_part
 from nanovllm_core.grammar.schemas.json_values import JSON
-from nanovllm_core.grammar.xml_parameters import XmlParameters, any_elements, schema_elements
+from nanovllm_core.grammar.xml_parameters import XmlParameters, build_any_elements, build_elements
 from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 
 # Maximum size of a grammar's source after the conversion.
@@ -15,7 +15,7 @@ MAX_CONVERTED_BYTES = 1 << 20
 
 
 class EnforceableGrammar(msgspec.Struct, frozen=True):
-    """A grammar with converted JSON schemas. parameter_types: types of the values in the original XML parameters."""
+    """A grammar with converted JSON schemas. parameter_types: types of the values before the conversion."""
 
     spec: GrammarSpec
     parameter_types: ParameterTypes
@@ -24,12 +24,12 @@ class EnforceableGrammar(msgspec.Struct, frozen=True):
 def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     """Converts the JSON schemas of a grammar.
 
-    Raises GrammarError. Time and memory have no limit here: call this in the vetting process, which limits both.
+    Raises GrammarError. Time and memory have no limit here: call this in the vetting process, which has limits.
 
     A structural tag may contain fields that xgrammar does not know:
-    "place", beside "json_schema": errors name this JSON pointer as the schema's root.
-    "objects_only": true, beside "json_schema": excludes values other than objects.
-    "xml_parameters", a type of format: is replaced by formats that xgrammar knows.
+    "place", beside "json_schema": JSON pointer to the schema, for errors.
+    "objects_only", beside "json_schema": if true, excludes values other than objects.
+    "xml_parameters", a type of format: `convert_grammar` replaces this format by formats that xgrammar knows.
     """
     if spec.kind not in ("json_schema", "structural_tag"):
         return EnforceableGrammar(spec, {})
@@ -42,7 +42,7 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     if spec.kind == "json_schema":
         converted: JSON = convert_schema(source, spec.place)
     else:
-        converted = _converted_tag(source, spec.place, types_by_place)
+        converted = _convert_tag(source, spec.place, types_by_place)
     text = orjson.dumps(converted)
     if len(text) > MAX_CONVERTED_BYTES:
         raise GrammarError(
@@ -52,16 +52,16 @@ def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
     return EnforceableGrammar(GrammarSpec(spec.kind, text.decode()), types_by_place)
 
 
-def _converted_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSON:
-    """Convert the schemas in a part of a structural tag. Adds entries to `types_by_place`."""
+def _convert_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> JSON:
+    """Convert the schemas in a part of a structural tag. Adds the types of XML parameters to `types_by_place`."""
     if isinstance(value, list):
-        return [_converted_tag(item, f"{place}/{index}", types_by_place) for index, item in enumerate(value)]
+        return [_convert_tag(item, f"{place}/{index}", types_by_place) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if value.get("type") == "xml_parameters":
-        return _converted_xml_parameters(value, place, types_by_place)
+        return _convert_xml_parameters(value, place, types_by_place)
     converted = {
-        name: _converted_tag(item, f"{place}/{escape_pointer_part(name)}", types_by_place)
+        name: _convert_tag(item, f"{place}/{escape_pointer_part(name)}", types_by_place)
         if name != "json_schema"
         else item
         for name, item in value.items()
@@ -74,16 +74,16 @@ def _converted_tag(value: JSON, place: str, types_by_place: ParameterTypes) -> J
     return converted
 
 
-def _converted_xml_parameters(value: dict[str, JSON], place: str, types_by_place: ParameterTypes) -> JSON:
+def _convert_xml_parameters(value: dict[str, JSON], place: str, types_by_place: ParameterTypes) -> JSON:
     try:
         parameters = msgspec.convert(value, XmlParameters)
     except msgspec.ValidationError as error:
         raise GrammarError(f"the format xml_parameters at {place} is wrong: {error}") from error
     if parameters.json_schema is None:
-        return any_elements(parameters)
+        return build_any_elements(parameters)
     schema_place = parameters.place or f"{place}/json_schema"
     schema = _convert_objects_only(parameters.json_schema, schema_place)
-    elements, types_by_place[schema_place] = schema_elements(parameters, schema, schema_place)
+    elements, types_by_place[schema_place] = build_elements(parameters, schema, schema_place)
     return elements
 
 

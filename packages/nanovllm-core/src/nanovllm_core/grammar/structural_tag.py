@@ -5,7 +5,7 @@ from typing import cast
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# A JSON object whose field `type` names the kind of format.
+# The format of a text, as a JSON object whose field `type` names the kind of format.
 TagFormat = dict[str, JSON]
 EMPTY_TEXT: TagFormat = {"type": "const_string", "value": ""}
 

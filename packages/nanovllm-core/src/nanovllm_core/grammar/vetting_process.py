@@ -97,7 +97,7 @@ def _serve(
             payload, (reply_fd,) = message
             pid = os.fork()
             if pid == 0:
-                # The engine reads each reply until every copy of its descriptor is closed.
+                # The engine reads a reply until all copies of the reply's descriptor are closed.
                 for child in children.values():
                     os.close(child.reply_fd)
                 _compile_and_exit(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, reply_fd)
@@ -135,12 +135,12 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        enforceable = convert_grammar(spec)
+        enforceable = convert_grammar(spec)  # The grammar with converted JSON schemas.
         compiler.compile(enforceable.spec)
         _write_reply(reply_fd, enforceable)
         exit_code = 0
     except GrammarError as error:
-        if "bad_alloc" not in error.message:
+        if "bad_alloc" not in error.message:  # Out of memory keeps the exit code 2.
             _write_reply(reply_fd, error.args)
             exit_code = 1
     finally:

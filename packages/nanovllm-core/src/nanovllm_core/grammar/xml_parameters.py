@@ -1,7 +1,7 @@
 """Replaces the format "xml_parameters" of a structural tag. This format writes each property as an XML element.
 
-Strings appear without quotation marks, other values as JSON. No value may contain a tag that begins or ends a value:
-parsers also end a value without an end tag at the next begin tag.
+Strings appear without quotation marks, other values as JSON. No value may contain a begin tag or an end tag, because
+parsers end a value at either tag.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from nanovllm_core.errors import GrammarError
-from nanovllm_core.grammar.schemas.characters import UNESCAPED, intersect_ranges, invert_ranges
+from nanovllm_core.grammar.schemas.characters import UNESCAPED_IN_JSON, intersect_ranges, invert_ranges
 from nanovllm_core.grammar.schemas.declared_types import declared_types, resolve_references
 from nanovllm_core.grammar.schemas.json_values import JSON
 from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
-from nanovllm_core.grammar.schemas.regex import NO_STRING, Node, parse, restrict_alphabet
+from nanovllm_core.grammar.schemas.regex import NO_STRING, Node, parse, restrict_characters
 from nanovllm_core.grammar.structural_tag import (
     TagFormat,
     any_text,
@@ -27,12 +27,13 @@ from nanovllm_core.grammar.structural_tag import (
     sequence,
 )
 
-# Maximum number of elements if the schema does not name the properties.
+# Maximum number of elements if the schema does not declare the properties, and maximum length of declared names.
 MAX_UNNAMED_ELEMENTS = 16
 MAX_NAME_LENGTH = 256
 # Maximum number of characters of a property's name in an error.
 MAX_SHOWN_NAME_LENGTH = 80
-UNNAMED_KEY = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
+# Pattern of names of properties that the schema does not declare.
+KEY_PATTERN = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
 # Keywords that this module supports in the converted schema of an object.
 KNOWN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
 
@@ -66,12 +67,12 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
         )
 
 
-def any_elements(parameters: XmlParameters) -> TagFormat:
+def build_any_elements(parameters: XmlParameters) -> TagFormat:
     """Elements with any names and any text as values."""
-    return repeated(parameters.element(regex(UNNAMED_KEY), any_text(parameters.tags)), MAX_UNNAMED_ELEMENTS)
+    return repeated(parameters.element(regex(KEY_PATTERN), any_text(parameters.tags)), MAX_UNNAMED_ELEMENTS)
 
 
-def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
+def build_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
     """Returns (format of the elements, schema that states only the types of the values).
 
     schema: converted schema of the objects.
@@ -86,26 +87,26 @@ def schema_elements(parameters: XmlParameters, schema: dict[str, JSON], place: s
 
 
 class _ElementBuilder:
-    """Builds formats of elements. root: converted schema, whose parts references name."""
+    """Builds formats of elements. root: converted schema, which contains the targets of references."""
 
     def __init__(self, parameters: XmlParameters, root: dict[str, JSON], place: str):
         self._parameters = parameters
         self._root = root
         self._place = place
         self._types_by_name: dict[str, set[str]] = {}
-        self._unnamed_types: set[str] = set()
+        self._undeclared_types: set[str] = set()
 
     def type_schema(self) -> dict[str, Any]:
         """A schema that states only the types of the values in all formats built so far."""
         properties = {key: {"type": sorted(types)} for key, types in self._types_by_name.items()}
-        return {"properties": properties, "additionalProperties": {"type": sorted(self._unnamed_types)}}
+        return {"properties": properties, "additionalProperties": {"type": sorted(self._undeclared_types)}}
 
     def object_format(self, schema: JSON) -> TagFormat:
         """The format of the elements for `schema`, a schema of objects."""
         if not isinstance(schema, dict):
-            raise _unsupported(self._place)
+            raise _unsupported_error(self._place)
         if unknown := schema.keys() - KNOWN_KEYWORDS:
-            raise _unsupported(f"{self._place}/{min(unknown)}")
+            raise _unsupported_error(f"{self._place}/{min(unknown)}")
         properties = schema.get("properties")
         if not isinstance(properties, dict):
             return self._unnamed_elements(schema)
@@ -115,7 +116,7 @@ class _ElementBuilder:
             place = f"{self._place}/properties/{key[:MAX_SHOWN_NAME_LENGTH]}"
             key_end = self._parameters.key_end
             if key.strip() != key or not 0 < len(key) <= MAX_NAME_LENGTH or "\n" in key or key_end in key:
-                raise _unsupported(place)
+                raise _unsupported_error(place)
             element = self._parameters.element(literal(key), self._value_format(value, place))
             elements.append(element if isinstance(required, list) and key in required else optional(element))
             types = declared_types(value, self._root)
@@ -125,13 +126,13 @@ class _ElementBuilder:
         return sequence(*elements)
 
     def _unnamed_elements(self, schema: dict[str, JSON]) -> TagFormat:
-        """Elements with any names if the schema allows undeclared properties. Otherwise the empty text."""
+        """Elements with any names if the schema allows undeclared properties; otherwise, the empty text."""
         value = schema.get("additionalProperties", False)
         if value is False:
             return literal("")
-        self._unnamed_types |= declared_types(value, self._root)
+        self._undeclared_types |= declared_types(value, self._root)
         element = self._parameters.element(
-            regex(UNNAMED_KEY), self._value_format(value, f"{self._place}/additionalProperties")
+            regex(KEY_PATTERN), self._value_format(value, f"{self._place}/additionalProperties")
         )
         return repeated(element, MAX_UNNAMED_ELEMENTS)
 
@@ -140,62 +141,62 @@ class _ElementBuilder:
         if "string" in types:
             texts = self._text_formats(schema, place)
             if not texts:
-                raise _unsupported(place)
+                raise _unsupported_error(place)
             return either([*texts, literal("null")] if "null" in types else texts)
-        value = self._without_tags(schema, place)
+        value = self._exclude_tags(schema, place)
         if isinstance(value, dict) and "$defs" in self._root:
-            value = {**value, "$defs": self._without_tags(self._root["$defs"], place)}
+            value = {**value, "$defs": self._exclude_tags(self._root["$defs"], place)}
         return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows. Omits other values, because their text looks like a string."""
+        """Formats of the strings that `schema` allows. Omits other values, whose text looks like a string."""
         tags = self._parameters.tags
         match resolve_references(schema, self._root):
             case {"anyOf": list(branches)}:
                 return [text for branch in branches for text in self._text_formats(branch, place)]
             case {"enum": list(constants)}:
-                return [literal(text) for text in constants if isinstance(text, str) and not _contains(text, tags)]
+                return [literal(text) for text in constants if isinstance(text, str) and not _contains_any(text, tags)]
             case {"type": "string", "pattern": str(pattern)}:
                 return [
-                    regex(write_pattern(self._pattern_without_tags(pattern, place)).removeprefix("^").removesuffix("$"))
+                    regex(write_pattern(self._exclude_from_pattern(pattern, place)).removeprefix("^").removesuffix("$"))
                 ]
             case {"type": "string"}:
                 return [any_text(tags)]
             case _:
                 return []
 
-    def _without_tags(self, schema: JSON, place: str) -> JSON:
+    def _exclude_tags(self, schema: JSON, place: str) -> JSON:
         """Exclude the tags from the patterns in `schema`. xgrammar excludes the tags from other strings."""
         if isinstance(schema, list):
-            return [self._without_tags(item, place) for item in schema]
+            return [self._exclude_tags(item, place) for item in schema]
         if not isinstance(schema, dict):
             return schema
         match schema:
             case {"type": "string", "pattern": str(pattern)}:
-                return {**schema, "pattern": write_json_string_pattern(self._pattern_without_tags(pattern, place))}
+                return {**schema, "pattern": write_json_string_pattern(self._exclude_from_pattern(pattern, place))}
             case {"enum": list()}:
                 return schema
             case {"type": "object", "patternProperties": _}:
-                raise _unsupported(f"{place}/patternProperties")
+                raise _unsupported_error(f"{place}/patternProperties")
             case _:
-                return {name: self._without_tags(value, place) for name, value in schema.items()}
+                return {name: self._exclude_tags(value, place) for name, value in schema.items()}
 
-    def _pattern_without_tags(self, pattern: str, place: str) -> Node:
+    def _exclude_from_pattern(self, pattern: str, place: str) -> Node:
         """Exclude the first characters of the tags from `pattern`, which comes from a converted schema."""
         first_characters = sorted({ord(tag[0]) for tag in self._parameters.tags})
-        tree = restrict_alphabet(
+        tree = restrict_characters(
             parse(pattern.removeprefix("^").removesuffix("$")),
-            intersect_ranges(UNESCAPED, invert_ranges(tuple((first, first) for first in first_characters))),
+            intersect_ranges(UNESCAPED_IN_JSON, invert_ranges(tuple((first, first) for first in first_characters))),
         )
         if tree == NO_STRING:
-            raise _unsupported(f"{place}/pattern")
+            raise _unsupported_error(f"{place}/pattern")
         return tree
 
 
-def _contains(text: str, tags: Sequence[str]) -> bool:
+def _contains_any(text: str, tags: Sequence[str]) -> bool:
     return any(tag in text for tag in tags)
 
 
-def _unsupported(place: str) -> GrammarError:
+def _unsupported_error(place: str) -> GrammarError:
     message = f"{place} can't be enforced in the format of this model's calls: leave it out"
     return GrammarError(message, place, "unsupported_parameters")

@@ -1,1 +1,1 @@
-"""Layers for inference. Each layer holds its rank's share of the weights. T: number of tokens of the step."""
+"""Layers for inference. Each layer holds its rank's share of the weights. T in shapes: number of tokens of a step."""

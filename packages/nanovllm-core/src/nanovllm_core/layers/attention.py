@@ -59,7 +59,7 @@ def attend(
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    # Attention that is launched between two CUDA graphs must read all keys and values from the cache.
+    # Attention may read this step's keys from `qkv`. Between two CUDA graphs, attention reads only the cache.
     keep_keys = ctx.launch_attention is None and ctx.attention_batch.reads_own_keys
     q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
     step_keys_values = qkv[:, q.shape[1] :] if keep_keys else None

@@ -14,7 +14,7 @@ from nanovllm_kernels.platform import make_cache_directory
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-BACKEND = "inductor"
+BACKEND = "inductor"  # The backend of torch.compile.
 # For fewer rows, this project's matmul kernels are faster than compiled code.
 MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
 

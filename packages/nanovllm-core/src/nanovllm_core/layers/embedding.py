@@ -37,7 +37,7 @@ class VocabEmbedding(WeightedModule):
         return self._parallel.all_reduce(vectors.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)).to(self._out_dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slot of the embedding table."""
+        """Yield the slot that loads the embedding table."""
         own_rows = own_slice(self._parallel, self._rows_per_rank)
         yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
@@ -70,7 +70,7 @@ class LMHead(WeightedModule):
         return self._parallel.all_gather(logits(hidden, self._packed, self.weight))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the weight's slot, unless the head is tied."""
+        """Yield the slot that loads the weight, unless the head is tied."""
         if not self._is_tied:
             own_rows = own_slice(self._parallel, self._rows_per_rank)
             yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))

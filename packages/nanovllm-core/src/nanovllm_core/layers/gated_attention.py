@@ -11,7 +11,7 @@ from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
 
-# Name of the linear that computes the gates. Checkpoints store this linear inside `q_proj`.
+# Name of the linear layer that computes the gates. Checkpoints store its rows inside `q_proj`.
 GATE_PART_NAME = "q_gate"
 
 
@@ -43,7 +43,7 @@ class GatedQKVLinear(ColumnParallelLinear):
         self._num_heads = num_heads
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of `q_proj`, `k_proj` and `v_proj`. The slots of `q_proj` also fill the gates."""
+        """Yield the slots that load `q_proj`, `k_proj` and `v_proj`. The slots of `q_proj` also fill the gates."""
         prefix = name[: name.rfind(".") + 1]
         query_prefix, gate_prefix = f"{prefix}q_proj.", f"{prefix}{GATE_PART_NAME}."
         slot_by_name = dict(super().weight_slots(name))

@@ -70,10 +70,11 @@ class GatedDeltaNet(WeightedModule):
         self._num_k_heads = build.parallel.split_evenly(shape.num_k_heads, "linear_num_key_heads")
         num_v_heads = self._num_k_heads * shape.v_heads_per_k_head
         num_channels = self._num_k_heads * (2 * shape.k_dim + shape.v_heads_per_k_head * shape.v_dim)
+        # qkvz: queries, keys, values and output gates. ba: inputs of the update strength and of the decay.
         qkvz = LinearPart("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
         ba = LinearPart("in_proj_ba", 2 * shape.num_v_heads)
         self._projected_widths = (num_channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
-        # `in_proj_ba` is never quantised, so a quantised `in_proj_qkvz` needs a matmul of its own.
+        # `in_proj_ba` is never quantised, so a quantised `in_proj_qkvz` can't share its matmul.
         is_fused = in_quantization is None
         self.in_proj = ColumnParallelLinear(
             hidden_size, (qkvz, ba) if is_fused else (qkvz,), build, quantization=in_quantization
@@ -97,7 +98,7 @@ class GatedDeltaNet(WeightedModule):
         return StateSpec((len(self.weights.decay_rate), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
 
     def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x) to the pair (`qkvz`, `ba`) that `forward` takes. x: [T, hidden_size]."""
+        """Project norm(x), where x is [T, hidden_size], to the pair (`qkvz`, `ba`) that `forward` takes."""
         if self.in_proj_ba is None:
             qkvz, ba = self.in_proj.forward(x, norm).split(self._projected_widths, -1)
             return qkvz, ba
@@ -112,7 +113,7 @@ class GatedDeltaNet(WeightedModule):
         return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv_inputs, ctx.state_batch)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of all weights except the projections, which are submodules."""
+        """Yield the slots that load all weights except the projections, which are submodules."""
         shape, weights = self._shape, self.weights
         num_channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
         yield f"{name}.conv1d.weight", WeightSlot((num_channels, 1, shape.num_taps), self._copy_conv)

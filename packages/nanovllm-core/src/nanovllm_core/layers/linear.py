@@ -19,7 +19,7 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class LinearPart(NamedTuple):
-    """One of the linears that a ColumnParallelLinear fuses. name: name in the checkpoint without the parent's path."""
+    """A linear layer that a ColumnParallelLinear fuses. name: name in the checkpoint without the parent's path."""
 
     name: str
     out_features: int
@@ -46,7 +46,7 @@ class _Linear(WeightedModule):
     def _weight_slots(
         self, name: str, shape: tuple[int, int], rows: slice, source_rows: slice, columns: slice
     ) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield slots for the checkpoint's module `name`.
+        """Yield slots that load tensors of the checkpoint's module `name`.
 
         rows: rows of this weight that the slots fill.
         source_rows: rows of the module's weight to copy.
@@ -59,11 +59,11 @@ class _Linear(WeightedModule):
 
 
 class ColumnParallelLinear(_Linear):
-    """Linears with the same input, fused into one matmul. Each rank computes an even share of every part's outputs.
+    """Linear layers (parts) with the same input, fused into one matmul. Each rank computes an even share of each part.
 
     Raises ValueError if the ranks can't share a part evenly.
 
-    parts: the fused linears, which are siblings of this module in the checkpoint.
+    parts: the fused layers, which are siblings of this module in the checkpoint.
     quantization: format of all weights; None for the model's dtype.
     """
 
@@ -95,7 +95,7 @@ class ColumnParallelLinear(_Linear):
         return norm_linear(x, norm.packed_weight, norm.eps, self.weight, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of the weights, the scales of quantised weights, and the biases."""
+        """Yield the slots that load the weights, the scales of quantised weights, and the biases."""
         prefix = name[: name.rfind(".") + 1]
         columns = slice(0, self._in_features)
         start = 0
@@ -112,7 +112,7 @@ class ColumnParallelLinear(_Linear):
 class RowParallelLinear(_Linear):
     """A linear layer. The ranks share the input features evenly. Every rank returns the full result.
 
-    Raises ValueError if the ranks can't share the input features or the FP8 blocks evenly.
+    Raises ValueError if the ranks can't share the input features or the FP8 blocks (GROUP x GROUP) evenly.
 
     quantization: format of the weight; None for the model's dtype.
     """
@@ -154,7 +154,7 @@ class RowParallelLinear(_Linear):
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of the weight, the scales of a quantised weight, and the bias."""
+        """Yield the slots that load the weight, the scales of a quantised weight, and the bias."""
         columns = own_slice(self._parallel, self._in_features_per_rank)
         rows = slice(0, self._shape[0])
         yield from self._weight_slots(name, self._shape, rows, rows, columns)

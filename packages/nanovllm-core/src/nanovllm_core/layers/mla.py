@@ -38,8 +38,8 @@ class LatentAttentionConfig:
     value_dim: size of a head's value.
     query_rank: size of compressed queries; None for queries without compression.
     latent_dim: size of a latent.
-    scale: factor of the attention scores before the softmax.
-    interleaved: whether checkpoints store a rotated pair of dimensions in adjacent rows.
+    scale: factor that multiplies the attention scores before the softmax.
+    interleaved: checkpoints store the two dimensions of a rotated pair in adjacent rows.
     """
 
     num_heads: int
@@ -57,8 +57,8 @@ class LatentAttentionConfig:
 class LatentExpansion(WeightedModule):
     """The weight [heads, key_dim + value_dim, latent_dim] that expands a latent to every head's key and value.
 
-    The weight is never packed, because attention multiplies along other dimensions than a linear layer. For the same
-    reason, a quantised weight is dequantised after loading.
+    The weight is never packed, because attention multiplies along other dimensions than a linear layer. A quantised
+    weight is dequantised after loading for the same reason.
     """
 
     def __init__(self, shape: LatentAttentionConfig, build: BuildContext, quantization: BlockFP8 | None):
@@ -77,7 +77,7 @@ class LatentExpansion(WeightedModule):
         )
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of the weight and of the scales of a quantised weight."""
+        """Yield the slots that load the weight and the scales of a quantised weight."""
         if self._fp8_weight is not None:
             rows, columns = slice(0, self._fp8_weight.data.shape[0]), slice(0, self._shape[1])
             yield from block_fp8_slots(name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
@@ -104,6 +104,7 @@ class LatentAttention(WeightedModule):
 
     Raises ValueError if `finish_loading` would have to move rows between FP8 blocks.
 
+    cache_index: index of this layer in `ForwardContext.kv_caches`.
     quantization: format of the weights; None for the model's dtype.
     name: this module's name in the checkpoint.
     """
@@ -163,8 +164,8 @@ class LatentAttention(WeightedModule):
         latents = self.kv_a_proj.forward(x, norm)
         if self.q_b_proj is None:
             return self.q_proj.forward(x, norm), latents
-        entry_width = self._shape.latent_dim + self._shape.rope_dim
-        compressed, latents = latents.split((latents.shape[1] - entry_width, entry_width), 1)
+        latents_width = self._shape.latent_dim + self._shape.rope_dim
+        compressed, latents = latents.split((latents.shape[1] - latents_width, latents_width), 1)
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
@@ -215,7 +216,7 @@ def _view_bytes(weight: Tensor) -> Tensor:
 
 
 def _check_fp8_blocks(shape: LatentAttentionConfig) -> None:
-    """Raise ValueError if a head's rotated rows lie in FP8 blocks with different scales."""
+    """Raise ValueError if rotated rows of a head lie in FP8 blocks (of GROUP rows) with different scales."""
     head_dim = shape.key_dim + shape.rope_dim
     starts = [shape.latent_dim, *(head * head_dim + shape.key_dim for head in range(shape.num_heads))]
     for start in starts:

@@ -32,15 +32,15 @@ __all__ = [
     "can_fuse_shared",
 ]
 
-# Maximum width per rank of a shared expert that is fused with the routed experts. Fusing saves only a kernel launch,
-# which hardly matters for wider experts.
+# Maximum width per rank of a shared expert that is fused with the routed experts. Fusing only saves a kernel
+# launch, which hardly matters for wider experts.
 MAX_FUSED_SHARED_WIDTH = 1024
 # The number of logits is padded to a multiple of this number: cuBLAS's fastest kernels need rows aligned to 16 bytes.
 LOGITS_ALIGNMENT = 8
 
 
 class ExpertNames(NamedTuple):
-    """The checkpoint's names for the three linears of an expert."""
+    """The checkpoint's names for the three linear layers of an expert."""
 
     gate: str
     up: str
@@ -49,7 +49,7 @@ class ExpertNames(NamedTuple):
     def find_quantization(self, quantization: BlockFP8 | None, prefix: str) -> BlockFP8 | None:
         """Find the format of the experts in module `prefix` from the first expert; None for the model's dtype.
 
-        Raises ValueError if only some linears of the expert are quantised.
+        Raises ValueError if only some linear layers of the expert are quantised.
         """
         return find_quantization(quantization, f"{prefix}.0", *self)
 
@@ -129,7 +129,7 @@ class Router(WeightedModule):
         return route(scores, self._routing, self.bias)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of the weight, the shared expert's gate and the bias."""
+        """Yield the slots that load the weight, the shared expert's gate and the bias."""
         prefix = name[: name.rfind(".") + 1]
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
@@ -145,7 +145,7 @@ class Router(WeightedModule):
 class Experts(WeightedModule):
     """Gated feed-forward experts. Each rank has an even share of every expert's width.
 
-    Raises ValueError if the ranks can't share the width or the FP8 blocks evenly.
+    Raises ValueError if the ranks can't share the width or the FP8 blocks (GROUP x GROUP) evenly.
 
     shared: names of the shared expert, which is stored as the last expert; None if no shared expert is fused.
     quantization: format of the weights; None for the model's dtype.
@@ -175,15 +175,16 @@ class Experts(WeightedModule):
                 f"an expert is {intermediate_size} wide, but {num_ranks} ranks can't split its FP8 blocks of {GROUP}"
             )
         dtype = build.dtype if quantization is None else DTYPE
+        # w13: gate and up weights of each expert. w2: down weights.
         w13 = torch.empty((num_experts, 2 * self._width_per_rank, hidden_size), dtype=dtype, device=build.device)
         w2 = torch.empty((num_experts, hidden_size, self._width_per_rank), dtype=dtype, device=build.device)
         scales13 = scales2 = None
         if quantization is not None:
-            width_groups, hidden_groups = _num_groups(self._width_per_rank), _num_groups(hidden_size)
+            width_blocks, hidden_blocks = _num_fp8_blocks(self._width_per_rank), _num_fp8_blocks(hidden_size)
             scales13 = torch.empty(
-                (num_experts, 2, width_groups, hidden_groups), dtype=torch.float32, device=build.device
+                (num_experts, 2, width_blocks, hidden_blocks), dtype=torch.float32, device=build.device
             )
-            scales2 = torch.empty((num_experts, hidden_groups, width_groups), dtype=torch.float32, device=build.device)
+            scales2 = torch.empty((num_experts, hidden_blocks, width_blocks), dtype=torch.float32, device=build.device)
         self.weights = pack_experts(w13, w2, scales13, scales2)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -199,7 +200,7 @@ class Experts(WeightedModule):
         return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the slots of three weights per expert, and of the scales of quantised weights."""
+        """Yield the slots that load three weights per expert, and the scales of quantised weights."""
         w13, w2, scales13, scales2, _ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
@@ -247,12 +248,12 @@ def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int
     view.copy_(tensor.narrow(dim, rank * size, size))
 
 
-def _num_groups(size: int) -> int:
+def _num_fp8_blocks(size: int) -> int:
     return -(-size // GROUP)
 
 
 def _scales_shape(weight_shape: tuple[int, int]) -> tuple[int, int]:
-    return _num_groups(weight_shape[0]), _num_groups(weight_shape[1])
+    return _num_fp8_blocks(weight_shape[0]), _num_fp8_blocks(weight_shape[1])
 
 
 class SparseMLP(nn.Module):
@@ -282,7 +283,7 @@ class TokenGate(WeightedModule):
         return linear(x, self.weight).float().sigmoid()
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the weight's slot."""
+        """Yield the slot that loads the weight."""
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -14,8 +14,8 @@ class RMSNorm(WeightedModule):
     """Root mean square normalisation over the last dimension.
 
     packed_weight: the weight in the layout that the kernels take; valid after `finish_loading`.
-    zero_centred: whether checkpoints hold the weight minus 1. In this case the weight is float32, because adding 1
-        in 16 bits would round it.
+    zero_centred: whether checkpoints hold the weight minus 1. The weight is then float32, because adding 1 in 16 bits
+        would round the weight.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
@@ -30,7 +30,7 @@ class RMSNorm(WeightedModule):
         return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield the weight's slot."""
+        """Yield the slot that loads the weight."""
         yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self._copy_weight)
 
     def _copy_weight(self, weight: Tensor) -> object:

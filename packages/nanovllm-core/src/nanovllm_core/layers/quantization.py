@@ -57,7 +57,7 @@ def allocate_fused_weight(
 ) -> BlockFP8Weight:
     """Allocate a weight that will hold this rank's rows of several tensors in the checkpoint, concatenated.
 
-    A scale covers fewer than 128 rows if the first row or number of rows of a tensor is not a multiple of 128.
+    A scale covers fewer than 128 rows if a tensor's first row or number of rows is not a multiple of 128.
 
     source_starts: index of this rank's first row in each tensor.
     part_sizes: number of this rank's rows in each tensor.
@@ -70,7 +70,7 @@ def allocate_fused_weight(
 def block_fp8_slots(
     name: str, shape: tuple[int, int], weight: BlockFP8Weight, rows: slice, source_rows: slice, columns: slice
 ) -> Iterator[tuple[str, WeightSlot]]:
-    """Yield slots that fill `rows` of `weight` and their scales from the checkpoint's module `name`.
+    """Yield slots that load `rows` of `weight`, and the scales of these rows, from the checkpoint's module `name`.
 
     shape: shape of the checkpoint's weight.
     source_rows: rows of the checkpoint's weight to copy.

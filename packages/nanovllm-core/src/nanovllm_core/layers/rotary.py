@@ -27,7 +27,7 @@ class Llama3Scaling:
 class YarnScaling:
     """Context extension of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
 
-    factor: divides the frequencies with fewer than `beta_slow` turns within the original context. Frequencies with more
+    factor: divisor of the frequencies with fewer than `beta_slow` turns in the original context. Frequencies with more
         than `beta_fast` turns are unchanged. A linear ramp connects both ranges.
     attention_factor: multiplies cosines and sines.
     mscale_all_dim: MLA multiplies attention scores by yarn_mscale(factor, mscale_all_dim) ** 2; 0 for no scaling.

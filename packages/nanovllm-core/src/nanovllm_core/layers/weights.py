@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from nanovllm_core.model import BuildContext
 
-MAX_LISTED_NAMES = 3
-INITIAL_STD = 0.02
+MAX_LISTED_NAMES = 3  # Maximum number of missing tensors that an error names.
+INITIAL_STD = 0.02  # Standard deviation of random weights.
 
 
 class WeightError(ValueError):
@@ -37,7 +37,7 @@ class WeightSlot(NamedTuple):
 class WeightedModule(nn.Module, ABC):
     """A layer that owns weights.
 
-    Weights are plain attributes, which are faster to read than parameters, and which `finish_loading` may replace.
+    Weights are plain attributes: attributes are faster to read than parameters, and `finish_loading` may replace them.
     """
 
     def __init__(self, build: BuildContext):
@@ -104,7 +104,7 @@ def load_weights(
 
 
 def fill_random(module: nn.Module, seed: int) -> None:
-    """Fill `module` with random weights and call each layer's `finish_loading`. Weights differ between device types."""
+    """Fill `module` with random weights and call each layer's `finish_loading`. Weights depend on the device type."""
     layers = _named_weighted_modules(module)
     generator = torch.Generator(layers[0][1].device).manual_seed(seed)
     for _, layer in layers:

@@ -11,7 +11,7 @@ import xgrammar
 
 from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas import regex, search
-from nanovllm_core.grammar.schemas.characters import UNESCAPED
+from nanovllm_core.grammar.schemas.characters import UNESCAPED_IN_JSON
 from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_core.grammar.schemas.pattern_writer import (
     MAX_COUNTED_REPETITIONS,
@@ -63,7 +63,7 @@ PATTERNS = [
 
 
 def whole(pattern: str) -> regex.Node:
-    return regex.restrict_alphabet(regex.match_whole(regex.parse(pattern)), UNESCAPED)
+    return regex.restrict_characters(regex.convert_to_full_match(regex.parse(pattern)), UNESCAPED_IN_JSON)
 
 
 def grammar(tree: regex.Node) -> xgrammar.Grammar:
@@ -183,11 +183,11 @@ def test_lengths_of_patterns():
 )
 def test_lengths_of_strings(low, high):
     """Checks characters of every size in UTF-8, and invalid bytes."""
-    tree = limit_length(regex.restrict_alphabet(regex.ANY_STRING, UNESCAPED), low, high)
+    tree = limit_length(regex.restrict_characters(regex.ANY_STRING, UNESCAPED_IN_JSON), low, high)
     compiled = grammar(tree)
     if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
         written = write_pattern(tree)
-        again = regex.restrict_alphabet(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED)
+        again = regex.restrict_characters(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED_IN_JSON)
         assert write_pattern(again) == written
     most = low + 10 if high is None else high
     for character in "a ~\x7f\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff":
@@ -210,11 +210,11 @@ def test_lengths_of_strings(low, high):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 40), (32, 500), (1, 100_000)])
 def test_lengths_of_values_are_left_to_the_engine(low, high):
-    tree = limit_length(regex.restrict_alphabet(regex.ANY_STRING, UNESCAPED), low, high)
+    tree = limit_length(regex.restrict_characters(regex.ANY_STRING, UNESCAPED_IN_JSON), low, high)
     written = write_json_string_pattern(tree)
     bounded = parse_bounded_pattern(written)
     assert (bounded.low, bounded.high) == (low, high)
-    again = regex.restrict_alphabet(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED)
+    again = regex.restrict_characters(regex.parse(written.removeprefix("^").removesuffix("$")), UNESCAPED_IN_JSON)
     assert write_json_string_pattern(again) == written
 
 

@@ -2,7 +2,7 @@
 
 from typing import TypeAlias
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # Pairs (first code point, last code point).
 
 MAX_CODE_POINT = 0x10FFFF
 # Characters that are whitespace in every regex engine.
@@ -15,7 +15,7 @@ SPACES_IN_ANY_ENGINE: Ranges = (
 DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
-# Pairs (characters in every regex engine, characters in at least one engine) by the letter of the escape.
+# By the letter of an escape: characters that it matches in every regex engine, and in at least one engine.
 CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
     "d": (DIGITS, DIGITS + BEYOND_ASCII),
     "w": (WORD, WORD + BEYOND_ASCII),
@@ -24,11 +24,11 @@ CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
 # Characters that `.` excludes in at least one regex engine. Every engine excludes the first character, a line feed.
 LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x85, 0x85), (0x2028, 0x2029))
 # Characters that a JSON string holds without an escape.
-UNESCAPED: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
+UNESCAPED_IN_JSON: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
 
 
 def normalize_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
-    """`ranges` in order. Ranges that overlap or touch become one range."""
+    """Sort `ranges`, and join ranges that overlap or touch."""
     joined: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if joined and low <= joined[-1][1] + 1:

@@ -29,9 +29,9 @@ def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: s
     for shape in (shape for shape in shapes if not isinstance(shape, Constant)):
         if shape.omits_allowed_values:
             raise SchemaError(place, "not", "can't be negated: it has oneOf or unevaluated keywords inside")
-        options = [unrestricted for unrestricted in ANY_VALUE_SHAPES if type(unrestricted) is not type(shape)]
-        options += [replace(other, comes_from_negation=True) for other in _complement_of_shape(resolver, shape, place)]
-        remaining = resolver.intersect(remaining, options, place)
+        allowed = [unrestricted for unrestricted in ANY_VALUE_SHAPES if type(unrestricted) is not type(shape)]
+        allowed += [replace(other, comes_from_negation=True) for other in _complement_of_shape(resolver, shape, place)]
+        remaining = resolver.intersect(remaining, allowed, place)
     return remaining
 
 
@@ -106,6 +106,6 @@ def _complement_of_number(shape: Number, place: str) -> list[Shape]:
 
 def _complement_of_string(shape: Text) -> list[Shape]:
     complement = _complement_of_counts(shape)
-    complement += [Text(absent_patterns=frozenset({pattern})) for pattern in shape.patterns]
-    complement += [Text(patterns=frozenset({pattern})) for pattern in shape.absent_patterns]
+    complement += [Text(forbidden_patterns=frozenset({pattern})) for pattern in shape.patterns]
+    complement += [Text(patterns=frozenset({pattern})) for pattern in shape.forbidden_patterns]
     return complement + [Constant(text, key_of(text)) for text in shape.excluded]

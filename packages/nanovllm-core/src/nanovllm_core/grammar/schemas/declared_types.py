@@ -1,8 +1,8 @@
-"""Finds the types that a JSON schema declares for its values, in bounded time for any schema."""
+"""Finds the types that a JSON schema declares for its values. The time is bounded for any schema."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Maximum number of subschemas, type names and constants together. The search stops at this number.
+# The search stops after this number of subschemas, type names and constants together.
 MAX_STEPS = 10_000
 # Maximum number of characters in a reference.
 MAX_REFERENCE_LENGTH = 1_000
@@ -70,7 +70,7 @@ def _own_types(schema: dict[str, JSON], limit: int) -> list[str]:
 
 
 def _referenced_schema(schema: dict[str, JSON], root: JSON) -> JSON:
-    """The schema that `$ref` names by a JSON pointer; None without a `$ref` or without a JSON pointer in `$ref`."""
+    """The schema that `$ref` names by a JSON pointer; None if `$ref` is missing or not a JSON pointer."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/") or len(reference) > MAX_REFERENCE_LENGTH:
         return None

@@ -1,4 +1,4 @@
-"""Indexes a JSON schema: checks its size, finds its subschemas and resolves its references."""
+"""Checks the size of a JSON schema, finds its subschemas and resolves its references."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote, urldefrag, urljoin
@@ -6,7 +6,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Maximum size of a schema as JSON, approximately.
+# Limits on a schema: its approximate size as JSON, its depth of nesting, and its number of JSON values.
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
@@ -24,7 +24,7 @@ class SchemaError(GrammarError):
     """A schema is invalid or can't be enforced.
 
     place: JSON pointer to the keyword.
-    problem: the message without the keyword and the place at its start.
+    problem: the message after its start, which names the keyword and the place.
     is_invalid: True: the schema is invalid. False: the schema is valid, but can't be enforced.
     """
 
@@ -100,7 +100,7 @@ class Document:
         resource = self._schema_by_uri.get(address)
         if resource is None:
             raise SchemaError(
-                place, keyword, f"leads outside of the schema: {reference[:200]!r}; include the schema that it names"
+                place, keyword, f"leads outside of the schema: {reference[:200]!r}; include the referenced schema"
             )
         if fragment and not fragment.startswith("/"):
             anchor = self._schema_by_anchor.get((address, unquote(fragment)))
@@ -115,7 +115,7 @@ class Document:
         schema = target.schema
         name = schema.get("$dynamicAnchor") if isinstance(schema, dict) else None
         if isinstance(name, str) and len(self._schemas_by_dynamic_anchor.get(name, ())) > 1:
-            problem = "depends on the schemas that lead to it, which can't be enforced; use $ref"
+            problem = "depends on the chain of references; use $ref instead"
             raise SchemaError(f"{located.place}/$dynamicRef", "$dynamicRef", problem)
         return target
 

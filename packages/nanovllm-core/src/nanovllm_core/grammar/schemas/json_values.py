@@ -6,11 +6,11 @@ import orjson
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-MAX_SHOWN_CHARACTERS = 80
+MAX_SHOWN_CHARACTERS = 80  # Maximum length of a value in an error message.
 
 
-def show(value: JSON) -> str:
-    """Describe `value` in a few words for an error message."""
+def describe_value(value: JSON) -> str:
+    """Describe `value` for an error message, in one line."""
     match value:
         case dict() if value:
             return "an object"

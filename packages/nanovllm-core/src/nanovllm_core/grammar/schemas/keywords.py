@@ -1,4 +1,4 @@
-"""Finds the shapes of one schema from its keywords."""
+"""Finds the shapes of one schema from its keywords. A shape describes values of one JSON type."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from itertools import chain
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.complements import complement_shapes
 from nanovllm_core.grammar.schemas.document import LocatedSchema, SchemaError, escape_pointer_part
-from nanovllm_core.grammar.schemas.json_values import JSON, key_of, show
+from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, key_of
 from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -24,6 +24,7 @@ from nanovllm_core.grammar.schemas.shapes import (
     Text,
 )
 
+# Limits on counts such as minItems (larger counts are lowered), on names in one keyword, and on values of an enum.
 MAX_COUNT = 2**31 - 1
 MAX_NAMES = 2_000
 MAX_CONSTANTS = 2_000
@@ -53,11 +54,11 @@ def read_shapes(resolver: ShapeResolver, entry: LocatedSchema | Negation) -> tup
 
 
 class _KeywordReader:
-    """Reads the keywords of one schema."""
+    """Reads the keywords of one schema. Conjunctions are sets of schemas that all apply. Places are JSON pointers."""
 
     def __init__(self, resolver: ShapeResolver, located: LocatedSchema):
         if not isinstance(located.schema, dict):
-            problem = f"must be an object or a boolean, not {show(located.schema)}"
+            problem = f"must be an object or a boolean, not {describe_value(located.schema)}"
             raise SchemaError(located.place, "schema", problem, is_invalid=True)
         self.resolver = resolver
         self.located = located
@@ -88,17 +89,17 @@ class _KeywordReader:
     def place_of(self, keyword: str) -> str:
         return f"{self.located.place}/{escape_pointer_part(keyword)}"
 
-    def invalid(self, keyword: str, expected: str) -> SchemaError:
-        problem = f"must be {expected}, not {show(self.schema[keyword])}"
+    def invalid_error(self, keyword: str, expected: str) -> SchemaError:
+        problem = f"must be {expected}, not {describe_value(self.schema[keyword])}"
         return SchemaError(self.place_of(keyword), keyword, problem, is_invalid=True)
 
-    def unsupported(self, keyword: str, problem: str) -> SchemaError:
+    def unsupported_error(self, keyword: str, problem: str) -> SchemaError:
         return SchemaError(self.place_of(keyword), keyword, problem)
 
     def subschema(self, value: JSON, *path: str) -> Conjunction:
         place = "/".join([self.located.place, *(escape_pointer_part(part) for part in path)])
         if not isinstance(value, dict | bool):
-            raise SchemaError(place, path[0], f"must be a schema, not {show(value)}", is_invalid=True)
+            raise SchemaError(place, path[0], f"must be a schema, not {describe_value(value)}", is_invalid=True)
         return self.resolver.conjunction_of(LocatedSchema(value, place, self.resolver.document.base_uri(self.located)))
 
     def single_subschema(self, keyword: str) -> Conjunction:
@@ -109,20 +110,20 @@ class _KeywordReader:
             return []
         values = self.schema[keyword]
         if not isinstance(values, list) or not values:
-            raise self.invalid(keyword, "a non-empty array of schemas")
+            raise self.invalid_error(keyword, "a non-empty array of schemas")
         return [self.subschema(value, keyword, str(index)) for index, value in enumerate(values)]
 
     def read_map(self, keyword: str) -> dict[str, JSON]:
         values = self.schema.get(keyword, {})
         if not isinstance(values, dict):
-            raise self.invalid(keyword, "an object")
+            raise self.invalid_error(keyword, "an object")
         if len(values) > MAX_NAMES:
-            raise self.unsupported(keyword, f"has more than {MAX_NAMES} names")
+            raise self.unsupported_error(keyword, f"has more than {MAX_NAMES} names")
         return values
 
     def read_strings(self, value: JSON, keyword: str) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value) or len(value) > MAX_NAMES:
-            raise self.invalid(keyword, f"an array of at most {MAX_NAMES} strings")
+            raise self.invalid_error(keyword, f"an array of at most {MAX_NAMES} strings")
         return tuple(dict.fromkeys(item for item in value if isinstance(item, str)))
 
     def read_count(self, keyword: str) -> int | None:
@@ -132,7 +133,7 @@ class _KeywordReader:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if type(value) is not int or value < 0:
-            raise self.invalid(keyword, "an integer of at least 0")
+            raise self.invalid_error(keyword, "an integer of at least 0")
         return min(value, MAX_COUNT)
 
     def read_number(self, keyword: str) -> Fraction | None:
@@ -140,7 +141,7 @@ class _KeywordReader:
             return None
         value = self.schema[keyword]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.invalid(keyword, "a number")
+            raise self.invalid_error(keyword, "a number")
         return Fraction(value)
 
     def places_of(self, keywords: Sequence[str]) -> Places:
@@ -156,7 +157,7 @@ class _KeywordReader:
             if error.keyword != "not":
                 raise
             problem = f"can't be enforced, because a schema in it {error.problem}"
-            raise self.unsupported(keyword, problem) from error
+            raise self.unsupported_error(keyword, problem) from error
 
     # Keywords.
 
@@ -166,7 +167,7 @@ class _KeywordReader:
         if "type" in self.schema:
             names = declared if isinstance(declared, list) and declared else [declared]
             if not all(isinstance(name, str) and name in SHAPES_BY_TYPE for name in names):
-                raise self.invalid("type", "one or several of " + ", ".join(SHAPES_BY_TYPE))
+                raise self.invalid_error("type", "one or several of " + ", ".join(SHAPES_BY_TYPE))
             if "number" in names:
                 names = [name for name in names if name != "integer"]
             shapes = tuple(dict.fromkeys(shape for name in names for shape in SHAPES_BY_TYPE[str(name)]))
@@ -176,14 +177,14 @@ class _KeywordReader:
             (ARRAY_KEYWORDS, self.read_array_keywords),
             (OBJECT_KEYWORDS, self.read_object_keywords),
         )
-        limited: list[Shape] = list(ANY_VALUE_SHAPES)
+        restricted: list[Shape] = list(ANY_VALUE_SHAPES)
         for keywords, reader in readers:
             if not any(keyword in self.schema for keyword in keywords):
                 continue
             shape = reader()
-            limited = [other for other in limited if shape is None or type(other) is not type(shape)]
-            limited += [] if shape is None else [replace(shape, places=self.places_of((*keywords, "minContains")))]
-        return shapes if limited == list(ANY_VALUE_SHAPES) else self.intersect(shapes, limited)
+            restricted = [other for other in restricted if shape is None or type(other) is not type(shape)]
+            restricted += [] if shape is None else [replace(shape, places=self.places_of((*keywords, "minContains")))]
+        return shapes if restricted == list(ANY_VALUE_SHAPES) else self.intersect(shapes, restricted)
 
     def apply_constants(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         for keyword in ("enum", "const"):
@@ -191,9 +192,9 @@ class _KeywordReader:
                 continue
             values = [self.schema["const"]] if keyword == "const" else self.schema["enum"]
             if not isinstance(values, list):
-                raise self.invalid(keyword, "an array")
+                raise self.invalid_error(keyword, "an array")
             if len(values) > MAX_CONSTANTS:
-                raise self.unsupported(keyword, f"has more than {MAX_CONSTANTS} values")
+                raise self.unsupported_error(keyword, f"has more than {MAX_CONSTANTS} values")
             places = self.places_of((keyword,))
             shapes = self.intersect(shapes, [Constant(value, key_of(value), places=places) for value in values])
         return shapes
@@ -203,11 +204,11 @@ class _KeywordReader:
         high, excludes_high = self.read_bound("maximum", "exclusiveMaximum", min)
         step = self.read_number("multipleOf")
         if step is not None and step <= 0:
-            raise self.invalid("multipleOf", "a number above 0")
+            raise self.invalid_error("multipleOf", "a number above 0")
         if low is not None and high is not None and (low > high or (low == high and (excludes_low or excludes_high))):
-            raise self.contradiction(next(k for k in NUMBER_KEYWORDS if k in self.schema))
-        steps = frozenset[Fraction]() if step is None else frozenset({step})
-        return Number(False, low, high, excludes_low, excludes_high, steps)
+            raise self.contradiction_error(next(k for k in NUMBER_KEYWORDS if k in self.schema))
+        divisors = frozenset[Fraction]() if step is None else frozenset({step})
+        return Number(False, low, high, excludes_low, excludes_high, divisors)
 
     def read_bound(
         self, keyword: str, exclusive_keyword: str, pick_stricter: Callable[[Fraction, Fraction], Fraction]
@@ -225,11 +226,11 @@ class _KeywordReader:
     def read_count_range(self, min_keyword: str, max_keyword: str) -> tuple[int, int | None]:
         low, high = self.read_count(min_keyword) or 0, self.read_count(max_keyword)
         if high is not None and low > high:
-            raise self.contradiction(max_keyword)
+            raise self.contradiction_error(max_keyword)
         return low, high
 
-    def contradiction(self, keyword: str) -> SchemaError:
-        return self.unsupported(keyword, "and its counterpart allow nothing")
+    def contradiction_error(self, keyword: str) -> SchemaError:
+        return self.unsupported_error(keyword, "and the opposite bound exclude every value")
 
     def read_string_keywords(self) -> Shape | None:
         low, high = self.read_count_range("minLength", "maxLength")
@@ -238,29 +239,30 @@ class _KeywordReader:
             patterns = frozenset({self.read_pattern(self.schema["pattern"], "pattern")})
         name = self.schema.get("format")
         if name is not None and not isinstance(name, str):
-            raise self.invalid("format", "a string")
+            raise self.invalid_error("format", "a string")
         return Text(low, high, patterns, format=name)
 
     def read_pattern(self, text: JSON, keyword: str) -> str:
         if not isinstance(text, str):
-            raise self.invalid(keyword, "a string")
+            raise self.invalid_error(keyword, "a string")
         try:
             regex.parse(text)
         except regex.RegexError as error:
-            raise self.unsupported(keyword, f"has a pattern that can't be enforced: {error} ({show(text)})") from error
+            problem = f"has a pattern that can't be enforced: {error} ({describe_value(text)})"
+            raise self.unsupported_error(keyword, problem) from error
         return text
 
     def read_array_keywords(self) -> Shape | None:
         low, high = self.read_count_range("minItems", "maxItems")
         unique = self.schema.get("uniqueItems", False)
         if not isinstance(unique, bool):
-            raise self.invalid("uniqueItems", "true or false")
+            raise self.invalid_error("uniqueItems", "true or false")
         items = self.schema.get("items")
         # Up to draft 2019-09, `items` may be a list of schemas. `additionalItems` then describes the other items.
         prefix = self.subschema_list("items") if isinstance(items, list) and items else []
         rest_keyword = "additionalItems" if isinstance(items, list) else "items"
-        rest_is_declared = rest_keyword in self.schema
-        rest = self.single_subschema(rest_keyword) if rest_is_declared else ()
+        has_declared_rest = rest_keyword in self.schema
+        rest = self.single_subschema(rest_keyword) if has_declared_rest else ()
         if "prefixItems" in self.schema:
             prefix = self.subschema_list("prefixItems")
         contains = frozenset[Contains]()
@@ -268,7 +270,7 @@ class _KeywordReader:
             min_count = self.read_count("minContains") if "minContains" in self.schema else 1
             bounds = Contains(self.single_subschema("contains"), min_count or 0, self.read_count("maxContains"))
             contains = frozenset({bounds}) if bounds.low or bounds.high is not None else contains
-        return Array(tuple(prefix), rest, low, high, unique, contains, rest_is_declared)
+        return Array(tuple(prefix), rest, low, high, unique, contains, has_declared_rest)
 
     def read_object_keywords(self) -> Shape | None:
         low, high = self.read_count_range("minProperties", "maxProperties")
@@ -289,7 +291,7 @@ class _KeywordReader:
         if keyword == "$dynamicRef":
             return self.resolver.conjunction_of(document.resolve_dynamic_reference(self.located, value))
         if keyword == "$recursiveRef":
-            raise self.unsupported(keyword, "depends on the schemas that lead to it, which can't be enforced; use $ref")
+            raise self.unsupported_error(keyword, "depends on the chain of references; use $ref instead")
         return self.resolver.conjunction_of(document.resolve_reference(self.located, value, keyword))
 
     def apply_dependencies(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
@@ -307,19 +309,20 @@ class _KeywordReader:
         return shapes
 
     def apply_one_of(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+        """Keep the values that are valid against exactly one schema of `oneOf`."""
         options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
         valid_for_one: dict[Shape, None] = {}
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
-                exclusive: tuple[Shape, ...] = (shape,)
+                only_in_option: tuple[Shape, ...] = (shape,)
                 for other_index, (conjunction, other) in enumerate(options):
-                    if other_index != index and self.may_overlap(exclusive, other):
-                        restricted = tuple(_without_undeclared_properties(part) for part in exclusive)
-                        if self.may_overlap(restricted, other):
-                            exclusive = self.intersect(exclusive, self.complement(conjunction, "oneOf"))
+                    if other_index != index and self.may_overlap(only_in_option, other):
+                        declared_only = tuple(_without_undeclared_properties(part) for part in only_in_option)
+                        if self.may_overlap(declared_only, other):
+                            only_in_option = self.intersect(only_in_option, self.complement(conjunction, "oneOf"))
                         else:
-                            exclusive = restricted
-                valid_for_one.update(dict.fromkeys(exclusive))
+                            only_in_option = declared_only
+                valid_for_one.update(dict.fromkeys(only_in_option))
         return tuple(valid_for_one)
 
     def may_overlap(self, first: Sequence[Shape], second: Sequence[Shape]) -> bool:
@@ -346,15 +349,15 @@ class _KeywordReader:
             restricted: list[Shape] = []
             for shape in shapes:
                 if isinstance(shape, shape_type) and shape.comes_from_negation and conjunction:
-                    raise self.unsupported(
+                    raise self.unsupported_error(
                         keyword,
-                        "can't be enforced if not, if or oneOf in the same schema restricts properties or items",
+                        "can't be enforced beside a not, if or oneOf keyword that restricts properties or items",
                     )
                 if isinstance(shape, Object) and shape_type is Object and shape.rest is None:
                     shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)
-                elif isinstance(shape, Array) and shape_type is Array and not shape.rest_is_declared:
+                elif isinstance(shape, Array) and shape_type is Array and not shape.has_declared_rest:
                     shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)
-                    shape = replace(shape, rest_is_declared=True)
+                    shape = replace(shape, has_declared_rest=True)
                 restricted.append(shape)
             shapes = tuple(restricted)
         return shapes

@@ -6,7 +6,7 @@ from nanovllm_core.grammar.bounded_strings import parse_bounded_pattern
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import MAX_CODE_POINT, Ranges
 
-# Matches the empty string. This non-ASCII character makes xgrammar compile a pattern to rules, not to an automaton.
+# Matches the empty string. The non-ASCII character makes xgrammar compile a pattern to rules, not to an automaton.
 RULES_MARKER = "é{0,0}"
 # Maximum number of repetitions of a character that an automaton of xgrammar can count.
 MAX_COUNTED_REPETITIONS = 128

@@ -1,6 +1,6 @@
 """Parses ECMA 262 patterns into trees, and rewrites the trees to match whole strings.
 
-JSON Schema searches a string for a pattern. xgrammar instead matches the whole string.
+JSON Schema searches a string for a pattern. xgrammar matches the whole string instead.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from nanovllm_core.grammar.schemas.characters import (
     CLASS_ESCAPES,
     LINE_ENDS,
     MAX_CODE_POINT,
-    UNESCAPED,
+    UNESCAPED_IN_JSON,
     Ranges,
     intersect_ranges,
     invert_ranges,
     normalize_ranges,
 )
 
+# Limits on the number of characters of a pattern, and on the depth of its groups.
 MAX_PATTERN_LENGTH = 4096
 MAX_NESTING = 40
 # Maximum number of states of a pattern. A repeated group counts once per repetition.
@@ -32,28 +33,28 @@ class RegexError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CharacterSet:
-    """One character from `ranges`: sorted ranges of code points that neither overlap nor touch."""
+    """Matches one character. ranges: sorted ranges of code points that neither overlap nor touch."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """The parts in order. Without parts: the empty string."""
+    """Matches the parts in order. Without parts, matches the empty string."""
 
     parts: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """One of the options. Without options: matches nothing."""
+    """Matches one of the options. Without options, matches no string."""
 
     options: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`part`, repeated `low` to `high` times. high: None for no limit."""
+    """Matches `part` `low` to `high` times. high: None for no limit."""
 
     part: "Node"
     low: int
@@ -62,7 +63,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """The start (`^`) or the end (`$`) of the string."""
+    """Matches at the start (`^`) or at the end (`$`) of the string."""
 
     is_start: bool
 
@@ -108,7 +109,7 @@ class _Parser:
         self.depth = 0
 
     def parse(self) -> Node:
-        tree = self.alternatives()
+        tree = self.parse_alternatives()
         if self.position < len(self.text):
             raise RegexError("it has a ) without (")
         return tree
@@ -117,39 +118,40 @@ class _Parser:
         return self.text[self.position : self.position + count]
 
     def skip(self, word: str) -> bool:
+        """Skip `word` if the remaining pattern begins with `word`. Returns whether it does."""
         if self.text.startswith(word, self.position):
             self.position += len(word)
             return True
         return False
 
-    def alternatives(self) -> Node:
+    def parse_alternatives(self) -> Node:
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise RegexError(f"its groups are nested deeper than {MAX_NESTING}")
-        options = [self.sequence()]
+        options = [self.parse_sequence()]
         while self.skip("|"):
-            options.append(self.sequence())
+            options.append(self.parse_sequence())
         self.depth -= 1
         classes = [option for option in options if isinstance(option, CharacterSet)]
         if len(classes) == len(options):
             return CharacterSet(normalize_ranges([bounds for option in classes for bounds in option.ranges]))
         return options[0] if len(options) == 1 else Alternation(tuple(options))
 
-    def sequence(self) -> Node:
+    def parse_sequence(self) -> Node:
         parts: list[Node] = []
         while self.position < len(self.text) and self.peek() not in "|)":
-            atom = self.atom()
-            bounds = self.quantifier()
+            atom = self.parse_atom()
+            bounds = self.parse_quantifier()
             if bounds is not None:
                 if isinstance(atom, Anchor | Lookahead):
                     raise RegexError("it repeats an assertion")
                 atom = Repeat(atom, *bounds)
-                if self.quantifier() is not None or self.peek() == "+":
+                if self.parse_quantifier() is not None or self.peek() == "+":
                     raise RegexError("it has two quantifiers in a row")
             parts.append(atom)
         return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
-    def quantifier(self) -> tuple[int, int | None] | None:
+    def parse_quantifier(self) -> tuple[int, int | None] | None:
         bounds: tuple[int, int | None] | None = None
         for symbol, symbol_bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if bounds is None and self.skip(symbol):
@@ -173,7 +175,7 @@ class _Parser:
             raise RegexError("it has a quantifier whose numbers are out of order")
         return bounds
 
-    def atom(self) -> Node:
+    def parse_atom(self) -> Node:
         character = self.peek()
         self.position += 1
         match character:
@@ -182,17 +184,17 @@ class _Parser:
             case ".":
                 return CharacterSet(invert_ranges(LINE_ENDS[:1] if self.any_engine else LINE_ENDS))
             case "(":
-                return self.group()
+                return self.parse_group()
             case "[":
-                return CharacterSet(self.character_class())
+                return CharacterSet(self.parse_character_class())
             case "\\":
-                return CharacterSet(self.escape(self.any_engine)[0])
+                return CharacterSet(self.parse_escape(self.any_engine)[0])
             case "*" | "+" | "?":
                 raise RegexError(f"there is nothing to repeat before {character}")
             case _:
                 return CharacterSet(((ord(character), ord(character)),))
 
-    def group(self) -> Node:
+    def parse_group(self) -> Node:
         is_negative_lookahead: bool | None = None
         if self.skip("?"):
             if self.skip("=") or self.skip("!"):
@@ -206,23 +208,24 @@ class _Parser:
                 self.position = end + 1
             elif not self.skip(":"):
                 raise RegexError("flags and the like after (? are not supported")
+        # If a negative lookahead matches more strings, the whole pattern matches fewer strings.
         self.any_engine ^= is_negative_lookahead is True
-        inner = self.alternatives()
+        inner = self.parse_alternatives()
         self.any_engine ^= is_negative_lookahead is True
         if not self.skip(")"):
             raise RegexError("it has a ( without )")
         return inner if is_negative_lookahead is None else Lookahead(inner, is_negative_lookahead)
 
-    def character_class(self) -> Ranges:
+    def parse_character_class(self) -> Ranges:
         is_negative = self.skip("^")
         members: list[tuple[int, int]] = []
         if self.peek() == "]":
             raise RegexError("it has an empty character class")
         while not self.skip("]"):
-            member, is_class = self.class_member(is_negative ^ self.any_engine)
+            member, is_class = self.parse_class_member(is_negative ^ self.any_engine)
             if not is_class and self.peek() == "-" and self.peek(2) not in ("-]", "-"):
                 self.position += 1
-                last, is_class = self.class_member(is_negative ^ self.any_engine)
+                last, is_class = self.parse_class_member(is_negative ^ self.any_engine)
                 if is_class:
                     raise RegexError("it has a range that ends in a class")
                 if last[0][0] < member[0][0]:
@@ -232,7 +235,8 @@ class _Parser:
         ranges = normalize_ranges(members)
         return invert_ranges(ranges) if is_negative else ranges
 
-    def class_member(self, any_engine: bool) -> tuple[Ranges, bool]:
+    def parse_class_member(self, any_engine: bool) -> tuple[Ranges, bool]:
+        """Returns (characters of a member, whether the member is an escape of a class such as `\\d`)."""
         character = self.peek()
         if not character:
             raise RegexError("it has a [ without ]")
@@ -241,9 +245,9 @@ class _Parser:
             return ((ord(character), ord(character)),), False
         if self.skip("b"):
             return ((8, 8),), False
-        return self.escape(any_engine)
+        return self.parse_escape(any_engine)
 
-    def escape(self, any_engine: bool) -> tuple[Ranges, bool]:
+    def parse_escape(self, any_engine: bool) -> tuple[Ranges, bool]:
         """Returns (characters of an escape, whether the escape is a class such as `\\d`)."""
         letter = self.peek()
         self.position += 1
@@ -252,20 +256,20 @@ class _Parser:
             if letter.islower():
                 return normalize_ranges(in_any_engine if any_engine else in_all_engines), True
             return invert_ranges(in_all_engines if any_engine else in_any_engine), True
-        code_point = self.code_point(letter)
+        code_point = self.parse_code_point(letter)
         return ((code_point, code_point),), False
 
-    def code_point(self, letter: str) -> int:
+    def parse_code_point(self, letter: str) -> int:
         match letter:
             case "x":
-                return self.hexadecimal(2)
+                return self.parse_hexadecimal(2)
             case "u" if self.skip("{"):
                 end = self.text.find("}", self.position)
-                return self.hexadecimal(end - self.position, num_closing=1)
+                return self.parse_hexadecimal(end - self.position, num_closing_braces=1)
             case "u":
-                high = self.hexadecimal(4)
+                high = self.parse_hexadecimal(4)
                 if 0xD800 <= high < 0xDC00 and self.skip("\\u"):
-                    return 0x10000 + ((high - 0xD800) << 10) + self.hexadecimal(4) - 0xDC00
+                    return 0x10000 + ((high - 0xD800) << 10) + self.parse_hexadecimal(4) - 0xDC00
                 return high
             case "c" if self.peek().isascii() and self.peek().isalpha():
                 self.position += 1
@@ -281,16 +285,16 @@ class _Parser:
             case _:
                 return ord(letter)
 
-    def hexadecimal(self, count: int, num_closing: int = 0) -> int:
+    def parse_hexadecimal(self, count: int, num_closing_braces: int = 0) -> int:
         digits = self.text[self.position : self.position + max(count, 0)]
         if not 0 < count <= 6 or len(digits) < count or not HEX.issuperset(digits) or int(digits, 16) > MAX_CODE_POINT:
             raise RegexError("it has an escape with improper hexadecimal digits")
-        self.position += count + num_closing
+        self.position += count + num_closing_braces
         return int(digits, 16)
 
 
-def match_whole(tree: Node) -> Node:
-    """Rewrites `tree` without anchors, to match the whole string where a search for `tree` succeeds.
+def convert_to_full_match(tree: Node) -> Node:
+    """Returns a tree without anchors that matches a whole string if a search for `tree` in the string succeeds.
 
     Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
     """
@@ -311,23 +315,23 @@ def _with_open_edges(node: Node, is_first: bool, is_last: bool) -> Node:
         start += 1
     while end > start and parts[end - 1] == Anchor(False) and is_last:
         end -= 1
-    open_left, open_right = is_first and start == 0, is_last and end == len(parts)
+    adds_prefix, adds_suffix = is_first and start == 0, is_last and end == len(parts)
     inner: list[Node] = parts[start:end]
-    if inner and open_left and _has_anchor(inner[0]):
+    if inner and adds_prefix and _has_anchor(inner[0]):
         if isinstance(inner[0], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[0] = _with_open_edges(inner[0], True, open_right and len(inner) == 1)
-        open_right = open_right and len(inner) > 1
-        open_left = False
-    if inner and open_right and _has_anchor(inner[-1]):
+        inner[0] = _with_open_edges(inner[0], True, adds_suffix and len(inner) == 1)
+        adds_suffix = adds_suffix and len(inner) > 1
+        adds_prefix = False
+    if inner and adds_suffix and _has_anchor(inner[-1]):
         if isinstance(inner[-1], Repeat):
             raise RegexError("it repeats an assertion")
         inner[-1] = _with_open_edges(inner[-1], False, True)
-        open_right = False
+        adds_suffix = False
     if any(_has_anchor(part) for part in inner):
         raise RegexError("it has an anchor in the middle")
     any_string: list[Node] = [ANY_STRING]
-    return concatenate(any_string * open_left + inner + any_string * open_right)
+    return concatenate(any_string * adds_prefix + inner + any_string * adds_suffix)
 
 
 def _has_anchor(node: Node) -> bool:
@@ -350,21 +354,21 @@ def concatenate(parts: list[Node]) -> Node:
     return flat[0] if len(flat) == 1 else Concatenation(tuple(flat))
 
 
-def restrict_alphabet(node: Node, alphabet: Ranges = UNESCAPED) -> Node:
-    """Restricts `node` to the characters of `alphabet`, and removes options that match nothing afterwards."""
+def restrict_characters(node: Node, alphabet: Ranges = UNESCAPED_IN_JSON) -> Node:
+    """Restricts `node` to the characters of `alphabet`, and removes options that then match nothing."""
     match node:
         case CharacterSet(ranges):
             allowed = intersect_ranges(ranges, alphabet)
             return CharacterSet(allowed) if allowed else NO_STRING
         case Concatenation(parts):
-            restricted = [restrict_alphabet(part, alphabet) for part in parts]
+            restricted = [restrict_characters(part, alphabet) for part in parts]
             return NO_STRING if NO_STRING in restricted else concatenate(restricted)
         case Alternation(options):
-            restricted = [restrict_alphabet(option, alphabet) for option in options]
+            restricted = [restrict_characters(option, alphabet) for option in options]
             remaining = [option for option in restricted if option != NO_STRING]
             return remaining[0] if len(remaining) == 1 else Alternation(tuple(dict.fromkeys(remaining)))
         case Repeat(part, low, high):
-            inner = restrict_alphabet(part, alphabet)
+            inner = restrict_characters(part, alphabet)
             if inner in (NO_STRING, EMPTY_STRING) or high == 0:
                 return NO_STRING if inner == NO_STRING and low else EMPTY_STRING
             return Repeat(inner, low, high)

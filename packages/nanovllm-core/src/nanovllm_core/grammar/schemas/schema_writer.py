@@ -1,4 +1,4 @@
-"""Writes plans as a JSON schema. xgrammar enforces every keyword of the written schema."""
+"""Writes plans as a JSON schema whose keywords xgrammar enforces. A plan describes values of one JSON type."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import Conjunction
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plan_values
 
-# A value of None means that the conjunction allows every value.
+# Plans by the schemas that all apply (a conjunction). None means that the conjunction allows every value.
 PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
 # Maximum number of distinct subschemas.
 MAX_SUBSCHEMAS = 5_000
@@ -28,7 +28,7 @@ def write_schema(resolver: ShapeResolver, root: Conjunction) -> dict[str, JSON]:
     Raises SchemaError if no plan expresses these values, or if no finite value is valid.
     """
     plans_by_conjunction = _plan_all(resolver, root)
-    writer = _SchemaWriter(root, plans_by_conjunction, _find_finite(plans_by_conjunction))
+    writer = _SchemaWriter(root, plans_by_conjunction, _find_finite_conjunctions(plans_by_conjunction))
     if root not in writer.finite:
         innermost = _innermost_without_value(plans_by_conjunction, writer.finite, root)
         raise SchemaError(*resolver.place_and_keyword(innermost), "allows no finite value")
@@ -36,7 +36,7 @@ def write_schema(resolver: ShapeResolver, root: Conjunction) -> dict[str, JSON]:
 
 
 def _plan_all(resolver: ShapeResolver, root: Conjunction) -> PlansByConjunction:
-    """The plans of `root` and of all schemas inside it."""
+    """The plans of `root` and of all schemas inside `root`."""
     plans_by_conjunction: PlansByConjunction = {}
     pending = [root]
     while pending:
@@ -56,15 +56,15 @@ def _inner_conjunctions(plan: Plan) -> Iterator[Conjunction]:
         case Items(prefix, rest):
             yield from prefix
             yield rest
-        case Properties(named, undeclared):
+        case Properties(named, name_patterns):
             yield from (conjunction for _, conjunction, _ in named)
-            yield from (conjunction for _, conjunction in undeclared)
+            yield from (conjunction for _, conjunction in name_patterns)
         case _:
             pass
 
 
-def _find_finite(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
-    """The conjunctions that allow a finite value. The others allow no value, or only values nested without end."""
+def _find_finite_conjunctions(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
+    """The conjunctions that allow a finite value. Others allow no value, or only values that are nested without end."""
     finite = {conjunction for conjunction, value_plans in plans_by_conjunction.items() if value_plans is None}
     has_grown = True
     while has_grown:
@@ -83,11 +83,11 @@ def _has_finite_value(plan: Plan, finite: set[Conjunction]) -> bool:
         case Items(prefix, rest, low):
             is_prefix_finite = all(conjunction in finite for conjunction in prefix[:low])
             return is_prefix_finite and (low <= len(prefix) or rest in finite)
-        case Properties(named, undeclared, low):
+        case Properties(named, name_patterns, low):
             if any(conjunction not in finite for _, conjunction, is_required in named if is_required):
                 return False
             num_finite = sum(conjunction in finite for _, conjunction, _ in named)
-            return low <= num_finite or any(conjunction in finite for _, conjunction in undeclared)
+            return low <= num_finite or any(conjunction in finite for _, conjunction in name_patterns)
         case _:
             return True
 
@@ -95,7 +95,7 @@ def _has_finite_value(plan: Plan, finite: set[Conjunction]) -> bool:
 def _innermost_without_value(
     plans_by_conjunction: PlansByConjunction, finite: set[Conjunction], conjunction: Conjunction
 ) -> Conjunction:
-    """Follow required items and properties from `conjunction` to the innermost one without a finite value."""
+    """Follow required items and properties from `conjunction` to the innermost conjunction without a finite value."""
     seen: set[Conjunction] = set()
     while conjunction not in seen:
         seen.add(conjunction)
@@ -119,9 +119,9 @@ class _SchemaWriter:
 
     def __init__(self, root: Conjunction, plans_by_conjunction: PlansByConjunction, finite: set[Conjunction]):
         self.root = root
-        self.depth = 0
+        self.depth = 0  # Number of subschemas that are now written in place.
         self.plans_by_conjunction = plans_by_conjunction
-        self.finite = finite
+        self.finite = finite  # The conjunctions that allow a finite value.
         self.num_uses: dict[Conjunction, int] = {}
         for value_plans in plans_by_conjunction.values():
             for plan in value_plans or ():
@@ -129,11 +129,11 @@ class _SchemaWriter:
                     self.num_uses[conjunction] = self.num_uses.get(conjunction, 0) + 1
         self.definition_names: dict[Conjunction, str] = {}
         self.definitions: dict[str, JSON] = {}
-        self.num_anchors = 0
+        self.num_unique_anchors = 0
 
     def write(self) -> dict[str, JSON]:
         schema = self.write_body(self.root)
-        # Writing a definition may add more definitions.
+        # Writing a definition may add names of more definitions.
         while len(self.definitions) < len(self.definition_names):
             for conjunction, name in list(self.definition_names.items())[len(self.definitions) :]:
                 self.definitions[name] = self.write_body(conjunction)
@@ -183,8 +183,8 @@ class _SchemaWriter:
 
     def with_unique_anchor(self, schema: dict[str, JSON]) -> dict[str, JSON]:
         """Add a unique `$anchor`, so that xgrammar does not treat two schemas as equal."""
-        self.num_anchors += 1
-        return {**schema, "$anchor": f"n{self.num_anchors}"}
+        self.num_unique_anchors += 1
+        return {**schema, "$anchor": f"n{self.num_unique_anchors}"}
 
     def write_array(self, plan: Items) -> dict[str, JSON]:
         prefix = list(plan.prefix)
@@ -206,16 +206,16 @@ class _SchemaWriter:
 
     def write_object(self, plan: Properties) -> dict[str, JSON]:
         named = [prop for prop in plan.named if prop[1] in self.finite]
-        undeclared = [(pattern, conjunction) for pattern, conjunction in plan.undeclared if conjunction in self.finite]
+        name_patterns = [prop for prop in plan.name_patterns if prop[1] in self.finite]
         schema: dict[str, JSON] = {"type": "object"}
         if named:
             schema["properties"] = {name: self.write_subschema(conjunction) for name, conjunction, _ in named}
         if any(is_required for *_, is_required in named):
             schema["required"] = [name for name, _, is_required in named if is_required]
         patterns: dict[str, JSON] = {
-            pattern: self.write_subschema(conjunction) for pattern, conjunction in undeclared if pattern is not None
+            pattern: self.write_subschema(conjunction) for pattern, conjunction in name_patterns if pattern is not None
         }
-        any_name_conjunctions = [conjunction for pattern, conjunction in undeclared if pattern is None]
+        any_name_conjunctions = [conjunction for pattern, conjunction in name_patterns if pattern is None]
         schema["additionalProperties"] = (
             self.write_subschema(any_name_conjunctions[0]) if any_name_conjunctions else False
         )
@@ -240,10 +240,10 @@ def _write_numbers(plan: Numbers) -> dict[str, JSON]:
     return schema
 
 
-def _write_bound(value: Fraction, integer: bool) -> JSON:
-    return int(value) if integer or value.denominator == 1 else float(value)
+def _write_bound(value: Fraction, is_integer: bool) -> JSON:
+    return int(value) if is_integer or value.denominator == 1 else float(value)
 
 
 def _definition_name(index: int) -> str:
-    """Make a name from `index` without digits, which xgrammar drops from names of rules."""
+    """Write the digits of `index` as letters, because xgrammar drops digits from names of rules."""
     return "part_" + "".join(chr(ord("a") + int(digit)) for digit in str(index))

@@ -60,8 +60,8 @@ def _match_ends(node: regex.Node, text: str, starts: frozenset[int], count_steps
             return ends
 
 
-def _contains(point: int, ranges: Ranges) -> bool:
-    return any(low <= point <= high for low, high in ranges)
+def _contains(code_point: int, ranges: Ranges) -> bool:
+    return any(low <= code_point <= high for low, high in ranges)
 
 
 def match_lengths(node: regex.Node) -> tuple[int, int | None]:

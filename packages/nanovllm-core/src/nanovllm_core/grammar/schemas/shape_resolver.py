@@ -1,4 +1,4 @@
-"""Numbers the schemas of one document, and finds the shapes of conjunctions of schemas."""
+"""Gives each schema of a document a number, and finds the shapes of values that several schemas allow."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from nanovllm_core.grammar.schemas.shapes import (
     with_origins_of,
 )
 
-# Maximum number of steps in one conversion. A step takes about 2.5 us, and usual schemas take less than 40,000 steps.
+# Maximum number of steps, such as intersections of two shapes, in one conversion. A step takes about 2.5 us. Usual
+# schemas take less than 40,000 steps.
 # Without this limit, a few kilobytes of `oneOf` take seconds: the time is quadratic in the number of alternatives.
 MAX_STEPS = 400_000
 # Maximum number of shapes of one conjunction.
@@ -38,7 +39,7 @@ MAX_SHAPES = 4096
 MAX_PAIRS = 200_000
 # Maximum depth of nested schemas that `may_have_value` examines.
 MAX_EMPTINESS_DEPTH = 6
-# Maximum length of a chain of schemas in which each schema requires the shapes of the next schema.
+# Maximum length of a chain of schemas in which the shapes of each schema depend on the next schema.
 MAX_REFERENCE_CHAIN = 100
 
 
@@ -54,7 +55,7 @@ class Negation:
 
 
 class ShapeResolver:
-    """Numbers schemas and negations on first use, and caches the shapes of conjunctions.
+    """Gives schemas and negations a number on first use, and caches the shapes of conjunctions (tuples of numbers).
 
     reader: finds the shapes of one schema or negation.
     """
@@ -62,6 +63,7 @@ class ShapeResolver:
     def __init__(self, document: Document, reader: "SchemaReader"):
         self.document = document
         self._reader = reader
+        # An entry is a schema or a negation. Its index is its number. Number 0 is the schema `false`.
         self._entries: list[LocatedSchema | Negation | None] = [None]
         # The key of a schema is its `id`, because dicts are not hashable.
         self._entry_numbers: dict[int | Negation, int] = {}
@@ -91,7 +93,7 @@ class ShapeResolver:
         return (self._entry_numbers[key],)
 
     def place_and_keyword(self, conjunction: Conjunction) -> tuple[str, str]:
-        """Returns (place, keyword) for an error that `conjunction` allows no value."""
+        """Returns (place, keyword) to name in the error message of a conjunction that allows no value."""
         for index in conjunction:
             entry = self._entries[index]
             if isinstance(entry, LocatedSchema) and isinstance(entry.schema, dict):
@@ -130,7 +132,7 @@ class ShapeResolver:
         try:
             intersection: tuple[Shape, ...] | None = None
             for index in conjunction:
-                shapes = self._read(index) if len(conjunction) == 1 else self.shapes((index,))
+                shapes = self._read_shapes(index) if len(conjunction) == 1 else self.shapes((index,))
                 if intersection is not None:
                     shapes = self.intersect(intersection, shapes, self.place(conjunction))
                 intersection = shapes
@@ -139,7 +141,7 @@ class ShapeResolver:
         self._shapes[conjunction] = intersection or ()
         return self._shapes[conjunction]
 
-    def _read(self, index: int) -> tuple[Shape, ...]:
+    def _read_shapes(self, index: int) -> tuple[Shape, ...]:
         entry = self._entries[index]
         return () if entry is None else self._reader(self, entry)
 
@@ -222,7 +224,9 @@ class ShapeResolver:
             and first_patterns.keys() != second_patterns.keys()
             and (first.rest or second.rest)
         ):
-            raise SchemaError(place, "patternProperties", "can't be joined with second patternProperties")
+            raise SchemaError(
+                place, "patternProperties", "can't be combined with the patternProperties of another schema"
+            )
         return tuple(
             (
                 pattern,
@@ -278,7 +282,7 @@ class ShapeResolver:
                     allows_count(shape, len(value))
                     and value not in shape.excluded
                     and all(self.is_found(pattern, value, shape) for pattern in shape.patterns)
-                    and not any(self.is_found(pattern, value, shape) for pattern in shape.absent_patterns)
+                    and not any(self.is_found(pattern, value, shape) for pattern in shape.forbidden_patterns)
                 )
             case Array(), list():
                 return self._admits_items(shape, value)
@@ -302,7 +306,7 @@ class ShapeResolver:
                 return False
         return all(self.admits(schemas_of_item(shape, index), item) for index, item in enumerate(value))
 
-    # Emptiness.
+    # Search for shapes without values.
 
     def may_have_value(self, shapes: Iterable[Shape], depth: int = MAX_EMPTINESS_DEPTH) -> bool:
         """Returns False only if the shapes allow no value. True may be wrong, because `depth` bounds the search."""

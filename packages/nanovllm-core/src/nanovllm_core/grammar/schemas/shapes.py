@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# Sorted numbers of schemas. A value must be valid against all of them. The empty conjunction () allows any value.
+# Sorted numbers of schemas. A value must be valid against all these schemas. The empty tuple allows any value.
 Conjunction: TypeAlias = tuple[int, ...]
 # The conjunction of the schema `false`, which allows no value.
 FALSE_SCHEMA: Conjunction = (0,)
@@ -23,8 +23,8 @@ class Shape:
     """Values of one JSON type.
 
     places: keywords that define the shape, for error messages.
-    omits_allowed_values: the shape lacks some values that the schema allows, and can't be negated.
-    comes_from_negation: JSON Schema says that a negation leaves properties and items unevaluated.
+    omits_allowed_values: the shape lacks some values that the schema allows, so the shape can't be negated.
+    comes_from_negation: a negation defines the shape, so all properties and items count as unevaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
@@ -42,7 +42,7 @@ class Constant(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Number(Shape):
-    """Numbers from `low` to `high`.
+    """Numbers from `low` to `high`, except the numbers in `excluded`.
 
     excludes_low: the range excludes `low`.
     excludes_high: the range excludes `high`.
@@ -60,17 +60,17 @@ class Number(Shape):
 
 @dataclass(frozen=True, slots=True)
 class Text(Shape):
-    """Strings of `low` to `high` code points, without those in `excluded`.
+    """Strings of `low` to `high` code points, except the strings in `excluded`.
 
     patterns: a search in the string finds each of these patterns.
-    absent_patterns: a search in the string finds none of these patterns.
+    forbidden_patterns: a search in the string finds none of these patterns.
     format: format of the strings that the grammar writes. JSON Schema also allows other strings.
     """
 
     low: int = 0
     high: int | None = None
     patterns: frozenset[str] = frozenset()
-    absent_patterns: frozenset[str] = frozenset()
+    forbidden_patterns: frozenset[str] = frozenset()
     excluded: frozenset[str] = frozenset()
     format: str | None = None
 
@@ -91,7 +91,7 @@ class Array(Shape):
     prefix: schemas of the first items, one conjunction per item.
     rest: schemas of every other item.
     unique: the items are distinct.
-    rest_is_declared: a keyword defines `rest`. The keyword unevaluatedItems does not apply to this array.
+    has_declared_rest: a keyword defines `rest`, so the keyword unevaluatedItems does not apply to this array.
     """
 
     prefix: tuple[Conjunction, ...] = ()
@@ -100,7 +100,7 @@ class Array(Shape):
     high: int | None = None
     unique: bool = False
     contains: frozenset[Contains] = frozenset()
-    rest_is_declared: bool = field(default=False, compare=False)
+    has_declared_rest: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def includes_number(shape: Number, value: Fraction) -> bool:
         return False
     if (shape.integer and value.denominator != 1) or value in shape.excluded:
         return False
-    return all((value / step).denominator == 1 for step in shape.divisors)
+    return all((value / divisor).denominator == 1 for divisor in shape.divisors)
 
 
 def intersect_strings(first: Text, second: Text) -> Text | None:
@@ -183,7 +183,7 @@ def intersect_strings(first: Text, second: Text) -> Text | None:
         low,
         high,
         first.patterns | second.patterns,
-        first.absent_patterns | second.absent_patterns,
+        first.forbidden_patterns | second.forbidden_patterns,
         first.excluded | second.excluded,
         first.format or second.format,
     )
@@ -204,7 +204,7 @@ def intersect_arrays(first: Array, second: Array) -> Array | None:
         high,
         first.unique or second.unique,
         first.contains | second.contains,
-        first.rest_is_declared or second.rest_is_declared,
+        first.has_declared_rest or second.has_declared_rest,
     )
 
 

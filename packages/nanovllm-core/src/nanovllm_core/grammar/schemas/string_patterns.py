@@ -1,4 +1,4 @@
-"""Writes a pattern for xgrammar that matches the strings of a `Text` shape."""
+"""Writes a pattern for xgrammar that matches the strings of a `Text` shape, except strings with JSON escapes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_core.grammar.schemas.pattern_writer import write_json_string_pattern, write_pattern
 from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 
+# Maximum number of repetitions of a character in a written pattern.
 MAX_LENGTH = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
@@ -21,28 +22,28 @@ def format_pattern(name: str) -> str | None:
     """The pattern of a format; None if the format is not enforced."""
     if name not in FORMATS:
         return None
-    return write_pattern(regex.restrict_alphabet(regex.match_whole(regex.parse(FORMATS[name]))))
+    return write_pattern(regex.restrict_characters(regex.convert_to_full_match(regex.parse(FORMATS[name]))))
 
 
 def string_pattern(shape: Text, place: str, count_steps: search.CountSteps) -> str | None:
-    """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError."""
+    """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError, also in `count_steps`."""
     tree = string_tree(shape, place, count_steps)
     return None if tree == regex.NO_STRING else write_json_string_pattern(tree)
 
 
 def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> regex.Node:
-    """The regex tree of a shape's strings, restricted to characters that JSON does not escape. Raises SchemaError."""
+    """The regex tree that matches a shape's strings without characters that JSON escapes. Raises SchemaError."""
     keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
     error_place = keyword_place(shape, keyword) or place
     if len(shape.patterns) > 1:
         raise SchemaError(error_place, "pattern", "can't be enforced together with another pattern")
-    if shape.absent_patterns:
+    if shape.forbidden_patterns:
         raise SchemaError(error_place, "not", "of a pattern can't be enforced")
     try:
         tree: regex.Node = regex.ANY_STRING
         for pattern in shape.patterns:
-            tree = regex.match_whole(regex.parse(pattern))
-        tree = regex.restrict_alphabet(tree)
+            tree = regex.convert_to_full_match(regex.parse(pattern))
+        tree = regex.restrict_characters(tree)
     except regex.RegexError as error:
         raise SchemaError(error_place, "pattern", f"has a pattern that can't be enforced: {error}") from error
     if shape.low or shape.high is not None:
@@ -51,7 +52,7 @@ def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> rege
             raise SchemaError(error_place, keyword, "can't be enforced together with this pattern")
         tree = limited
     if shape.excluded:
-        if tree == regex.restrict_alphabet(regex.ANY_STRING):
+        if tree == regex.restrict_characters(regex.ANY_STRING):
             return exclude_strings(shape.excluded)
         if any(search.matches_whole(tree, text, count_steps) for text in shape.excluded):
             problem = "of single strings can't be enforced together with a pattern or length"
@@ -74,8 +75,8 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
             remaining = tuple(option for option in limited if option is not None and option != regex.NO_STRING)
             return remaining[0] if len(remaining) == 1 else regex.Alternation(remaining)
         case regex.Repeat(regex.CharacterSet() as part, min_times, max_times):
-            limit_high = high if max_times is None else max_times if high is None else min(high, max_times)
-            return regex.Repeat(part, max(low, min_times), None if limit_high is None else min(limit_high, MAX_LENGTH))
+            max_count = high if max_times is None else max_times if high is None else min(high, max_times)
+            return regex.Repeat(part, max(low, min_times), None if max_count is None else min(max_count, MAX_LENGTH))
         case regex.Concatenation(parts):
             return _limit_varying_part(parts, low, high)
         case _:
@@ -83,7 +84,7 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
 
 
 def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:
-    """Limits the only part of variable length. Returns None if several parts have variable lengths."""
+    """Limits the length of the only part of variable length. Returns None if several parts have variable lengths."""
     varying = [index for index, part in enumerate(parts) if len(set(search.match_lengths(part))) > 1]
     if len(varying) != 1:
         return None
@@ -100,7 +101,7 @@ class _TrieNode:
     """A node of the trie of excluded strings.
 
     is_end: an excluded string ends here.
-    is_truncated: an excluded string is longer than the trie is deep. All strings with this prefix are excluded.
+    is_truncated: an excluded string is longer than the trie is deep, so all strings with this prefix are excluded.
     """
 
     is_end: bool = False
@@ -109,7 +110,7 @@ class _TrieNode:
 
 
 def exclude_strings(texts: Collection[str]) -> regex.Node:
-    """A tree of all strings without escapes except `texts`. If `texts` are many or long, excludes more strings."""
+    """A regex tree that matches all strings except `texts`, and fewer strings if `texts` are many or long."""
     max_depth = MAX_TRIE_DEPTH
     while max_depth > 1 and len({text[:length] for text in texts for length in range(max_depth)}) > MAX_TRIE_PREFIXES:
         max_depth //= 2
@@ -120,7 +121,7 @@ def exclude_strings(texts: Collection[str]) -> regex.Node:
             node = node.children.setdefault(character, _TrieNode())
         node.is_end = True
         node.is_truncated |= len(text) > max_depth
-    return regex.restrict_alphabet(_strings_outside(root))
+    return regex.restrict_characters(_strings_outside(root))
 
 
 def _strings_outside(node: _TrieNode) -> regex.Node:
@@ -130,6 +131,6 @@ def _strings_outside(node: _TrieNode) -> regex.Node:
     options: list[regex.Node] = [] if node.is_end else [regex.EMPTY_STRING]
     options.append(regex.concatenate([regex.CharacterSet(invert_ranges(next_characters)), regex.ANY_STRING]))
     for character, child in node.children.items():
-        first = regex.CharacterSet(((ord(character), ord(character)),))
-        options.append(regex.concatenate([first, _strings_outside(child)]))
+        character_set = regex.CharacterSet(((ord(character), ord(character)),))
+        options.append(regex.concatenate([character_set, _strings_outside(child)]))
     return options[0] if len(options) == 1 else regex.Alternation(tuple(options))

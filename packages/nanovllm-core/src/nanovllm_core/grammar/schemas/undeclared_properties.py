@@ -1,4 +1,4 @@
-"""Plans the properties that a schema allows but does not declare."""
+"""Finds the names and values of properties that a schema allows but does not declare."""
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import SchemaError
@@ -11,10 +11,10 @@ from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, strin
 def plan_undeclared_properties(
     resolver: ShapeResolver, shape: Object, rest: Conjunction, place: str
 ) -> tuple[list[tuple[str, Conjunction, bool]], list[tuple[str | None, Conjunction]]]:
-    """Plans undeclared properties with known names, and undeclared properties whose names match a pattern.
+    """Finds undeclared properties with known names, and undeclared properties whose names match a pattern.
 
-    Returns two lists: (name, schemas of the value, False) and (pattern or None for any name, schemas of the value).
-    rest: schemas of values of undeclared properties.
+    Returns two lists: (name, schemas of the value, False: not required) and (name pattern, schemas of the value).
+    A pattern of None matches any name. rest: schemas of values of undeclared properties.
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
@@ -46,7 +46,7 @@ def _name_tree(resolver: ShapeResolver, name_shape: Text, declared: list[str], s
     matching = [name for name in declared if search.matches_whole(tree, name, resolver.count_steps)]
     if not matching:
         return tree
-    if tree == regex.restrict_alphabet(regex.ANY_STRING):
+    if tree == regex.restrict_characters(regex.ANY_STRING):
         return exclude_strings(matching)
     raise SchemaError(error_place, "propertyNames", f"matches the name of a declared property: {matching[0]!r}")
 

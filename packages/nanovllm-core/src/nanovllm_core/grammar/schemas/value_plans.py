@@ -33,11 +33,11 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of enum values if uniqueItems is replaced by a list of all arrays.
+# Maximum number of enum values in an array schema with uniqueItems that is replaced by a list of all its arrays.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
-# Maximum multipleOf without bounds.
+# Maximum multipleOf of a number without bounds.
 MAX_UNBOUNDED_MULTIPLE = 1024
 # Maximum magnitude of integers in xgrammar.
 MAX_INT64 = 2**63 - 1
@@ -49,14 +49,14 @@ DECIMAL_SCALE = 10**6
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """One of these values."""
+    """The values of an enum."""
 
     values: tuple[JSON, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers between bounds. divisor: all numbers are multiples of this integer; None for any number."""
+    """Numbers from `low` to `high`. divisor: all numbers are multiples of this integer; None for any number."""
 
     integer: bool
     low: Fraction | None = None
@@ -88,11 +88,11 @@ class Properties:
     """Objects of `low` to `high` properties.
 
     named: tuples (name, schemas of the value, whether the property is required), in the order of the output.
-    undeclared: pairs (pattern, schemas of the value) for other names that match the pattern; None for any name.
+    name_patterns: pairs (pattern, schemas of the value) for undeclared properties. A pattern of None means any name.
     """
 
     named: tuple[tuple[str, Conjunction, bool], ...]
-    undeclared: tuple[tuple[str | None, Conjunction], ...]
+    name_patterns: tuple[tuple[str | None, Conjunction], ...]
     low: int
     high: int | None
 
@@ -101,7 +101,7 @@ Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
 def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan, ...] | None:
-    """Plan the values that are valid against `conjunction`. Returns None if all values are. Raises SchemaError."""
+    """Plan the values that are valid against `conjunction`. Raises SchemaError. None: all values are valid."""
     shapes = resolver.shapes(conjunction)
     if set(shapes) == set(ANY_VALUE_SHAPES):
         return None
@@ -127,7 +127,7 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Keeps only the restricted types if the schema allows all types: `properties` alone implies an object."""
+    """Drops unrestricted types if the schema allows all types, because `properties` alone implies an object."""
     unrestricted_shapes = set(ANY_VALUE_SHAPES)
     if not all(
         any(type(other) is type(shape) and (other == shape or not isinstance(other, Constant)) for shape in shapes)
@@ -142,7 +142,7 @@ def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return restricted or shapes
 
 
-def _unsupported(shape: Shape, keyword: str, place: str, problem: str) -> SchemaError:
+def _error_at(shape: Shape, keyword: str, place: str, problem: str) -> SchemaError:
     return SchemaError(keyword_place(shape, keyword) or place, keyword, problem)
 
 
@@ -158,7 +158,7 @@ def _check_constant(shape: Constant, place: str) -> None:
             pending.extend(value.values() if isinstance(value, dict) else value)
         elif type(value) is int and abs(value) > MAX_INT64:
             keyword = "const" if keyword_place(shape, "const") else "enum"
-            raise _unsupported(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
+            raise _error_at(shape, keyword, place, f"has an integer beyond 64 bits: {str(value)[:40]}")
 
 
 def _plan_numbers(shape: Number, place: str) -> list[Plan]:
@@ -168,7 +168,7 @@ def _plan_numbers(shape: Number, place: str) -> list[Plan]:
     if shape.integer or (step is not None and step.denominator == 1):
         return _plan_integers(shape, step, place)
     if step is not None:
-        raise _unsupported(shape, "multipleOf", place, "can't be enforced for numbers with a fraction; use integers")
+        raise _error_at(shape, "multipleOf", place, "can't be enforced for numbers with a fraction; use integers")
     low, high = shape.low, shape.high
     excludes_low, excludes_high = shape.excludes_low, shape.excludes_high
     if low is not None and low < -MAX_EXACT_INTEGER:
@@ -176,9 +176,9 @@ def _plan_numbers(shape: Number, place: str) -> list[Plan]:
     if high is not None and high > MAX_EXACT_INTEGER:
         high, excludes_high = Fraction(MAX_EXACT_INTEGER), False
     if (low is not None and low > MAX_EXACT_INTEGER) or (high is not None and high < -MAX_EXACT_INTEGER):
-        raise _unsupported(shape, _bound_keyword(shape), place, "is beyond what can be enforced: 2**53")
+        raise _error_at(shape, _bound_keyword(shape), place, "is beyond what can be enforced: 2**53")
     if low is not None and high is not None and not _has_writable_number(low, high, excludes_low, excludes_high):
-        raise _unsupported(shape, _bound_keyword(shape), place, "leaves no number of at most 6 fraction digits")
+        raise _error_at(shape, _bound_keyword(shape), place, "leaves no number of at most 6 fraction digits")
     return [Numbers(False, low, high, excludes_low, excludes_high)]
 
 
@@ -220,9 +220,9 @@ def _common_multiple(shape: Number, place: str) -> Fraction | None:
         step = divisor if step is None else step * (step / divisor).denominator
     if step is not None and shape.integer and step.denominator != 1:
         # An integer is a multiple of n/d (in lowest terms) if it is a multiple of n.
-        # A large d shows that n/d is a rounded float: the author wrote 0.1, which binary floats can't store.
+        # A large d shows that n/d is a rounded float, such as 0.1, which binary floats can't store.
         if step.denominator > MAX_UNBOUNDED_MULTIPLE:
-            raise _unsupported(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
+            raise _error_at(shape, "multipleOf", place, "of a number with a fraction can't be enforced for integers")
         step = Fraction(step.numerator)
     return step
 
@@ -231,7 +231,7 @@ def _plan_integers(shape: Number, step: Fraction | None, place: str) -> list[Pla
     low = None if shape.low is None else ceil(shape.low) + (shape.excludes_low and shape.low.denominator == 1)
     high = None if shape.high is None else floor(shape.high) - (shape.excludes_high and shape.high.denominator == 1)
     if (low is not None and low > MAX_INT64) or (high is not None and high < -MAX_INT64):
-        raise _unsupported(shape, _bound_keyword(shape), place, "is beyond 64 bits")
+        raise _error_at(shape, _bound_keyword(shape), place, "is beyond 64 bits")
     if low is not None and high is not None and low > high:
         return []
     if step is not None and step != 1:
@@ -244,18 +244,18 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
     if low is None and high is None:
         if step > MAX_UNBOUNDED_MULTIPLE:
             problem = f"above {MAX_UNBOUNDED_MULTIPLE} can be enforced between bounds only"
-            raise _unsupported(shape, "multipleOf", place, problem)
+            raise _error_at(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
             return [Numbers(True, divisor=step)]
-        # With this step, the grammar can't always end a number, because appended zeros may never give a multiple.
+        # With other steps, appended zeros may never give a multiple, so the grammar could not always end a number.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
         problem = "can be enforced with both bounds or without bounds; give the other bound"
-        raise _unsupported(shape, "multipleOf", place, problem)
+        raise _error_at(shape, "multipleOf", place, problem)
     first, last = -(-low // step), high // step
     if last - first >= MAX_ENUMERATED_VALUES:
         problem = f"between bounds leaves more than {MAX_ENUMERATED_VALUES} values"
-        raise _unsupported(shape, "multipleOf", place, problem)
+        raise _error_at(shape, "multipleOf", place, problem)
     return [Constants(tuple(index * step for index in range(first, last + 1)))] if first <= last else []
 
 
@@ -268,7 +268,7 @@ def _ends_with_zeros(step: int) -> bool:
 
 
 def _plan_strings(shape: Text, place: str, count_steps: CountSteps) -> list[Plan]:
-    if not (shape.low or shape.high is not None or shape.patterns or shape.absent_patterns or shape.excluded):
+    if not (shape.low or shape.high is not None or shape.patterns or shape.forbidden_patterns or shape.excluded):
         pattern = None if shape.format is None else format_pattern(shape.format)
         return [Texts(pattern)]
     pattern = string_pattern(shape, place, count_steps)
@@ -289,7 +289,7 @@ def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan
     if high is not None and low > high:
         return []
     if low > MAX_ITEMS:
-        raise _unsupported(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
+        raise _error_at(shape, "minItems", place, f"above {MAX_ITEMS} is not supported")
     if high is not None:
         high = min(high, MAX_ITEMS)
         prefix = prefix[:high]
@@ -305,10 +305,10 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
     position = 0
     for contains in sorted(shape.contains, key=lambda contains: contains.item_schemas):
         if contains.high is not None and (high is None or high > contains.high):
-            raise _unsupported(shape, "contains", place, "can't be enforced with maxContains below maxItems")
+            raise _error_at(shape, "contains", place, "can't be enforced with maxContains below maxItems")
         if contains.low > MAX_ENUMERATED_VALUES:
             problem = f"can't be enforced with minContains above {MAX_ENUMERATED_VALUES}"
-            raise _unsupported(shape, "contains", place, problem)
+            raise _error_at(shape, "contains", place, problem)
         prefix += [shape.rest] * (position + contains.low - len(prefix))
         for index in range(position, position + contains.low):
             prefix[index] = join_conjunctions(prefix[index], contains.item_schemas)
@@ -319,7 +319,7 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
 def _plan_unique_items(
     resolver: ShapeResolver, shape: Array, prefix: list[Conjunction], low: int, high: int | None, place: str
 ) -> Plan:
-    """Lists all arrays of distinct enum values. If these are too many, lists only arrays in the order of the enum."""
+    """Lists all arrays of distinct enum values, or, if they are too many, only arrays in the order of the enum."""
     items = resolver.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
     max_length = min(len(values) if high is None else high, len(values))
@@ -329,7 +329,7 @@ def _plan_unique_items(
             if sum(count(len(values), length) for length in lengths) <= MAX_ENUMERATED_VALUES:
                 return Constants(tuple(list(array) for length in lengths for array in arrange(values, length)))
     problem = f"can be enforced only if items are an enum that allows at most {MAX_ENUMERATED_VALUES} arrays"
-    raise _unsupported(shape, "uniqueItems", place, f"{problem}; leave it out")
+    raise _error_at(shape, "uniqueItems", place, f"{problem}; leave it out")
 
 
 # Objects.
@@ -347,19 +347,19 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     if rest is None:
         # No keyword mentions other properties: exclude them if declared properties exist and suffice for `low`.
         rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
-    undeclared: list[tuple[str | None, Conjunction]] = []
+    name_patterns: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:
-        with_known_names, undeclared = plan_undeclared_properties(resolver, shape, rest, place)
-        named += with_known_names
+        undeclared_with_name, name_patterns = plan_undeclared_properties(resolver, shape, rest, place)
+        named += undeclared_with_name
     if shape.high is not None and (shape.high < len(shape.required) or (shape.high == 0 and shape.low)):
         return []
     low = shape.low if shape.low > sum(is_required for *_, is_required in named) else 0
-    if low > 1 and undeclared:
+    if low > 1 and name_patterns:
         problem = "above 1 can't be enforced with undeclared properties, because a name may occur twice"
-        raise _unsupported(shape, "minProperties", place, problem)
+        raise _error_at(shape, "minProperties", place, problem)
     high = shape.high
-    if high is not None and not undeclared and high >= len(named):
+    if high is not None and not name_patterns and high >= len(named):
         high = None
     if high == 0:
-        named, undeclared, high = [], [], None
-    return [Properties(tuple(named), tuple(undeclared), low, high)]
+        named, name_patterns, high = [], [], None
+    return [Properties(tuple(named), tuple(name_patterns), low, high)]
