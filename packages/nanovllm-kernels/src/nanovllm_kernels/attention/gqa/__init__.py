@@ -132,7 +132,6 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    # The default filter excludes no request from the work lists.
     request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
     uses_flash = (

@@ -136,7 +136,6 @@ def paged_decode(
 @functools.cache
 def compile_decode(shape: DecodeShape, options: str = ""):
     """Compile the kernel. options: compiler flags; "--gpu-arch sm_90a" compiles without a GPU."""
-    # (type, alignment in bytes) of each pointer argument of `DecodeKernel.__call__`, in order.
     pointer_types = [(shape.dtype, 4), (shape.cache_dtype, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
     pointer_types += [(Float32, 16), (Float32, 8), (Int32, 4)]
     pointers = [

@@ -117,11 +117,8 @@ def _merge_parts(
     first_slot, first_index, last_index = Int32(0), first_part, last_part
     is_last = Boolean(True)  # Whether this CTA continues: without groups, or as the last arrival of its group.
     if last_part - first_part >= 2 * MERGED_PARTS:
-        first_slot, first_index, last_index = (
-            2 * exchange.num_parts,
-            first_part // MERGED_PARTS,
-            last_part // MERGED_PARTS,
-        )
+        first_slot = 2 * exchange.num_parts
+        first_index, last_index = first_part // MERGED_PARTS, last_part // MERGED_PARTS
         part_group = part // MERGED_PARTS
         group_first_part = cutlass.max(first_part, part_group * MERGED_PARTS)
         group_last_part = cutlass.min(last_part, part_group * MERGED_PARTS + (MERGED_PARTS - 1))
@@ -184,7 +181,6 @@ def _share_rows(
 ):
     """Store a warp's sums, and each row's maximum and sum of weights, in shared memory for the CTA's other threads."""
     row = exchange.lane >> 2
-    # A lane has one or two rows of a tile: `row`, and `row` + 8.
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
         weight_sum = row_sum[lane_row]
         for i in cutlass.range_constexpr(2):
@@ -201,10 +197,8 @@ def _share_rows(
 
 
 def _locate_lane_sums(shape, lane, row, lane_row, tile):
-    """Return (offset of two adjacent sums of a lane in shared memory, index in `acc` of the first sum, of the second).
-
-    `eighth` numbers the pieces of 8 sums in a row. `column` is the position of the first sum in the piece.
-    """
+    """Return (offset of two adjacent sums of a lane in shared memory, index of the first in `acc`, of the second)."""
+    # `eighth` numbers the pieces of 8 sums in a row. `column` is the position of the first sum in the piece.
     if not shape.is_fp8:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
@@ -243,10 +237,7 @@ def _merge_slots(
     first_merged: Int32,
     last_merged: Int32,
 ):
-    """Merge the slots of parts (or groups) first_merged..last_merged. The request begins in part `first_part`.
-
-    first_slot: the first slot of all parts (or groups). Returns: (maximum score, sum of weights, four sums).
-    """
+    """Merge parts (or groups) first_merged..last_merged, as `_merge_warps` does. The request begins in `first_part`."""
     max_score, weight_sum = -Float32.inf, Float32(0.0)
     sum_0, sum_1, sum_2, sum_3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
     for first_loaded in range(first_merged, last_merged + 1, MERGED_PARTS):
@@ -264,13 +255,8 @@ def _merge_slots(
         for slot_max, _, _ in loaded:
             new_max = arch.fmax(new_max, slot_max)
         rescale = cute_ptx.exp2(max_score - new_max)
-        weight_sum, sum_0, sum_1, sum_2, sum_3 = (
-            weight_sum * rescale,
-            sum_0 * rescale,
-            sum_1 * rescale,
-            sum_2 * rescale,
-            sum_3 * rescale,
-        )
+        weight_sum, sum_0, sum_1 = weight_sum * rescale, sum_0 * rescale, sum_1 * rescale
+        sum_2, sum_3 = sum_2 * rescale, sum_3 * rescale
         for i in cutlass.range_constexpr(MERGED_PARTS):
             slot_max, slot_sum, values = loaded[i]
             weight = cute_ptx.exp2(slot_max - new_max) * Float32(first_loaded + i <= last_merged)
