@@ -15,6 +15,7 @@ from nanovllm_kernels.platform import describe_device, has_cute, has_flash_atten
 
 __all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
 
+# Page size, in tokens, where a larger page is not faster.
 MIN_PAGE_SIZE = 16
 
 
@@ -87,21 +88,21 @@ def _plan_cute_decodes(
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
 
-    _, page_size, num_cached_heads, head_dim = kv_cache.shape
-    num_kv_heads, device = num_cached_heads // 2, kv_cache.device
-    group_size = num_heads // num_kv_heads
+    page_size, head_dim, device = kv_cache.shape[1], kv_cache.shape[3], kv_cache.device
+    num_kv_heads = kv_cache.shape[2] // 2
+    group_size = num_heads // num_kv_heads  # Query heads per key-value head.
     if not cute_decode.supports_decode(head_dim, group_size, page_size, dtype, kv_cache.dtype, device):
         return batch
     config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=False)
     if num_decodes is None and 1 < batch.max_query_len <= config.block_m // group_size:
-        # The step verifies a few draft tokens per request: one work list holds all requests.
+        # The step verifies a few draft tokens per request, which fit a tile of `block_m` rows. One work list suffices.
         return batch
-    decode_lens = _decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
+    decode_lens = _find_decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
     workspace = cute_decode.allocate_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
     return replace(batch, cute_decode_lens=decode_lens, cute_workspace=workspace)
 
 
-def _decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
+def _find_decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
     """Return the number of tokens of each request with one query, and 0 for other requests."""
     if num_decodes is not None:
         return seq_lens[:num_decodes]
@@ -123,27 +124,28 @@ def _plan_work_lists(
     """Plan work lists and FlashAttention for requests that the CuTe DSL kernel does not take. Return the new batch."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
+    # Narrow tiles, then wide tiles. A tile has `block_m` rows: one per query position and query head of the group.
     configs = [
         tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
         for many_queries in (False, True)
     ]
-    tile_queries = [config.block_m // group_size for config in configs]
+    queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
-    query_ranges = split_query_lens(*tile_queries, min_query_len, batch.max_query_len)
+    query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
     request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
     uses_flash = (
-        bool(query_ranges[1])
+        bool(query_len_ranges[1])
         and batch.max_query_len >= min_flash_queries
         and _supports_flash(head_dim, kv_cache.dtype, backend)
     )
     if uses_flash and has_only_whole_prompts:
         batch = replace(batch, flash_requests=flash_requests.select_whole_prompts(batch.query_start_loc))
-        query_ranges = split_query_lens(*tile_queries, min_query_len, 1)
+        query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, 1)
     elif uses_flash:
         request_filter = flash_requests.work_list_filter(num_heads, describe_device(kv_cache.device).num_sms)
     work_lists: list[WorkList | None] = []
-    for config, block_q, query_lens in zip(configs, tile_queries, query_ranges, strict=True):
+    for config, block_q, query_lens in zip(configs, queries_per_tile, query_len_ranges, strict=True):
         if not query_lens:
             work_lists.append(None)
             continue
@@ -157,8 +159,8 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # If at most `max_excluded` requests exist and no context can reach `min_context`, FlashAttention takes all
-        # requests with several queries, and this list stays empty.
+        # FlashAttention takes all requests with several queries, and leaves this list empty, if at most `max_excluded`
+        # requests exist and no request can have `min_context` tokens before its queries.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded
@@ -185,9 +187,9 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum tokens with which a captured step of whole prompts does not read the cache.
+    """Return the minimum tokens of a captured step of whole prompts for which attention does not read the cache.
 
-    None: such a step always reads the cache.
+    None: attention of whole prompts always reads the cache.
     """
     is_latent = kv_cache.shape[2] == 1
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -195,7 +197,7 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return the sizes of the rounds in which the device computes prompt attention. num_heads: query heads."""
+    """Return the number and size of the tiles that the device computes at once, in one round of prompt attention."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return ONE_TOKEN_ROUNDS
@@ -216,11 +218,11 @@ def paged_attention(
     """Compute causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
 
     q: [T, Hq, D], request after request; heads contiguous, tokens with any stride; float32, float16 or bfloat16.
-    kv_cache: [N, P, 2 Hkv, D], q's dtype or float8_e4m3fn, contiguous, Hq a multiple of Hkv. Each slot holds the key
-        heads, then the value heads. This step's keys and values are already written.
+    kv_cache: [pages, slots per page, 2 Hkv, D], q's dtype or float8_e4m3fn, contiguous, Hq a multiple of Hkv. Each slot
+        holds a token's key heads, then the value heads. This step's keys and values are already written.
     batch: from `plan_batch`.
-    scale: factor for the products before the softmax.
-    kv_scales: uint8 [N, 2 Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
+    scale: factor of the query-key products.
+    kv_scales: uint8 [pages, 2 Hkv, slots per page], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     own_keys_values: [T, 2 Hkv, D], the step's key heads, then value heads; heads contiguous, tokens with any stride.
         Required if `batch.reads_own_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
@@ -276,7 +278,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Run each kernel that has a plan. Each list of tensors holds the fields of a plan, or is empty."""
+    """Run each kernel that the step uses. A list of tensors holds the fields of a kernel's plan, or is empty."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -20,20 +20,20 @@ from nanovllm_kernels.attention.gqa.cute_merge import count_slots
 from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, DecodeShape
 from nanovllm_kernels.platform import describe_device
 
-HOPPER = (9, 0)
+HOPPER = (9, 0)  # CUDA compute capability.
 LOG2_E = math.log2(math.e)
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)  # Supported page sizes, in tokens.
 CUTLASS_DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 
 
 class RingSize(NamedTuple):
-    """Size of a CTA's ring buffers in shared memory. Each warp has one ring, which holds `num_stages` x 16 tokens."""
+    """Size of a CTA's rings in shared memory. Each warp has one ring buffer, which holds `num_stages` x 16 tokens."""
 
     num_warps: int
     num_stages: int
 
 
-# By head size. Rings of about 192 KiB were the fastest on an H200.
+# Ring sizes by head size. Rings of about 192 KiB per CTA were the fastest on an H200.
 RING_SIZES = {64: RingSize(16, 3), 128: RingSize(8, 3), 256: RingSize(6, 2)}
 # For FP8 caches. FP8 heads of 64 would not fill a row of shared memory.
 FP8_RING_SIZES = {128: RingSize(12, 4), 256: RingSize(6, 4)}
@@ -73,6 +73,7 @@ def allocate_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
     """Allocate a workspace for at most `max_requests` requests of any lengths."""
+    # A slot holds one partial result: of a part (a CTA's share of the work), or of a group of parts.
     num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
     num_rows = (num_part_slots + num_group_slots) * num_heads
     return DecodeWorkspace(
@@ -100,7 +101,7 @@ def paged_decode(
     kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
     seq_lens: int32 [B], tokens of each request. A request with 0 tokens gets zeros.
-    scale: positive factor for the products before the softmax.
+    scale: positive factor of the query-key products.
     out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
 
     The first call for a shape compiles the kernel, and cannot be captured in a CUDA graph.

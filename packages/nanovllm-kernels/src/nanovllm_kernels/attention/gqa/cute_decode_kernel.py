@@ -1,6 +1,6 @@
 """Computes paged decode in the CuTe DSL, with one query per request. The bulk copy engine (TMA) loads keys and values.
 
-A step is 16 consecutive tokens of one page for one key-value head. One warp loads the step into the warp's ring in
+A step is 16 consecutive tokens of one page for one key-value head. One warp loads a step into its ring of slots in
 shared memory, and computes the step. For each key-value head, the steps of all requests are cut into equal parts, one
 per CTA (Osama et al. 2023). The warps of a CTA take the CTA's steps in turn, and synchronise only where a request ends.
 """
@@ -23,14 +23,16 @@ LOG2_STEP_TOKENS = STEP_TOKENS.bit_length() - 1
 
 @dataclass(frozen=True)
 class StepLoader:
-    """Loads the steps of a warp.
+    """Holds what a warp needs to load its steps. A slot of a ring holds one step.
 
+    copy_atom: descriptor of the bulk copy of a step's keys and values.
     cache_steps: the cache of this key-value head, indexed by step.
     ring_slots: slots of all rings of the CTA. The warp's slots begin at `first_ring_slot`.
     barriers: one barrier per slot.
+    block_tables: page numbers of all requests. The table of request b begins at b * `table_stride`.
     end_step: the step after the CTA's last step.
-    scales_ptr: pointer to the scales of this head in an FP8 cache.
-    scale_ring_address: shared address of the rings of scales.
+    scales_ptr: pointer to this head's first key scale in an FP8 cache.
+    scale_ring_address: shared address of the CTA's rings of scales.
     """
 
     copy_atom: cute.CopyAtom
@@ -79,7 +81,7 @@ class DecodeKernel:
         """Launch one CTA per key-value head and part."""
         shape = self.shape
         head_stride, kv_stride = shape.head_dim, num_kv_heads * shape.head_dim
-        # Modes: token, element (in rows of shared memory), key or value, head.
+        # The tensor's modes: token, element (in rows of shared memory), key or value, head.
         cache = cute.make_tensor(
             kv_cache,
             cute.make_layout(
@@ -147,7 +149,8 @@ class DecodeKernel:
     ):
         """Compute one part of the steps of one key-value head. Grid: key-value heads x parts.
 
-        Steps are numbered across all requests. A request has the steps request_begin to request_end - 1.
+        Steps are numbered across all requests. A request has the steps `request_begin` to `request_end` - 1. Variables
+        `next_*` describe the step that the warp copies next. `next_index` is this step's index in the cache.
         """
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
@@ -215,6 +218,7 @@ class DecodeKernel:
         acc = cute.make_rmem_tensor(shape.head_dim // 2, Float32)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
+        # `ring_slot` holds the warp's current step, `spare_slot` is free, and `phase` is the parity of the barriers.
         ring_slot, spare_slot, phase = first_ring_slot, first_ring_slot + (shape.num_stages - 1), Int32(0)
         request_part_begin = part_begin
         while request_part_begin < part_end:
@@ -232,10 +236,8 @@ class DecodeKernel:
                         loader, spare_slot, next_index, next_step, next_request, next_begin, next_end
                     )
                     arch.mbarrier_wait(barriers + ring_slot, phase)
-                    slot_address, num_valid = (
-                        ring_base + ring_slot * shape.slot_bytes,
-                        seq_len - (step - request_begin) * STEP_TOKENS,
-                    )
+                    slot_address = ring_base + ring_slot * shape.slot_bytes
+                    num_valid = seq_len - (step - request_begin) * STEP_TOKENS
                     scales_address = scale_ring_address + ring_slot * shape.scale_bytes
                     self.attend(queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale)
                     arch.sync_warp()
@@ -280,9 +282,9 @@ class DecodeKernel:
 
     @cute.jit
     def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, begin and end of this part, the part's first request, begin and end of this request).
+        """Return (steps per part, first step of this part, its end, first request, that request's first step, its end).
 
-        Each lane counts the steps of an equal number of requests.
+        Each lane counts the steps of an equal number of requests. Every end is the step after the last step.
         """
         requests_per_lane = (num_reqs + (WARP_SIZE - 1)) >> 5
         first_request = lane * requests_per_lane
@@ -314,7 +316,7 @@ class DecodeKernel:
     @cute.jit
     def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
         """Start copies into all but one slot of the warp's ring, from `step` on. Return arguments for `refill_slot`."""
-        # Look up all pages first, so that these loads overlap.
+        # A cache index is a position in the cache, counted in steps. Look up all indexes first, so that loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []
         for stage in cutlass.range_constexpr(num_stages):
@@ -367,7 +369,7 @@ class DecodeKernel:
         return scale_log2
 
     def attend(self, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale):
-        """Accumulate one step into the running softmax."""
+        """Accumulate one step into the running softmax. num_valid: the request's tokens from this step on."""
         if self.shape.is_fp8:
             cute_tile_fp8.attend(
                 self.shape, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale
@@ -395,10 +397,8 @@ class DecodeKernel:
                 scales = loader.scales_ptr + (
                     page * (2 * loader.num_kv_heads * shape.page_size) + page_step * STEP_TOKENS
                 )
-                address, barrier_address = (
-                    loader.scale_ring_address + ring_slot * shape.scale_bytes,
-                    Int32(barrier.toint()),
-                )
+                address = loader.scale_ring_address + ring_slot * shape.scale_bytes
+                barrier_address = Int32(barrier.toint())
                 cute_ptx.copy_16_bytes_async(address, scales, barrier_address)
                 cute_ptx.copy_16_bytes_async(
                     address + STEP_TOKENS, scales + loader.num_kv_heads * shape.page_size, barrier_address

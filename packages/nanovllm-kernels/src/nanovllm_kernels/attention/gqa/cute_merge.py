@@ -1,7 +1,9 @@
 """Merges the results of a CTA's warps, and of the CTAs that share a request, in the CuTe DSL decode kernel.
 
-Partial results are merged as in split-KV attention (Dao et al. 2023). The last CTA that arrives at a request's counter
-merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged in groups.
+A part is the work of one CTA. Parts are merged as in split-KV attention (Dao et al. 2023). The last CTA that arrives at
+a request's counter merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged
+in groups. `shape` is a `DecodeShape`, and its `group_size` the number of query heads per key-value head. `quad` is the
+index of four adjacent elements of the output of these query heads.
 """
 
 from dataclasses import dataclass
@@ -28,8 +30,9 @@ class ResultExchange:
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
     row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then a copy of a counter.
 
-    Part p has slot 2p for the request that began before part p, and slot 2p + 1 for the request that begins in part p.
-    Group g of MERGED_PARTS parts likewise has slots 2 * num_parts + 2g and 2 * num_parts + 2g + 1.
+    A slot holds the partial result of one request. Part p has slot 2p for the request that began before part p, and
+    slot 2p + 1 for the request that begins in part p. Group g of MERGED_PARTS parts likewise has slots
+    2 * num_parts + 2g and 2 * num_parts + 2g + 1.
     """
 
     out: cute.Pointer
@@ -47,7 +50,7 @@ class ResultExchange:
 
 
 def count_slots(num_parts: int) -> tuple[int, int]:
-    """Return (number of slots of parts, number of slots of groups)."""
+    """Return (number of parts' slots, number of groups' slots)."""
     return 2 * num_parts, 2 * -(-num_parts // MERGED_PARTS)
 
 
@@ -79,6 +82,7 @@ def merge_request(
 ):
     """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
+    is_whole: whether this part holds all steps of the request.
     spare_address: shared address of a free slot in the warp's ring. Other warps read this warp's rows from this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
@@ -111,13 +115,10 @@ def _merge_parts(
     """Merge the parts of a request that spans several parts. With many parts, merge each group first."""
     num_group_slots = 2 * ((exchange.num_parts + (MERGED_PARTS - 1)) // MERGED_PARTS)
     first_slot, first_index, last_index = Int32(0), first_part, last_part
-    is_last = Boolean(True)
+    is_last = Boolean(True)  # Whether this CTA continues: without groups, or as the last arrival of its group.
     if last_part - first_part >= 2 * MERGED_PARTS:
-        first_slot, first_index, last_index = (
-            2 * exchange.num_parts,
-            first_part // MERGED_PARTS,
-            last_part // MERGED_PARTS,
-        )
+        first_slot = 2 * exchange.num_parts
+        first_index, last_index = first_part // MERGED_PARTS, last_part // MERGED_PARTS
         part_group = part // MERGED_PARTS
         group_first_part = cutlass.max(first_part, part_group * MERGED_PARTS)
         group_last_part = cutlass.min(last_part, part_group * MERGED_PARTS + (MERGED_PARTS - 1))
@@ -196,7 +197,8 @@ def _share_rows(
 
 
 def _locate_lane_sums(shape, lane, row, lane_row, tile):
-    """Return (offset of a lane's two adjacent sums in shared memory, index of the first in `acc`, then second)."""
+    """Return (offset of two adjacent sums of a lane in shared memory, index of the first in `acc`, of the second)."""
+    # `eighth` numbers the pieces of 8 sums in a row. `column` is the position of the first sum in the piece.
     if not shape.is_fp8:
         eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
@@ -204,7 +206,7 @@ def _locate_lane_sums(shape, lane, row, lane_row, tile):
         even, odd = 4 * (tile & ~1), 4 * (tile | 1)
         eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
         first, second = even + (tile & 1), odd + (tile & 1)
-    # Swizzle each row in pieces of 8 sums, so that neighbouring rows use different banks.
+    # Swizzle the pieces of each row, so that neighbouring rows use different banks.
     return (row + 8 * lane_row) * shape.head_dim + (row ^ eighth) * 8 + column, first, second
 
 
@@ -253,13 +255,8 @@ def _merge_slots(
         for slot_max, _, _ in loaded:
             new_max = arch.fmax(new_max, slot_max)
         rescale = cute_ptx.exp2(max_score - new_max)
-        weight_sum, sum_0, sum_1, sum_2, sum_3 = (
-            weight_sum * rescale,
-            sum_0 * rescale,
-            sum_1 * rescale,
-            sum_2 * rescale,
-            sum_3 * rescale,
-        )
+        weight_sum, sum_0, sum_1 = weight_sum * rescale, sum_0 * rescale, sum_1 * rescale
+        sum_2, sum_3 = sum_2 * rescale, sum_3 * rescale
         for i in cutlass.range_constexpr(MERGED_PARTS):
             slot_max, slot_sum, values = loaded[i]
             weight = cute_ptx.exp2(slot_max - new_max) * Float32(first_loaded + i <= last_merged)
@@ -287,7 +284,7 @@ def _store_slot(
     weight_sum: Float32,
     sums: cutlass.Constexpr,
 ):
-    """Store four partial sums, and after the first four sums of a row the row's statistics."""
+    """Store four partial sums. With the first four sums of a row, store the row's maximum score and sum of weights."""
     row, column = _partial_row(shape, exchange, slot, quad), quad % (shape.head_dim // 4)
     cute_ptx.store_global_4_floats(exchange.partial_out + row * shape.head_dim + column * 4, sums)
     if column == 0:

@@ -1,7 +1,7 @@
 """Wraps PTX instructions in functions, for the CuTe DSL decode kernel.
 
-Shared addresses are Int32, global addresses are pointers. Fragments have the layout of PTX's `mma.m16n8k16`:
-lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
+Shared addresses are Int32, global addresses are pointers. Matrices in registers have the layout of PTX's
+`mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
 """
 
 from cutlass import BFloat16, Float32, Int32
@@ -19,7 +19,7 @@ def load_matrices(address, *, transpose):
 
 
 def multiply_add(dtype, a, b, c):
-    """Return C + A B as four Float32. `a` (16 x 16) is four Int32, `b` (16 x 8) two Int32, `c` four Float32."""
+    """Return C + A B: four Float32 per lane. A (16 x 16) is four Int32, B (16 x 8) two Int32, C four Float32."""
     type_name = "bf16" if dtype is BFloat16 else "f16"
     return arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{type_name}.{type_name}.f32"
@@ -88,7 +88,7 @@ def load_shared_two_bytes(address):
 
 
 def copy_16_bytes_async(address, pointer, barrier):
-    """Start a copy of 16 aligned bytes from global to shared memory that signals `barrier`."""
+    """Start a copy of 16 aligned bytes from global `pointer` to shared `address`. The copy signals `barrier`."""
     arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], 16, [{$r2}];",
         read_only_args=[address, pointer, barrier],

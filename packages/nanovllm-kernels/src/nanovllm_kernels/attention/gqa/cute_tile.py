@@ -1,7 +1,7 @@
 """Computes one step (16 tokens) in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
 
-The query heads of a key-value head are rows of `mma.m16n8k16`, so that keys and values are read once for all heads. The
-softmax is online (Milakov and Gimelshein 2018), in base 2.
+The query heads of a key-value head are rows of a tile of `mma.m16n8k16`, so that all heads share the loads of keys and
+values. The softmax is online (Milakov and Gimelshein 2018), in base 2.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class DecodeShape:
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
     group_size: query heads per key-value head, at most 16, or 8 with an FP8 cache.
     num_warps: warps of a CTA.
-    num_stages: number of steps that each warp's ring buffer in shared memory holds.
+    num_stages: slots of each warp's ring buffer in shared memory. A slot holds one step.
     """
 
     dtype: type
@@ -57,12 +57,12 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a step's keys. Keys precede values, and the first rows of all tokens precede the second rows."""
+        """Bytes of a step's keys. Values follow the keys. The first rows of all tokens precede the second rows."""
         return STEP_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a step's keys and values. A slot can also hold float32 sums of 16 rows, or of 8 rows with FP8."""
+        """Bytes of a slot: a step's keys and values, or the float32 sums of 16 rows (with FP8, of 8 rows)."""
         return 2 * self.keys_bytes
 
     @property
@@ -72,13 +72,13 @@ class DecodeShape:
 
     @property
     def rows_per_lane(self) -> int:
-        """Rows of a tile that a lane holds. The second row is unused if a group has at most 8 heads."""
+        """Rows of a tile that a lane holds: one if at most 8 query heads share a key-value head, otherwise two."""
         return 1 if self.group_size <= TILE_ROWS // 2 else 2
 
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries from element `offset` of `q` on, as fragments of operand A. Unused rows are zero."""
+    """Load a group's queries from element `offset` of `q` on, as operand A of `mma`. Unused rows are zero."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
@@ -102,7 +102,11 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Add the step at shared address `slot_address` to the running softmax. num_valid: valid tokens of the step."""
+    """Add the step at shared address `slot_address` to the running softmax.
+
+    acc: sums of weighted values. row_max, row_sum: maximum score and sum of weights of each of the lane's rows.
+    num_valid: number of the request's tokens from this step on.
+    """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     addresses = lane_addresses(slot_address, lane)
     if num_valid < STEP_TOKENS:
@@ -120,7 +124,7 @@ def attend(
 def lane_addresses(slot_address, lane):
     """Return the four shared addresses from which a lane loads matrices, one per pair of 16-byte chunks in a row.
 
-    Lane l addresses token l % 16, and chunk l // 16 of each pair. The swizzle puts chunk c of token t at c ^ (t % 8).
+    Lane l addresses token l % 16, and chunk l // 16 of each pair. The swizzle moves chunk c of token t to c ^ (t % 8).
     """
     token = lane & 15
     offset = token * ROW_BYTES + (((lane >> 4) ^ (token & 7)) << 4)
@@ -129,7 +133,7 @@ def lane_addresses(slot_address, lane):
 
 @cute.jit
 def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int32, lane: Int32):
-    """Zero the values past the request's end: a weight of zero would not cancel a NaN."""
+    """Zero the values from token `num_valid` of the step on: a weight of zero would not cancel a NaN."""
     for i in cutlass.range_constexpr(shape.keys_bytes // 16 // WARP_SIZE):
         chunk = lane + WARP_SIZE * i
         if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:

@@ -1,7 +1,7 @@
 """Computes one step like `cute_tile`, for an FP8 cache: e4m3 elements, with one scale per token and head (see `fp8`).
 
-Operands are float16. Queries are divided by a power of two, and log2 of each value scale is added to the score in base
-2 (`triton_softmax` says why). A group has at most 8 query heads, because a step's slot must hold the sums.
+Operands are float16. Queries are divided by a power of two, and log2 of each value scale is added to the base-2 score
+(`triton_softmax` says why). At most 8 query heads share a key-value head, because a step's memory must hold the sums.
 Every 16 dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
@@ -16,7 +16,7 @@ from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, cle
 
 
 class LaneScore(NamedTuple):
-    """Locates one score of lane l: `index` in the lane's fragment, for token 2 (l % 4) + `token_offset`."""
+    """Locates one score of lane l: `index` in the lane's `scores`, for token 2 (l % 4) + `token_offset`."""
 
     index: int
     token_offset: int
@@ -25,14 +25,14 @@ class LaneScore(NamedTuple):
 LANE_SCORES = (LaneScore(0, 0), LaneScore(1, 1), LaneScore(4, 8), LaneScore(5, 9))
 # Let weights reach 2^15. With a lower limit, small weights of a long context would be subnormal in float16.
 MAX_WEIGHT_LOG2 = 15.0
-# Mask of a float32's exponent bits.
+# Mask of a float32's exponent bits, and twice a float32's exponent bias.
 EXPONENT_MASK = 0x7F800000
 TWICE_EXPONENT_BIAS = 254
 
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries like `cute_tile.load_queries`, divided by a power of two. Return the power."""
+    """Load a group's queries like `cute_tile.load_queries`, divided by a power of two. Return that power of two."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     row = lane >> 2
@@ -69,8 +69,9 @@ def attend(
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Add a step to the running softmax. scales_address: shared address of the step's scales.
+    """Add a step to the running softmax, like `cute_tile.attend`.
 
+    scales_address: shared address of the step's key scales, which its value scales follow.
     row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of weights that exclude the value scales.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
@@ -90,7 +91,7 @@ def attend(
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the step's scores as two adjacent tiles of 8 tokens. One MMA multiplies 16 dimensions."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens. A dim pair is two units of 16 dimensions."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for dim_pair in range(shape.head_dim // 32):
         keys = cute_ptx.load_matrices(
@@ -107,7 +108,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` to those of 1 / value scale."""
+    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` to those of 1 / (value scale)."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)

@@ -10,16 +10,16 @@ from torch import Tensor
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.platform import make_cache_directory
 
+# Head sizes that FlashAttention supports in a paged cache.
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
-# (key size, value size) of a head, for keys and values in rows instead of pages.
+# Supported (key size, value size) of a head, for keys and values in rows of tensors instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum of `max_seqlen_q`. For a smaller value, which fits one tile, FlashAttention would select another kernel, and
-# would compile it on first use.
+# Minimum of the argument `max_seqlen_q`. For a smaller number, which fits one tile, FlashAttention would select another
+# kernel, and would compile that kernel on first use.
 MIN_QUERY_LEN_BOUND = 256
 # Minimum tokens of a captured step with FlashAttention. With fewer tokens, most of the device would be idle.
 MIN_CAPTURED_TOKENS = 512
-# FlashAttention copies pages of this size, which fill a tile of keys, by the bulk copy engine (TMA). Smaller pages are
-# slower.
+# Page size, in tokens, and head sizes with which the bulk copy engine (TMA) copies pages. Smaller pages are slower.
 TMA_PAGE_SIZE = 128
 TMA_HEAD_DIMS = (64, 96, 128)
 
@@ -37,7 +37,7 @@ def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
 def attend_to_pages(
     q: Tensor, kv_cache: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
-    """Attend for `requests` over their pages, and write their rows of `out`.
+    """Compute attention of `requests` over their pages, and write their rows of `out` [T, Hq, D].
 
     The launch depends only on shapes and `max_query_len`, so that a captured graph can be replayed for any lengths.
     """
@@ -60,7 +60,7 @@ def attend_to_pages(
 def attend_to_rows(
     q: Tensor, keys: Tensor, values: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
-    """Attend for `requests` whose tokens are all in this step, and write their rows of `out`.
+    """Compute attention of `requests` whose tokens are all in this step. Write their rows of `out`.
 
     q: [T, H, D]. keys: [T, Hkv, D]. values: [T, Hkv, V]. The last dimension of each tensor is contiguous.
     """
@@ -83,7 +83,7 @@ def attend_to_rows(
 @functools.cache
 def _import_forward() -> Callable[..., object]:
     """Import FlashAttention's private forward function, because the public function takes no `out`."""
-    # FlashAttention reads these variables once, at import.
+    # FlashAttention reads its environment variables once, at import.
     directory = make_cache_directory("flash_attention")
     if directory is not None:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

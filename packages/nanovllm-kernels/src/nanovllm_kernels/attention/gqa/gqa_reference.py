@@ -1,6 +1,7 @@
 """Computes grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-The decodes of a `DecodeGroup` are computed together. Prefills are computed one request at a time.
+Decodes are computed together, one `DecodeGroup` at a time. Prefills are computed one request at a time.
+A slot of the cache holds `heads_per_slot` heads of one token: all key heads, then all value heads.
 """
 
 import torch
@@ -35,9 +36,9 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGrou
     """
     if group.mask is None:
         return gather_pages(kv_cache, kv_scales, group.pages_or_slots, dtype)
-    _, page_size, num_cached_heads, head_dim = kv_cache.shape
+    _, page_size, heads_per_slot, head_dim = kv_cache.shape
     slots = group.pages_or_slots
-    tokens = kv_cache.view(-1, num_cached_heads * head_dim).index_select(0, slots).view(-1, num_cached_heads, head_dim)
+    tokens = kv_cache.view(-1, heads_per_slot * head_dim).index_select(0, slots).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens
     return fp8.dequantize(tokens, kv_scales[slots // page_size, :, slots % page_size], dtype)
@@ -45,14 +46,14 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGrou
 
 def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
     """Return the keys and values in `pages`, [tokens, 2 Hkv, D]. FP8 elements are converted to `dtype`."""
-    _, _, num_cached_heads, head_dim = kv_cache.shape
-    tokens = _select(kv_cache, pages).view(-1, num_cached_heads, head_dim)
+    _, _, heads_per_slot, head_dim = kv_cache.shape
+    tokens = _select_pages(kv_cache, pages).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
         return tokens
-    return fp8.dequantize(tokens, _select(kv_scales, pages).transpose(1, 2).reshape(-1, num_cached_heads), dtype)
+    return fp8.dequantize(tokens, _select_pages(kv_scales, pages).transpose(1, 2).reshape(-1, heads_per_slot), dtype)
 
 
-def _select(cache: Tensor, pages: Tensor | slice) -> Tensor:
+def _select_pages(cache: Tensor, pages: Tensor | slice) -> Tensor:
     return cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
 
 
@@ -62,31 +63,31 @@ def convert_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _attend_decodes(q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, scale: float) -> Tensor:
-    """Attend for one query per request. q and the result are [n, Hq, D]."""
+    """Compute attention of one query per request. q and the result are [requests, Hq, D]."""
     num_reqs, num_heads, head_dim = q.shape
-    num_cached_heads = kv_cache.shape[2]
-    num_kv_heads = num_cached_heads // 2
+    heads_per_slot = kv_cache.shape[2]
+    num_kv_heads = heads_per_slot // 2
     kv = gather_decodes(kv_cache, kv_scales, group, q.dtype)
     # `as_strided` takes less time than `view`, slicing, `transpose` and `chunk`.
     shape = (num_reqs, num_kv_heads, group.max_len, head_dim)
-    strides = (kv.numel() // num_reqs, head_dim, num_cached_heads * head_dim, 1)
+    strides = (kv.numel() // num_reqs, head_dim, heads_per_slot * head_dim, 1)
     offset = kv.storage_offset()
     k = kv.as_strided(shape, strides, offset)
     v = kv.as_strided(shape, strides, offset + num_kv_heads * head_dim)
     # Query heads that share a key-value head become queries of one head.
-    grouped = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped_queries = q.view(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = convert_mask(group.mask, q.dtype)
-    out = functional.scaled_dot_product_attention(grouped, k, v, mask, scale=scale)
+    out = functional.scaled_dot_product_attention(grouped_queries, k, v, mask, scale=scale)
     return out.reshape(num_reqs, num_heads, head_dim)
 
 
 def _attend_prefill(
     q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: PrefillRequest, scale: float
 ) -> Tensor:
-    """Attend for all queries of one request. q and the result are [n, Hq, D]."""
+    """Compute attention of all queries of one request. q and the result are [queries, Hq, D]."""
     _, num_heads, head_dim = q.shape
-    _, _, num_cached_heads, _ = kv_cache.shape
-    kv = gather_pages(kv_cache, kv_scales, prefill.pages, q.dtype).view(1, -1, num_cached_heads, head_dim)
+    heads_per_slot = kv_cache.shape[2]
+    kv = gather_pages(kv_cache, kv_scales, prefill.pages, q.dtype).view(1, -1, heads_per_slot, head_dim)
     k, v = kv[:, : prefill.length].transpose(1, 2).chunk(2, 1)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
@@ -95,6 +96,6 @@ def _attend_prefill(
         convert_mask(prefill.mask, q.dtype),
         is_causal=prefill.mask is None,
         scale=scale,
-        enable_gqa=2 * num_heads != num_cached_heads,
+        enable_gqa=2 * num_heads != heads_per_slot,
     )
     return out.squeeze(0).transpose(0, 1)

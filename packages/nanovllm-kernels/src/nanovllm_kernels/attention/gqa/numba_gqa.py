@@ -1,7 +1,9 @@
 """Computes grouped-query attention over a paged bf16 cache on a CPU, in float32. Reads the cache in place.
 
 Blocks of keys are visited in order with an online softmax (Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries.
+https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries. Names that end in `_ptr` are
+addresses as integers. A group has GROUP_WIDTH keys or elements of values. Kernels multiply a row tile, up to TILE_ROWS
+queries, by one group at a time.
 """
 
 import numba
@@ -23,11 +25,11 @@ from nanovllm_kernels.numba_jit import (
 )
 from nanovllm_kernels.numba_tiles import (
     GROUP_WIDTH,
-    LINE_BYTES,
-    PANEL_WIDTH,
+    LINE_BYTES,  # Bytes of a cache line.
+    PANEL_WIDTH,  # Outputs are stored in panels of PANEL_WIDTH elements, a multiple of GROUP_WIDTH.
     TILE_ROWS,
-    TRANSPOSED_SIZE,
-    UNROLL,
+    TRANSPOSED_SIZE,  # Number of keys that `transpose_keys` transposes at once.
+    UNROLL,  # A kernel's inner loop runs over a multiple of UNROLL elements.
     convert_group,
     exp_and_sum,
     largest,
@@ -42,10 +44,10 @@ MAX_TILE_ROWS = 96
 
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
 
-# Indices of the parallel region's arguments in an int64 array. _SCALE_PTR: address of a float64.
-_OPENMP, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
+# Indices of the arguments of `_attend_items` in an int64 array. _SCALE_PTR: address of a float64.
+_OPENMP_PTR, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
 _OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
-_TILE_TOKENS, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
+_TOKENS_PER_TILE, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
 
 
 def paged_attention(
@@ -59,10 +61,10 @@ def paged_attention(
 ) -> None:
     """Attend for float32 `q` over a bf16 cache. Write the results into `out`, contiguous float32 [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
-    _, page_size, num_cached_heads, _ = kv_cache.shape
+    page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     _attend(
         OPENMP_TABLE_PTR,
-        _REGION,
+        _ATTEND_REGION,
         q.data_ptr(),
         q.stride(0),
         kv_cache.data_ptr(),
@@ -74,7 +76,7 @@ def paged_attention(
         len(seq_lens),
         num_tokens,
         num_heads,
-        num_cached_heads // 2,
+        num_kv_heads,
         head_dim,
         page_size,
         scale,
@@ -103,26 +105,26 @@ def _attend(
     scale,
     num_threads,
 ):
-    """Cut queries into tiles, and run the parallel region on all threads."""
+    """Cut queries into tiles, and run `_attend_items` on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
-    tile_tokens = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
+    tokens_per_tile = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
     # Each row of `tiles` is (request, first token). A request's last tile sees the most keys, so it starts first.
-    tiles = np.empty((num_tokens // tile_tokens + num_requests, 2), np.int64)
+    tiles = np.empty((num_tokens // tokens_per_tile + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
         query_len = query_starts[request + 1] - query_starts[request]
-        for tile in range(-(-query_len // tile_tokens) - 1, -1, -1):
-            tiles[num_tiles, 0], tiles[num_tiles, 1] = request, query_starts[request] + tile * tile_tokens
+        for tile in range(-(-query_len // tokens_per_tile) - 1, -1, -1):
+            tiles[num_tiles, 0], tiles[num_tiles, 1] = request, query_starts[request] + tile * tokens_per_tile
             num_tiles += 1
     scales = np.empty(1, np.float64)
     scales[0] = scale
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP] = openmp_ptr
+    args[_OPENMP_PTR] = openmp_ptr
     args[_Q_PTR], args[_Q_STRIDE] = q_ptr, q_stride
     args[_CACHE_PTR], args[_TABLES_PTR], args[_TABLE_STRIDE] = cache_ptr, tables_ptr, table_stride
     args[_SEQ_LENS_PTR], args[_QUERY_STARTS_PTR], args[_OUT_PTR] = seq_lens_ptr, query_starts_ptr, out_ptr
     args[_NUM_HEADS], args[_NUM_KV_HEADS], args[_HEAD_DIM] = num_heads, num_kv_heads, head_dim
-    args[_PAGE_SIZE], args[_NUM_TILES], args[_TILE_TOKENS] = page_size, num_tiles, tile_tokens
+    args[_PAGE_SIZE], args[_NUM_TILES], args[_TOKENS_PER_TILE] = page_size, num_tiles, tokens_per_tile
     args[_SCALE_PTR], args[_TILES_PTR] = np.int64(scales.ctypes.data), np.int64(tiles.ctypes.data)
     args[_NEXT_ITEM] = 0
     run_region(region_address, np.int64(args.ctypes.data), num_threads)
@@ -132,17 +134,18 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Attend for items until all threads together have taken every item. An item is a tile and a key-value head."""
+    """Compute items until the threads have taken all items. An item is a pair of a tile and a key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
-    num_tiles, tile_tokens = args[_NUM_TILES], args[_TILE_TOKENS]
-    group_size = args[_NUM_HEADS] // num_kv_heads
+    num_tiles, tokens_per_tile = args[_NUM_TILES], args[_TOKENS_PER_TILE]
+    group_size = args[_NUM_HEADS] // num_kv_heads  # Query heads per key-value head.
     seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)
     query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
+    # Head sizes of copied keys and values are rounded up for the kernels.
     key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH
-    num_rows = tile_tokens * group_size
+    num_rows = tokens_per_tile * group_size
     # `scratch` holds queries, keys, values, scores, outputs, and each row's largest score and sum of weights.
     scratch_size = num_rows * key_dim + BLOCK_KEYS * (key_dim + value_dim) + num_rows * (BLOCK_KEYS + value_dim + 2)
     scratch = np.empty(scratch_size + LINE_BYTES // 4, np.float32)
@@ -152,7 +155,7 @@ def _attend_items(args_ptr):
         if item >= num_tiles * num_kv_heads:
             break
         request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
-        num_tokens = min(tile_tokens, query_starts[request + 1] - token)
+        num_tokens = min(tokens_per_tile, query_starts[request + 1] - token)
         first_num_keys = seq_lens[request] - query_starts[request + 1] + token + 1
         kv_head, padded_dims = item % num_kv_heads, (key_dim, value_dim)
         _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
@@ -161,7 +164,7 @@ def _attend_items(args_ptr):
 
 @kernel
 def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
-    """Attend for `num_tokens` tokens from `first_token` on, and for the query heads of `kv_head`.
+    """Compute attention of `num_tokens` tokens from `first_token` on, for the query heads of `kv_head`.
 
     first_num_keys: number of keys that the first token sees.
     padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL_WIDTH).
@@ -194,8 +197,8 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
             if first_num_keys + (end - 1) // group_size <= start:
                 continue
             for key in range(0, num_keys, GROUP_WIDTH):
-                panel_ptr, score_ptr = keys_ptr + 4 * key * key_dim, scores_ptr + 4 * (begin * BLOCK_KEYS + key)
-                _compute_scores(end - begin, queries_ptr + 4 * begin * key_dim, panel_ptr, key_dim, score_ptr)
+                group_ptr, score_ptr = keys_ptr + 4 * key * key_dim, scores_ptr + 4 * (begin * BLOCK_KEYS + key)
+                _compute_scores(end - begin, queries_ptr + 4 * begin * key_dim, group_ptr, key_dim, score_ptr)
             for row in range(begin, end):
                 num_visible = min(max(first_num_keys + row // group_size - start, 0), num_keys)
                 _compute_weights(
@@ -224,7 +227,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
 
 @ordered_sum_kernel
 def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scale, out_ptr):
-    """Multiply queries by `scale`, and write them in tiles [key_dim, rows]. Elements past `head_dim` become 0."""
+    """Multiply queries by `scale`. Write each row tile to `out_ptr` as [key_dim, rows], with 0 past `head_dim`."""
     num_row_tiles = -(-num_rows // TILE_ROWS)
     for row_tile in range(num_row_tiles):
         begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
@@ -246,10 +249,8 @@ def _copy_keys_and_values(
     keys_ptr: copied keys [BLOCK_KEYS / GROUP_WIDTH, key_dim, GROUP_WIDTH], undefined past `num_keys`.
     values_ptr: copied values [value_dim / GROUP_WIDTH, BLOCK_KEYS, GROUP_WIDTH], 0 past `num_keys`.
     """
-    key_dim, num_value_groups = (
-        -(-head_dim // UNROLL) * UNROLL,
-        -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH // GROUP_WIDTH,
-    )
+    key_dim = -(-head_dim // UNROLL) * UNROLL
+    num_value_groups = -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH // GROUP_WIDTH
     keys = numba.carray(pointer(keys_ptr), (BLOCK_KEYS // GROUP_WIDTH, key_dim, GROUP_WIDTH), np.float32)
     values = numba.carray(pointer(values_ptr), (num_value_groups, BLOCK_KEYS, GROUP_WIDTH), np.float32)
     # Distance in bytes between a token's key and the token's value.
@@ -285,6 +286,7 @@ def _copy_keys_and_values(
 
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
+    """Copy one token's value to token `index` of the block, converted to float32 and padded with zeros."""
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     num_full_groups = head_dim // GROUP_WIDTH
     values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP_WIDTH
@@ -298,9 +300,9 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 @ordered_sum_kernel
 def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows, value_dim, is_first):
-    """Replace a row's scores by weights. If the largest score grows, rescale the row's outputs.
+    """Replace a row's scores in a block by weights. If the largest score grows, rescale the row's outputs.
 
-    num_visible: number of keys that the row sees. Weights of the other keys become 0.
+    num_visible: number of the block's keys that the row sees. Weights of the other keys become 0.
     softmax_ptr: address of two float32 numbers: the row's largest score, and the sum of the row's weights.
     """
     softmax_state = numba.carray(pointer(softmax_ptr), (2,), np.float32)
@@ -325,10 +327,10 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
 
 
 @ordered_sum_kernel
-def _fill(scores_ptr, begin, number):
-    """Set a row's scores to `number`, from key `begin` on."""
+def _fill(scores_ptr, first_key, number):
+    """Set a row's scores to `number`, from key `first_key` of the block on."""
     scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
-    for i in range(begin, BLOCK_KEYS):
+    for i in range(first_key, BLOCK_KEYS):
         scores[i] = number
 
 
@@ -364,7 +366,7 @@ _add_values_6 = make_multiplier(6, row_stride=BLOCK_KEYS)
 
 @kernel
 def _compute_scores(num_rows, queries_ptr, keys_ptr, key_dim, scores_ptr):
-    """Multiply the queries of up to TILE_ROWS rows by GROUP_WIDTH keys."""
+    """Compute the scores of `num_rows` rows, at most TILE_ROWS, for GROUP_WIDTH keys."""
     if num_rows == 6:
         _compute_scores_6(queries_ptr, keys_ptr, key_dim, scores_ptr, 0, 0, 0)
     elif num_rows == 5:
@@ -381,7 +383,7 @@ def _compute_scores(num_rows, queries_ptr, keys_ptr, key_dim, scores_ptr):
 
 @kernel
 def _add_values(num_rows, weights_ptr, values_ptr, num_keys, outputs_ptr):
-    """Multiply values by weights, and add GROUP_WIDTH elements of the products to the outputs of each row."""
+    """Add weighted values to the outputs of `num_rows` rows, at most TILE_ROWS, for GROUP_WIDTH elements."""
     if num_rows == 6:
         _add_values_6(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
     elif num_rows == 5:
@@ -396,4 +398,4 @@ def _add_values(num_rows, weights_ptr, values_ptr, num_keys, outputs_ptr):
         _add_values_1(weights_ptr, values_ptr, num_keys, outputs_ptr, 1, 0, 0)
 
 
-_REGION = compile_region(_attend_items)
+_ATTEND_REGION = compile_region(_attend_items)

@@ -2,7 +2,8 @@
 
 The cache holds one latent and one rotated key part per token, shared by all heads. Absorbed attention projects queries
 into the latent space, and projects results back. A whole prompt has all of its tokens in the step. For whole prompts,
-latents are expanded to keys and values, which needs less arithmetic. Projections skip whole prompts at a step's end.
+latents are expanded to keys and values, which needs less arithmetic. Projections skip the whole prompts that come last
+in a step. A key has K unrotated and R rotated elements, a value has V elements, and a latent L elements.
 """
 
 from dataclasses import replace
@@ -21,8 +22,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# Minimum tokens of a step in which our kernel replaces cuBLAS for the projection of queries and results. Our kernel is
-# slower per token, but skips tokens that need no projection.
+# Minimum tokens of a step in which `triton_head_projection` replaces cuBLAS for projections. This kernel is slower per
+# token, but skips tokens that need no projection.
 MIN_SKIPPING_TOKENS = 1024
 
 
@@ -41,10 +42,10 @@ def plan_latent_batch(
     num_tokens: int | None = None,
     has_only_whole_prompts: bool = False,  # noqa: ARG001 - same signature as `plan_batch`
 ) -> AttentionBatch:
-    """Plan the latent attention of a step, once for all layers. The cache is [N, P, 1, L + R].
+    """Plan the latent attention of a step, once for all layers. The cache is [pages, slots per page, 1, L + R].
 
-    backend: "torch" is plain torch. All others are Triton. "flash" and "fastest" add FlashAttention for whole prompts,
-        if it is installed.
+    backend: "torch" uses plain torch, every other backend uses Triton. "flash" and "fastest" compute whole prompts by
+        FlashAttention, if it is installed.
     has_only_whole_prompts: ignored, because the device finds whole prompts.
     Other arguments: as in `gqa.plan_batch`.
     """
@@ -53,12 +54,14 @@ def plan_latent_batch(
     if backend == "torch":
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)
     configs = [tile_configs.latent_tile_config(num_heads, element_bytes, many_queries=many) for many in (False, True)]
-    tile_heads = [tile_configs.latent_tile_heads(num_heads, config) for config in configs]
-    tile_queries = [config.block_m // heads for config, heads in zip(configs, tile_heads, strict=True)]
-    query_ranges = split_query_lens(*tile_queries, 2 if num_decodes == 0 else 1, max_query_len)
+    # A tile has `block_m` rows: one per query position and query head.
+    heads_per_tile = [tile_configs.latent_tile_heads(num_heads, config) for config in configs]
+    queries_per_tile = [config.block_m // num for config, num in zip(configs, heads_per_tile, strict=True)]
+    query_len_ranges = split_query_lens(*queries_per_tile, 2 if num_decodes == 0 else 1, max_query_len)
     work_lists: list[WorkList | None] = []
     whole_query_lens = None
-    for config, heads, block_q, query_lens in zip(configs, tile_heads, tile_queries, query_ranges, strict=True):
+    tile_sizes = zip(configs, heads_per_tile, queries_per_tile, query_len_ranges, strict=True)
+    for config, num_tile_heads, block_q, query_lens in tile_sizes:
         if not query_lens:
             work_lists.append(None)
             continue
@@ -69,7 +72,7 @@ def plan_latent_batch(
             WorkListFilter(min_context=1),
             config,
             block_q=block_q,
-            num_head_blocks=-(-num_heads // heads),
+            num_head_blocks=-(-num_heads // num_tile_heads),
             num_tokens=len(seq_lens) * max_query_len if num_tokens is None else num_tokens,
         )
         work_lists.append(work)
@@ -93,17 +96,17 @@ def latent_attention(
     scale: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal latent attention of a batch of requests over their pages.
+    """Compute causal latent attention of the requests of `batch` over their pages.
 
-    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has its
-        unrotated part [K], then its rotated part [R].
+    q: [T, H, K + R], request after request, contiguous; float32, float16 or bfloat16. Each head has K unrotated
+        elements, then R rotated elements.
     expansion: [H, K + V, L], contiguous. A head's first K rows expand a latent to a key, the other V rows to a value.
         The dtype is q's dtype. On a CPU with float32 q, any dtype is allowed.
-    kv_cache: [N, P, 1, L + R], of `expansion`'s dtype or float8_e4m3fn, contiguous: normed latent, then rotated key
-        part. This step's tokens are already written.
+    kv_cache: [pages, slots per page, 1, L + R], contiguous, `expansion`'s dtype or float8_e4m3fn. Each slot has a
+        normed latent, then the rotated key part. This step's tokens are already written.
     batch: from `plan_latent_batch`.
-    scale: factor for the products before the softmax.
-    kv_scales: uint8 [N, 1, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
+    scale: factor of the query-key products.
+    kv_scales: uint8 [pages, 1, slots per page], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     Returns: contiguous [T, H, V] in `expansion`'s dtype.
     """
     if batch.torch_plan is not None:
@@ -111,7 +114,7 @@ def latent_attention(
     batch.check_element_size(q, kv_cache)
     num_heads, expanded_dim, latent_dim = expansion.shape
     rope_dim = kv_cache.shape[3] - latent_dim
-    key_dim = q.shape[2] - rope_dim
+    key_dim = q.shape[2] - rope_dim  # K, without the rotated elements.
     key_expansion, value_expansion = expansion.split((key_dim, expanded_dim - key_dim), 1)
     q_latent = q.new_empty((num_heads, q.shape[0], latent_dim))
     _project_heads(q[:, :, :key_dim], key_expansion, batch.num_absorbed_tokens, q_latent.transpose(0, 1))
@@ -135,9 +138,9 @@ def latent_attention(
 
 
 def _project_heads(x: Tensor, weight: Tensor, num_projected: Tensor | None, out: Tensor) -> None:
-    """Write `x` [T, H, K] times `weight` [H, K, N] into `out` [T, H, N].
+    """Multiply `x` [T, H, M] by `weight` [H, M, N] for each head, and write the products into `out` [T, H, N].
 
-    num_projected: int32 [1], number of leading tokens that must be projected. None: all tokens.
+    num_projected: int32 [1], number of leading tokens to project. None: all tokens.
     """
     if num_projected is None or len(x) < MIN_SKIPPING_TOKENS:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
@@ -154,7 +157,7 @@ def _attend_whole_prompts(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Attend for whole prompts over expanded keys and values, and write their rows of `out` [T, H, V]."""
+    """Compute attention of whole prompts over expanded keys and values, and write their rows of `out` [T, H, V]."""
     num_tokens, num_heads, head_dim = q.shape
     expanded_dim, latent_dim = expansion.shape[1:]
     value_dim = out.shape[2]
@@ -195,26 +198,26 @@ def _latent_attention_op(
     wide_work: list[Tensor],
     scale: float,
 ) -> Tensor:
-    """Attend for the requests of two work lists in the latent space. Rows of other requests are undefined.
+    """Compute absorbed attention of the requests of two work lists. Rows of other requests are undefined.
 
     q_latent: contiguous [H, T, L]. q_rope: [T, H, R], the last dimension contiguous. Returns contiguous [T, H, L].
     """
     from nanovllm_kernels.attention.mla import triton_absorbed
 
     paged = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
-    out = _empty_results(q_latent)
+    out = _allocate_results(q_latent)
     for work, many in ((narrow_work, False), (wide_work, True)):
         if work:
             triton_absorbed.attend_to_latents(q_latent, q_rope, paged, WorkList(*work), scale, out, many_queries=many)
     return out
 
 
-def _empty_results(q_latent: Tensor) -> Tensor:
+def _allocate_results(q_latent: Tensor) -> Tensor:
     num_heads, num_tokens, latent_dim = q_latent.shape
     return q_latent.new_empty((num_tokens, num_heads, latent_dim))
 
 
-_latent_attention_op.register_fake(lambda q_latent, *_: _empty_results(q_latent))
+_latent_attention_op.register_fake(lambda q_latent, *_: _allocate_results(q_latent))
 
 
 @torch.library.custom_op("nanovllm::gather_latents", mutates_args=())
@@ -227,7 +230,7 @@ def _gather_latents_op(
     num_tokens: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the cached latent and key part of each token in a whole prompt: [num_tokens, L + R] in `dtype`.
+    """Return the cached latent and rotated key part of each token in a whole prompt: [num_tokens, L + R] in `dtype`.
 
     Rows of other tokens are zeros, because FlashAttention reads past a prompt's end.
     """
@@ -264,7 +267,7 @@ def _copy_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
 def _attend_whole_prompts_op(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attend for whole prompts over expanded keys and values, and write their rows of `out` [T, H, V].
+    """Compute attention of whole prompts over expanded keys and values. Write their rows of `out` [T, H, V].
 
     q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
     """

@@ -1,8 +1,8 @@
 """Computes absorbed latent attention with many heads on Hopper, in Gluon, for decodes and prompt chunks.
 
-A program computes one part of a work list. One warp copies queries and latents, while the other warps compute earlier
-ones. Four warps compute scores, weights and half of the 64 x 512 results. Four other warps compute the other half,
-because the results exceed the registers of four warps.
+A program computes one part of a work list for 64 heads. One warp copies queries and latents in advance. Four warps
+compute scores, weights and half of the 64 x 512 results. Four other warps compute the other half, because the results
+exceed the registers of four warps. Blocks of shared memory have 64 rows (heads or latents) and 64 columns.
 """
 
 # ruff: noqa: RUF005, SIM113 - kernels know neither unpacking into tuples nor `enumerate`
@@ -32,8 +32,8 @@ from nanovllm_kernels.platform import can_overlap_launches
 STAGES = 2
 # Shared memory layout that the tensor cores require, with 64 elements per row.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
-BOX_COLUMNS = 64
-# Registers per thread. 128 of the MULTIPLY_REGISTERS hold results.
+BOX_COLUMNS = 64  # Columns per bulk copy.
+# Registers per thread: at launch, in the copying warp, and in warps that multiply. Results take 128 registers.
 LAUNCH_REGISTERS, COPY_REGISTERS, MULTIPLY_REGISTERS = 168, 32, 232
 
 
@@ -46,7 +46,7 @@ def attend(
     out: Tensor,
     partial: PartialResults,
 ) -> None:
-    """Attend for each part of `work`. Write results of whole tiles to `out`, and partial results to `partial`.
+    """Compute each part of `work`. Write results of whole tiles to `out`, and partial results to `partial`.
 
     q_latent: [H, T, 512], contiguous. q_rope: [T, H, 64], a slice of a contiguous tensor.
     requests: requests with a cache [N, P, 1, 576].
@@ -55,7 +55,7 @@ def attend(
     kv_cache, _, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
     page_size, width = kv_cache.shape[1], kv_cache.shape[3]
-    overlap = can_overlap_launches(q_latent.device)
+    overlap = can_overlap_launches(q_latent.device)  # Whether this kernel may start before the previous one ends.
     rope_rows = q_rope.as_strided((num_tokens * num_heads, q_rope.shape[2]), (q_rope.stride(1), 1))
     num_programs = work.num_parts * (num_heads // GLUON_TILE_HEADS)
     _attend_parts[(num_programs,)](
@@ -108,16 +108,18 @@ def _attend_parts(
     COPY_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Attend for one part of the work list and 64 query heads, token by token."""
+    """Compute one part of the work list for 64 query heads, token by token."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     dtype: gl.constexpr = out_desc.dtype
     STAGE_PAGES: gl.constexpr = 64 // PAGE_SIZE
+    # Eight blocks of 64 columns of latent query parts, and one block of rotated query parts.
     query_blocks = gl.allocate_shared_memory(dtype, [9, 64, 64], q_desc.layout)
     # Each stage has eight blocks of 64 columns of latents, stored page by page, and one block of rotated key parts.
     latents = gl.allocate_shared_memory(dtype, [STAGES * 8 * STAGE_PAGES, PAGE_SIZE, 64], kv_desc.layout)
     rope_keys = gl.allocate_shared_memory(dtype, [STAGES * STAGE_PAGES, PAGE_SIZE, 64], kv_desc.layout)
+    # The first four warps pass weights, and a factor for each row of sums, to the other four warps.
     weights = gl.allocate_shared_memory(dtype, [64, 64], q_desc.layout)
     row_factors = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -185,12 +187,12 @@ def _copy_inputs(
     q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
     STAGE_PAGES: gl.constexpr = 64 // PAGE_SIZE
     queries_ready, queries_free = signals.index(0), signals.index(1)
-    num_blocks_done = 0
+    num_blocks_done = 0  # Counts copies of 64 latents, of which a stage holds one.
     num_tiles_done = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         request, token, begin, end, _slot = load_tile_share(plan, tile, NUM_HEADS)
-        # For the first tile this wait returns at once.
+        # For the first tile, this wait returns at once.
         mbarrier.wait(queries_free, (num_tiles_done + 1) & 1)
         mbarrier.expect(queries_ready, 9 * 64 * 64 * 2)
         for block in gl.static_range(8):
@@ -205,7 +207,7 @@ def _copy_inputs(
             latents_ready = stage_full.index(stage)
             pages = ()
             for page in gl.static_range(STAGE_PAGES):
-                # Past the last page, load the last page again.
+                # Past the request's last page, load the last page again.
                 pages = pages + (gl.load(table_ptr + gl.minimum(start + page * PAGE_SIZE, end - 1) // PAGE_SIZE),)
             mbarrier.wait(stage_empty.index(stage), (num_blocks_done // STAGES + 1) & 1)
             mbarrier.expect(latents_ready, 9 * 64 * 64 * 2)
@@ -222,7 +224,7 @@ def _copy_inputs(
 
 @gluon.jit
 def _clear_rows(latent_blocks, first_block, num_rows):
-    """Zero the rows from `num_rows` on of four blocks of latents: a weight of 0 would not cancel a NaN."""
+    """Zero rows `num_rows` to 63 of four blocks of latents: a weight of 0 would not cancel a NaN."""
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     is_kept = gl.arange(0, 64, gl.SliceLayout(1, ROW_LAYOUT)) < num_rows
     for block in gl.static_range(4):
@@ -246,20 +248,16 @@ def _score_and_sum(
     NUM_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Run in four warps: compute scores, weights, and the first 256 columns of the results."""
+    """Run in the first four warps: compute scores, weights, and the first 256 columns of the results."""
     stage_full, stage_empty, signals = barriers
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    queries_ready, queries_free, weights_ready, weights_free = (
-        signals.index(0),
-        signals.index(1),
-        signals.index(2),
-        signals.index(3),
-    )
+    queries_ready, queries_free = signals.index(0), signals.index(1)
+    weights_ready, weights_free = signals.index(2), signals.index(3)
     columns = gl.arange(0, 64, gl.SliceLayout(0, SCORE_LAYOUT))
-    num_blocks_done = 0
+    num_blocks_done = 0  # Counts groups of 64 latents.
     num_tiles_done = 0
-    num_exchanges = 0
+    num_exchanges = 0  # Counts the weights or row factors that the warps have exchanged.
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         _request, token, begin, end, partial_slot = load_tile_share(plan, tile, NUM_HEADS)
@@ -297,7 +295,7 @@ def _score_and_sum(
             sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, SUM_LAYOUT))[:, None]
             sums = warpgroup_mma(weights, latent_halves.index(stage * 2), sums, is_async=True)
             sums = warpgroup_mma_wait(0, deps=[sums])
-            # Do not release the tile's last stage yet: the results are stored through its memory below.
+            # Do not release the tile's last stage yet: the memory of this stage then holds the results to store.
             mbarrier.arrive(stage_empty.index(stage), pred=start + 64 < end)
             num_blocks_done += 1
         mbarrier.wait(weights_free, (num_exchanges + 1) & 1)
@@ -328,11 +326,11 @@ def _sum_second_half(
     NUM_HEADS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Run in four other warps: compute the last 256 columns of the results from the weights."""
+    """Run in the other four warps: compute the last 256 columns of the results from the weights."""
     stage_full, stage_empty, signals = barriers
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     weights_ready, weights_free = signals.index(2), signals.index(3)
-    num_blocks_done = 0
+    num_blocks_done = 0  # Counts groups of 64 latents.
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
@@ -365,9 +363,9 @@ def _sum_second_half(
 
 @gluon.jit
 def _store_half(sums, latent_halves, latent_blocks, half, results, token, head, partial_slot, NUM_HEADS: gl.constexpr):
-    """Store half of the result columns for 64 heads from `head` on. If `partial_slot` >= 0, these are partial results.
+    """Store half of the result columns for 64 heads from `head` on. If `partial_slot` >= 0, store partial results.
 
-    half: index in `latent_halves` of memory through which to store. An odd index means the last 256 columns.
+    half: index in `latent_halves` of the memory to store from. An odd index means the last 256 columns.
     """
     out_desc, partial_out_ptr = results
     first_column = (half % 2) * 256

@@ -1,7 +1,7 @@
 """Reads the work of a program of `gluon_absorbed`: one part of a work list, for a block of 64 heads.
 
-`plan` holds pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A tile is
-one query, and a block of latents holds 64 tokens.
+`plan` is a tuple of pointers to the tensors of a `plan.work_list.WorkList`, to `seq_lens` and to `query_start_loc`. A
+tile is one query. Latents (keys) are counted in blocks of 64 tokens.
 """
 
 from triton.experimental import gluon
@@ -19,16 +19,16 @@ _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
 def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
     """Return (first tile, tile after the last, first head) of this program."""
     tile_first_blocks_ptr, _tiles_ptr, parts_ptr, _seq_lens_ptr, _query_start_loc_ptr = plan
-    HEAD_BLOCKS: gl.constexpr = NUM_HEADS // 64
+    HEAD_BLOCKS: gl.constexpr = NUM_HEADS // 64  # Number of programs per part.
     _start, _end, first_tile, end_tile = _load_part(tile_first_blocks_ptr, parts_ptr, gl.program_id(0) // HEAD_BLOCKS)
     return first_tile, end_tile, (gl.program_id(0) % HEAD_BLOCKS) * 64
 
 
 @gluon.jit
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
-    """Return (request, token, first latent, latent after the last, slot) for this program's share of `tile`.
+    """Return (request, token, first latent, latent after the last, partial slot) for this program's share of `tile`.
 
-    token: index of the query in the step. slot: index in the partial results; -1 if the part holds the whole tile.
+    token: index of the query in the step. partial slot: index in the partial results, or -1 for a whole tile.
     """
     tile_first_blocks_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)
@@ -44,5 +44,5 @@ def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def partial_rows(partial_slot, head, rows, NUM_HEADS: gl.constexpr):
-    """Return the rows of the partial results for `rows` of the head block that begins at `head`."""
+    """Return the rows of the partial results, in slot `partial_slot`, for `rows` of the 64 heads from `head` on."""
     return (partial_slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows

@@ -1,7 +1,8 @@
 """Computes latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes of one `DecodeGroup` attend together, to latents (absorbed attention). Prefills attend one request at a time,
-to keys and values that are expanded from the request's latents.
+Decodes are computed together, one `DecodeGroup` at a time, over latents (absorbed attention). Prefills are computed one
+request at a time, over keys and values that are expanded from the request's latents. A key has K unrotated and R
+rotated elements. A value has V elements, a latent L elements.
 """
 
 import torch
@@ -15,7 +16,7 @@ from nanovllm_kernels.attention.plan.gathers import DecodeGroup, GatherPlan, Pre
 def latent_attention(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather_plan: GatherPlan, scale: float
 ) -> Tensor:
-    """Compute the package's `latent_attention` for all requests of `gather_plan`."""
+    """Compute what `mla.latent_attention` describes, for all requests of `gather_plan`."""
     q = q.to(expansion.dtype)
     num_heads, expanded_dim, latent_dim = expansion.shape
     value_dim = expanded_dim - (q.shape[2] - (kv_cache.shape[3] - latent_dim))
@@ -32,14 +33,14 @@ def latent_attention(
 def _attend_decodes(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, scale: float
 ) -> Tensor:
-    """Attend for one query per request. q is [n, H, K + R], the result [n, H, V]."""
+    """Compute attention of one query per request. q is [requests, H, K + R], the result [requests, H, V]."""
     cached_rows = gather_decodes(kv_cache, kv_scales, group, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
     k = cached_rows[:, : group.max_len].unsqueeze(1)
     latent_dim = expansion.shape[2]
-    q_key, q_rope = _split_last(q, k.shape[3] - latent_dim)
-    key_dim = q_key.shape[2]
+    q_unrotated, q_rope = _split_last(q, k.shape[3] - latent_dim)
+    key_dim = q_unrotated.shape[2]
     key_expansion, value_expansion = expansion[:, :key_dim], expansion[:, key_dim:]
-    q_latent = torch.bmm(q_key.transpose(0, 1), key_expansion).transpose(0, 1)
+    q_latent = torch.bmm(q_unrotated.transpose(0, 1), key_expansion).transpose(0, 1)
     # All heads share the keys. The heads become queries of one head.
     queries = torch.cat((q_latent, q_rope), -1).unsqueeze(1)
     mask = convert_mask(group.mask, q.dtype)
@@ -50,7 +51,7 @@ def _attend_decodes(
 def _attend_prefill(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: PrefillRequest, scale: float
 ) -> Tensor:
-    """Attend for all queries of one request. q is [n, H, K + R], the result [n, H, V]."""
+    """Compute attention of all queries of one request. q is [queries, H, K + R], the result [queries, H, V]."""
     slot_rows = gather_pages(kv_cache, kv_scales, prefill.pages, q.dtype).view(-1, kv_cache.shape[3])
     cached_rows = slot_rows[: prefill.length]
     num_heads, expanded_dim, latent_dim = expansion.shape

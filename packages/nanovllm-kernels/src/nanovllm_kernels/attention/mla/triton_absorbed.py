@@ -36,12 +36,12 @@ def attend_to_latents(
     *,
     many_queries: bool,
 ) -> None:
-    """Attend for the requests of `work` and write their rows of `out`.
+    """Compute attention of the requests of `work`, and write their rows of `out`.
 
     q_latent: contiguous [H, T, L].
     q_rope: [T, H, R], the last dimension contiguous.
     out: contiguous [T, H, L].
-    many_queries: the value with which `tile_configs.latent_tile_config` selected the tile of the work list.
+    many_queries: the argument with which `tile_configs.latent_tile_config` chose the tile of the work list.
     """
     num_heads, _, latent_dim = q_latent.shape
     element_bytes = tile_configs.tile_element_bytes(q_latent.element_size(), requests.kv_cache.element_size())
@@ -80,7 +80,7 @@ def _attend(
     partial: PartialResults,
     config: tile_configs.TileConfig,
 ) -> None:
-    """Attend for each part of `work`. Write results of whole tiles to `out`, and partial results to `partial`."""
+    """Compute each part of `work`. Write results of whole tiles to `out`, and partial results to `partial`."""
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_heads, num_tokens, latent_dim = q_latent.shape
     rope_dim, tile_heads = q_rope.shape[2], tile_configs.latent_tile_heads(num_heads, config)
@@ -157,7 +157,10 @@ def _attend_latents(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend for one part of the work list and one block of TILE_HEADS heads."""
+    """Compute one part of the work list for one block of TILE_HEADS heads.
+
+    BLOCK_M: rows per tile. BLOCK_N: latents per block. BLOCK_Q: query positions per tile.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -168,7 +171,7 @@ def _attend_latents(
     heads = head_block * TILE_HEADS + rows % TILE_HEADS
     dims = tl.arange(0, PADDED_LATENT_DIM)
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)
-    sources = (q_latent_ptr, q_rope_ptr, num_tokens, rope_stride_token, rope_stride_head)
+    query_sources = (q_latent_ptr, q_rope_ptr, num_tokens, rope_stride_token, rope_stride_head)
     # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
@@ -179,7 +182,7 @@ def _attend_latents(
         row_mask = (queries < query_len) & (heads < NUM_HEADS)
         tokens = (query_start + queries).to(tl.int64)
         query = load_queries(
-            sources, tokens, heads, row_mask, dims, rope_dims, scale_log2, LATENT_DIM, ROPE_DIM, QUANTIZED
+            query_sources, tokens, heads, row_mask, dims, rope_dims, scale_log2, LATENT_DIM, ROPE_DIM, QUANTIZED
         )
         # A tile sees the tokens up to its last query.
         end = tl.minimum(end_block * BLOCK_N, context_len + tl.minimum(first_query + BLOCK_Q, query_len))

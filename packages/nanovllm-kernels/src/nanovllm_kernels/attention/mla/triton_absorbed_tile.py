@@ -1,6 +1,6 @@
-"""Attends for a tile of queries over blocks of paged latents, in device functions of absorbed latent attention.
+"""Provides device functions of absorbed latent attention, for a tile of queries over blocks of paged latents.
 
-The latents of a block serve as keys and as values. In an FP8 cache, a latent and its key part share one scale.
+The latents of a block serve as keys and as values. In an FP8 cache, one scale serves a latent and its rotated key part.
 """
 
 import triton
@@ -28,10 +28,11 @@ def load_queries(
     ROPE_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Return (latent parts, rotated parts, `scale_log2`) of queries. Row i is head heads[i] of token tokens[i].
+    """Return (latent parts, rotated parts, new `scale_log2`) of queries. Row i is head heads[i] of token tokens[i].
 
     sources: (pointer to contiguous latent parts [H, T, L], pointer to rotated parts [T, H, R], T, stride of T in the
         rotated parts, stride of H in the rotated parts).
+    scale_log2: factor of the scores, which include log2(e).
     QUANTIZED: whether to divide 16-bit queries by a power of two, in float16, and multiply `scale_log2` by this power.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
@@ -75,7 +76,7 @@ def attend_range(
 
     query: result of `load_queries`.
     cache: (pointer to the cache, pointer to its scales, pointer to the request's page numbers).
-    `triton_softmax.weigh_scores` or, with QUANTIZED, `weigh_scaled_scores` defines the maximum and the sum.
+    `triton_softmax.weigh_scores` defines the maximum and the sum. With QUANTIZED, `weigh_scaled_scores` defines them.
     """
     q_latent, q_rope, scale_log2 = query
     kv_ptr, scales_ptr, table_ptr = cache

@@ -1,6 +1,7 @@
 """Computes latent attention of whole prompts on CUDA, over expanded keys and values.
 
-A whole prompt has all of its tokens in the step. The caller expands the gathered latents by a matrix product.
+A whole prompt has all of its tokens in the step. The caller expands the gathered latents by a matrix product. A key has
+K unrotated and R rotated elements, and a value has V elements.
 """
 
 import triton
@@ -13,9 +14,9 @@ from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2, weigh_
 
 
 def gather_latents(requests: PagedRequests, out: Tensor) -> None:
-    """Copy each token of a whole prompt from the cache to the token's row of `out` [T, L + R], and dequantise it.
+    """Copy and dequantise each token of a whole prompt from the cache to the token's row of `out` [T, L + R].
 
-    A cached token has a latent of width L and a rotated key part of width R.
+    A cached token has a latent of L elements and R rotated elements of a key.
     """
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
     num_tokens, width = out.shape
@@ -37,7 +38,7 @@ def gather_latents(requests: PagedRequests, out: Tensor) -> None:
 
 
 def copy_key_parts(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, D]. Rows of `k_rope` are contiguous."""
+    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, K + R]. Each row is contiguous."""
     num_tokens, num_heads, head_dim = keys.shape
     _copy_key_parts[(num_tokens,)](
         k_rope,
@@ -55,7 +56,7 @@ def copy_key_parts(k_rope: Tensor, keys: Tensor) -> None:
 def attend_whole_prompts(
     q: Tensor, kv: Tensor, k_rope: Tensor, seq_lens: Tensor, query_start_loc: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Attend for whole prompts, and write their rows of `out` [T, H, V].
+    """Compute attention of whole prompts, and write their rows of `out` [T, H, V].
 
     q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
     """
@@ -108,7 +109,7 @@ def _gather_latents(
     PAGE_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Gather the row of one token, if the token is in a whole prompt."""
+    """Copy the row of one token, if the token is in a whole prompt."""
     token = tl.program_id(0)
     request = _find_request(query_start_loc_ptr, num_reqs, token, 1, 0)
     query_start = tl.load(query_start_loc_ptr + request)
@@ -150,7 +151,7 @@ def _copy_key_parts(
     PADDED_HEADS: tl.constexpr,
     PADDED_ROPE_DIM: tl.constexpr,
 ):
-    """Copy one token's key part to all heads."""
+    """Copy one token's rotated key part to all heads."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, PADDED_ROPE_DIM)[None, :]
     heads = tl.arange(0, PADDED_HEADS)[:, None]
@@ -183,7 +184,7 @@ def _attend_whole_prompts(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend for one tile of queries and one head, if the tile's request is a whole prompt."""
+    """Compute one tile of queries of one head, if the tile's request is a whole prompt."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
     request = _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_M, 1)
@@ -194,8 +195,8 @@ def _attend_whole_prompts(
         return
     queries = first_query + tl.arange(0, BLOCK_M)
     row_mask = queries < query_len
-    start = query_start.to(tl.int64)
-    rows = (start + queries) * NUM_HEADS + head
+    prompt_start = query_start.to(tl.int64)
+    rows = (prompt_start + queries) * NUM_HEADS + head
     key_dims = tl.arange(0, PADDED_KEY_DIM)
     rope_dims = tl.arange(0, PADDED_ROPE_DIM)
     value_dims = tl.arange(0, PADDED_VALUE_DIM)
@@ -204,8 +205,8 @@ def _attend_whole_prompts(
     q_rope = tl.load(
         q_ptrs + KEY_DIM + rope_dims[None, :], mask=row_mask[:, None] & (rope_dims < ROPE_DIM)[None, :], other=0.0
     )
-    kv_ptr += start * TOKEN_STRIDE + head * (KEY_DIM + VALUE_DIM)
-    k_rope_ptr += start * rope_stride_token
+    kv_ptr += prompt_start * TOKEN_STRIDE + head * (KEY_DIM + VALUE_DIM)
+    k_rope_ptr += prompt_start * rope_stride_token
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_VALUE_DIM], dtype=tl.float32)
@@ -235,7 +236,7 @@ def _attend_whole_prompts(
             v = tl.load(
                 kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
             )
-            # False: the first block has the prompt's first key, which every row sees, so that no maximum is infinite.
+            # False: every row sees the prompt's first key, which is in the first block, so that no maximum is infinite.
             weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
             acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     acc = acc / running_sum[:, None]

@@ -1,6 +1,6 @@
 """Multiplies each head of a token by the head's matrix on CUDA, for a number of tokens that only the device knows.
 
-Latent attention projects queries into the latent space, and results back, with this product.
+Latent attention uses this product to project queries into the latent space, and to project results back.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class ProductTile(NamedTuple):
     num_stages: int
 
 
-# By element size in bytes.
+# Tiles by element size in bytes.
 PRODUCT_TILES = {2: ProductTile(128, 128, 128, 8, 3), 4: ProductTile(32, 32, 32, 4, 2)}
 # Approximate number of programs of a launch. Each program computes several tiles in turn.
 NUM_PROGRAMS = 528
@@ -78,7 +78,7 @@ def _project_heads(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute a block of columns of one head, in a loop over blocks of tokens."""
+    """Compute BLOCK_N columns of one head, in a loop over blocks of BLOCK_M tokens."""
     head = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
@@ -86,7 +86,7 @@ def _project_heads(
     weight_ptr += head * weight_stride_head + columns[None, :] * weight_stride_n
     out_ptr += head * out_stride_head + columns[None, :]
     num_projected = tl.minimum(tl.load(num_projected_ptr), num_tokens)
-    # If K fits one tile, the weight stays in registers, and loads of tokens overlap the products.
+    # If K fits BLOCK_K, the weight stays in registers, and loads of tokens overlap the products.
     if K <= BLOCK_K:
         weight_mask = (ks < K)[:, None] & (columns < N)[None, :]
         weight = tl.load(weight_ptr + ks[:, None] * weight_stride_k, mask=weight_mask, other=0.0)
