@@ -66,7 +66,7 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model.path,
             load_format=flags.load_format,
-            # Prompts share only the prefix. Without a prefix, the prefix cache would find nothing.
+            # Prompts have only the tokens of --prefix-len in common. Without them, a prefix cache would never hit.
             config=engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
@@ -165,7 +165,7 @@ def _run_kernels(flags: argparse.Namespace) -> None:
 def _make_peer(flags: argparse.Namespace, model: "ModelDirectory") -> "Peer | None":
     from nanovllm_server.bench.offline.peer_process import Peer
 
-    if flags.peer == "none":
+    if flags.peer == "none":  # A peer is the engine to compare to.
         return None
     return Peer(flags.peer, flags.peer_python, dict(flags.peer_env), _find_gguf_weights(flags, model))
 
@@ -180,14 +180,14 @@ def _find_gguf_weights(flags: argparse.Namespace, model: "ModelDirectory") -> "G
         return None
     if flags.load_format == "dummy":
         raise BenchError("peer llamacpp has no dummy weights: leave --load-format out")
-    source: Path | None = flags.peer_gguf
-    if source is None and is_default_model(model.path):
-        source = find_source_file()
-    if source is None:
+    gguf_file: Path | None = flags.peer_gguf
+    if gguf_file is None and is_default_model(model.path):
+        gguf_file = find_source_file()
+    if gguf_file is None:
         raise BenchError(f"peer llamacpp needs the weights of {model.name} as a GGUF file: name it with --peer-gguf")
-    if not source.is_file():
-        raise BenchError(f"--peer-gguf {source} is not a file")
-    return GGUFWeights(str(source.resolve()), flags.peer_weights, str(cache_directory() / "llamacpp"))
+    if not gguf_file.is_file():
+        raise BenchError(f"--peer-gguf {gguf_file} is not a file")
+    return GGUFWeights(str(gguf_file.resolve()), flags.peer_weights, str(cache_directory() / "llamacpp"))
 
 
 def _parse_endpoint(flags: argparse.Namespace) -> "Endpoint":

@@ -20,8 +20,8 @@ from nanovllm_server.protocol.json import JSON
 
 # Time limit of a whole answer. A timer per piece would double the cost of reading a piece.
 ANSWER_TIMEOUT_S = 3600.0
-MAX_HTTP_LINE_BYTES = 1 << 20
-MAX_BODY_PART_BYTES = 1 << 16
+MAX_HTTP_LINE_BYTES = 1 << 20  # A longer line of a response is an error.
+MAX_BODY_PART_BYTES = 1 << 16  # Limit of one read from an unchunked body.
 MAX_BODY_CHARACTERS_IN_ERROR = 300
 # Fields of a delta that hold a piece of the answer. The first delta has only the role.
 CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -90,13 +90,13 @@ async def list_models(endpoint: Endpoint) -> list[str]:
 
 
 async def fetch(endpoint: Endpoint, path: str) -> bytes:
-    """Returns the body at `path`. Raises ExchangeError."""
+    """Gets the body at `path`, which follows the base URL. Raises ExchangeError."""
     async with _open_exchange(endpoint, "GET", path, b"") as body_parts:
         return b"".join([part async for part in body_parts])
 
 
 def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperature: float) -> dict[str, JSON]:
-    """Builds the body of a streamed request whose answer has exactly `max_tokens` tokens."""
+    """Builds the body of a request for a streamed answer of exactly `max_tokens` tokens."""
     return {
         "model": model,
         "messages": [*messages],
@@ -104,7 +104,7 @@ def chat_request(model: str, messages: Sequence[JSON], max_tokens: int, temperat
         "temperature": temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
-        # An extension of OpenAI's API in nanovllm, vLLM and SGLang. Other servers may send shorter answers.
+        # Only nanovllm, vLLM and SGLang have this field. Answers of other servers may be shorter.
         "ignore_eos": True,
     }
 
@@ -140,7 +140,7 @@ async def stream_chat(
         raise ExchangeError("the stream ended before the answer was complete")
     if usage is None:
         raise ExchangeError("the server doesn't send usage in a stream")
-    # An answer may have no piece, for example if its only token is half a character.
+    # An answer of one token has no piece if the token is only half of a character.
     return TimedAnswer(
         start_time=start_time,
         piece_times=tuple(piece_times or [end_time]),
@@ -178,7 +178,7 @@ async def _read_events(body_parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes
 async def _open_exchange(
     endpoint: Endpoint, method: str, path: str, body: bytes
 ) -> AsyncGenerator[AsyncIterator[bytes]]:
-    """Sends a request on a new connection, and yields the parts of the answer's body.
+    """Sends a request on a new connection, and yields an iterator over the response's body in parts.
 
     Raises ExchangeError if the connection breaks or the status is not 200.
     """
@@ -230,7 +230,7 @@ async def _send_request(
 
 
 async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the parts of a body. An unchunked body without Content-Length ends with the connection."""
+    """Yields the parts of a body. Without chunks and Content-Length, the body ends when the server disconnects."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]

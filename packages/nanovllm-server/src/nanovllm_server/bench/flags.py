@@ -22,7 +22,7 @@ API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")
 THROUGHPUT_DEFAULT_LENGTHS = LengthRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer, the engine to compare to.
+# Fields of `EngineConfig` that have a flag. Shared settings also apply to the peer (the engine to compare to).
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     "state_dtype",
@@ -116,12 +116,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="served_model", help="requested model; by default, the server's first model")
 
 
-def _add_workload_flags(parser: argparse.ArgumentParser, lengths: LengthRange, prefix_note: str) -> None:
+def _add_workload_flags(parser: argparse.ArgumentParser, default_lengths: LengthRange, prefix_help_suffix: str) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--num-requests", type=integer_at_least_1, default=256, help="total number of requests")
-    add("--input-len", type=length_range, default=lengths, metavar="N[..M]", help="tokens of a prompt")
-    add("--output-len", type=length_range, default=lengths, metavar="N[..M]", help="tokens to generate per request")
-    prefix_help = f"additional tokens with which all prompts begin{prefix_note}"
+    add("--input-len", type=length_range, default=default_lengths, metavar="N[..M]", help="tokens of a prompt")
+    output_help = "tokens to generate per request"
+    add("--output-len", type=length_range, default=default_lengths, metavar="N[..M]", help=output_help)
+    prefix_help = f"additional tokens with which all prompts begin{prefix_help_suffix}"
     add("--prefix-len", type=integer_at_least_0, default=0, help=prefix_help)
 
 

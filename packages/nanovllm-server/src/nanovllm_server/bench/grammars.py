@@ -21,15 +21,15 @@ from nanovllm_server.protocol.json import JSON
 UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = ("unconstrained", "half constrained", "and others compile")
 # Simultaneous requests with new schemas in the mix WITH_COMPILING.
 NUM_COMPILING_REQUESTS = 4
-WARM_UP_TOKENS = 4
-PROMPT_LEN = 32
+WARM_UP_TOKENS = 4  # Output tokens of a warm-up request.
+PROMPT_LEN = 32  # Words of each prompt, one token each.
 TEMPERATURE = 0.6
 _STRING_SCHEMA: JSON = {"type": "string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarsOptions:
-    """Options of a run. model: None for the first model that the server lists."""
+    """Options of a run. model: None for the first model that the server lists. repeat: number of rounds."""
 
     endpoint: Endpoint
     model: str | None
@@ -43,9 +43,9 @@ class GrammarsOptions:
 class MixResult:
     """The results of one mix over all rounds.
 
-    itl: times between pieces of the measured streams, which follow no schema.
+    itl: times between pieces (deltas with content) of the measured streams, which follow no schema.
     ratio_p50: this mix's p50, divided by the p50 of the unconstrained mix; median over all rounds.
-    ratio_p99: the same for the p99.
+    ratio_p99: this mix's p99, divided by the p99 of the unconstrained mix; median over all rounds.
     tokens_constrained: number of tokens generated under a schema.
     compiled: number of answered requests with new schemas.
     refused: number of failed requests with new schemas.
@@ -159,7 +159,7 @@ async def _measure_round(
     result.gaps_s = _gaps_while_all_run(answers, half)
     result.tokens_constrained = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
     if schema is not None and result.tokens_constrained < half * options.output_len:
-        raise BenchError(f"answers with a schema ended early ({mix}): the results would be of fewer streams")
+        raise BenchError(f"answers with a schema ended early ({mix}): lower --output-len")
     return result
 
 
@@ -219,5 +219,5 @@ def typical_schema() -> JSON:
 
 def slow_schema(number: int) -> JSON:
     """Returns a schema that takes about a second to compile. Each `number` gives another schema."""
-    properties = {f"f{number}_{field}": _STRING_SCHEMA for field in range(20)}
-    return _object_schema({f"o{number}_{part}": _object_schema(properties) for part in range(40)})
+    properties = {f"f{number}_{field_index}": _STRING_SCHEMA for field_index in range(20)}
+    return _object_schema({f"o{number}_{object_index}": _object_schema(properties) for object_index in range(40)})

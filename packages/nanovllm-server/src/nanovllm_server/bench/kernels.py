@@ -1,4 +1,4 @@
-"""The command `kernels`: measures the kernels of `nanovllm_kernels.ladder`."""
+"""The command `kernels`: runs `nanovllm_kernels.ladder`, the benchmark of our kernels at the shapes of models."""
 
 import sys
 from dataclasses import asdict, replace
@@ -19,7 +19,7 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
         raise BenchError("kernels needs an NVIDIA GPU")
     if not (cases := ladder.selected(name_part)):
         raise BenchError(f"no kernel has {name_part!r} in its name")
-    figures: list[ladder.Figure] = []
+    figures: list[ladder.Figure] = []  # Each figure is the time and the rate of one kernel.
     for case in tqdm(cases, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
         runs = [ladder.measure(case) for _ in range(repeat)]
         microseconds, rate = median(run.microseconds for run in runs), median(run.rate for run in runs)

@@ -17,7 +17,7 @@ import orjson
 from nanovllm_server.protocol.json import JSON
 
 OWN_PACKAGES = ("nanovllm-server", "nanovllm-models", "nanovllm-core", "nanovllm-kernels")
-PACKAGES = (*OWN_PACKAGES, "torch", "triton", "transformers")
+REPORTED_PACKAGES = (*OWN_PACKAGES, "torch", "triton", "transformers")
 
 # The first row is the header. All rows have the same length.
 Table: TypeAlias = Sequence[Sequence[str]]
@@ -46,10 +46,10 @@ class OutputFiles:
 def report(
     benchmark: str, title: str, tables: Sequence[Table], results: Mapping[str, JSON], files: OutputFiles
 ) -> None:
-    """Prints the tables and writes the results as JSON. Both include the machine and the versions."""
+    """Prints the tables and writes the results as JSON, each with the machine and versions. benchmark: command name."""
     environment = describe_environment()
-    known_parts = (f"{name} {value}" for name, value in environment.items() if value is not None)
-    print_tables(title, ", ".join(known_parts), tables)
+    environment_texts = (f"{name} {value}" for name, value in environment.items() if value is not None)
+    print_tables(title, ", ".join(environment_texts), tables)
     write_json(files.json, {"benchmark": benchmark, "environment": environment, **results})
 
 
@@ -64,17 +64,17 @@ def describe_environment() -> dict[str, JSON]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        **{package: _installed_version(package) for package in PACKAGES},
+        **{package: _installed_version(package) for package in REPORTED_PACKAGES},
     }
 
 
 def processor_name() -> str:
     """Returns the processor's name, or its architecture if the system does not know the name."""
     try:
-        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        name = None
-    return name[1].strip() if name else platform.machine()
+        match = None
+    return match[1].strip() if match else platform.machine()
 
 
 def print_tables(title: str, subtitle: str, tables: Sequence[Table]) -> None:
@@ -99,11 +99,11 @@ def write_json(path: Path | None, results: Mapping[str, JSON]) -> None:
         path.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolates a percentile of sorted values."""
-    position = percent / 100 * (len(ordered) - 1)
-    below = ordered[math.floor(position)]
-    return below + (ordered[math.ceil(position)] - below) * (position % 1)
+def percentile(sorted_values: Sequence[float], percent: float) -> float:
+    """Interpolates a percentile of values in ascending order."""
+    position = percent / 100 * (len(sorted_values) - 1)
+    value_below = sorted_values[math.floor(position)]
+    return value_below + (sorted_values[math.ceil(position)] - value_below) * (position % 1)
 
 
 def _installed_version(package: str) -> str | None:

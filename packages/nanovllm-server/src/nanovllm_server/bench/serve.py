@@ -24,7 +24,7 @@ from nanovllm_server.bench.workload import TextRequest, WorkloadShape, arrival_t
 from nanovllm_server.protocol.json import JSON
 
 PERCENTILES = (50, 90, 99)
-WARM_UP_TOKENS = 4
+WARM_UP_TOKENS = 4  # Output tokens of the warm-up request.
 # If the client uses more than this share of one core, the client may limit the measured rate.
 MAX_CLIENT_CORE_SHARE = 0.8
 
@@ -34,8 +34,9 @@ class ServeOptions:
     """Options of a run.
 
     model: None for the first model that the server lists.
-    rates: requests per second; None for all at once.
-    concurrencies: maximum number of simultaneous requests; None for no limit.
+    rates: requests per second of each load; None for all at once.
+    concurrencies: maximum number of simultaneous requests of each load; None for no limit.
+    repeat: number of runs of each load. The results are medians.
     seed: selects the words. The server's prefix cache may hold prompts of an earlier run with the same seed.
     """
 
@@ -143,7 +144,7 @@ async def measure(options: ServeOptions) -> tuple[str, list[LoadResult]]:
     for rate, concurrency in product(options.rates, options.concurrencies):
         runs: list[LoadResult] = []
         for _ in range(options.repeat):
-            # Each run has new words: only the shared prefix may be in the prefix cache.
+            # Each run has new words. Prompts therefore hit the prefix cache only with the prefix that they all share.
             requests = random_text_requests(options.shape, f"{options.seed}-{len(results)}-{len(runs)}")
             runs.append(await _measure_load(options, model, requests, rate, concurrency))
         results.append(_median_result(runs))
@@ -155,7 +156,7 @@ async def _measure_load(
 ) -> LoadResult:
     semaphore = asyncio.Semaphore(concurrency or len(requests))
     label = f"rate {rate or 'inf'}, concurrency {concurrency or 'any'}"
-    with tqdm(total=len(requests), desc=label, unit="req", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=len(requests), desc=label, unit="req", disable=not sys.stderr.isatty()) as progress_bar:
         start_cpu, start = time.process_time(), time.perf_counter()
 
         async def send_at(request: TextRequest, arrival_s: float) -> TimedAnswer | ExchangeError:
@@ -166,7 +167,7 @@ async def _measure_load(
                 except ExchangeError as error:
                     return error
                 finally:
-                    bar.update()
+                    progress_bar.update()
 
         outcomes = await asyncio.gather(*map(send_at, requests, arrival_times(len(requests), rate)))
         busy = (time.process_time() - start_cpu) / (time.perf_counter() - start)
@@ -261,17 +262,17 @@ def _latency_table(results: Sequence[LoadResult]) -> list[list[str]]:
 
 
 def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
-    # Labels leave out the rate or the concurrency if it is the same in all loads.
-    is_varied = [len(set(column)) > 1 for column in zip(*(result.load_cells for result in results), strict=True)]
+    # Labels leave out the rate or the concurrency if all loads have the same value.
+    has_variation = [len(set(column)) > 1 for column in zip(*(result.load_cells for result in results), strict=True)]
     charts.draw_curves(
         path,
         title,
         "output tok/s",
         [result.output_tokens_per_second for result in results],
-        [", ".join(compress(result.load_cells, is_varied)) for result in results],
+        [", ".join(compress(result.load_cells, has_variation)) for result in results],
         {
             f"{name.upper()}, ms": {
-                line: [getattr(getattr(result, name), line) for result in results] for line in ("p50", "p99")
+                field: [getattr(getattr(result, name), field) for result in results] for field in ("p50", "p99")
             }
             for name in ("ttft", "itl", "e2e")
         },

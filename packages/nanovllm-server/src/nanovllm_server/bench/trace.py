@@ -11,6 +11,7 @@ import msgspec
 from nanovllm_server.bench.report import BenchError, percentile, print_tables, write_json
 from nanovllm_server.bench.workload import LengthRange
 
+# A track has one span per step for one activity of the host, or for the device.
 DEVICE_TRACK = "device"
 # Name of a result: the sum of a step's times on all tracks except the device.
 HOST_SUM = "host"
@@ -112,7 +113,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
 
 
 def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
-    """Yields the times on each track. The sums on `HOST_SUM` include only steps with events on all host tracks."""
+    """Yields the times on each track, after the sums of steps that have an event on every host track."""
     host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
     if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
         yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])
@@ -132,5 +133,5 @@ def measure_idle_times(device_events: EventByStep) -> IdleTimes | None:
 
 
 def _track_times(track: str, durations_us: Iterable[float]) -> TrackTimes:
-    ordered = sorted(durations_us)
-    return TrackTimes(track, len(ordered), *(percentile(ordered, percent) for percent in (50, 90, 99)))
+    sorted_us = sorted(durations_us)
+    return TrackTimes(track, len(sorted_us), *(percentile(sorted_us, percent) for percent in (50, 90, 99)))

@@ -77,7 +77,7 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int) -> list[tuple
 
 
 def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]:
-    """Draws requests of random tokens in the same order as nano-vllm's benchmark."""
+    """Draws all prompts, then all output lengths. nano-vllm's benchmark draws in the same order."""
     random = Random(0)
     max_token_id = min(MAX_TOKEN_ID, vocab_size - 1)
     prefix = tuple(random.randint(0, max_token_id) for _ in range(shape.prefix_len))
@@ -89,7 +89,7 @@ def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]
 
 
 def random_text_requests(shape: WorkloadShape, seed: int | str) -> list[TextRequest]:
-    """Draws requests of random words. Only the words depend on `seed`."""
+    """Draws requests of random words. The lengths do not depend on `seed`."""
     random_lengths, random_words = Random(0), Random(seed)
 
     def choose_words(num_words: int) -> Sequence[str]:

@@ -14,6 +14,7 @@ from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import require_small_schema
 
+# Maximum lengths are in characters.
 MAX_SCHEMA_NAME_LENGTH = 64
 MAX_REGEX_LENGTH = 16 << 10
 MAX_GRAMMAR_LENGTH = 128 << 10
@@ -87,7 +88,7 @@ def _read_response_format(body: FieldReader) -> AnswerRule | None:
         case "text":
             return None
         case "json_object":
-            return _object_answer(path)
+            return _any_object_answer(path)
         case "json_schema":
             return _read_json_schema(fields)
         case "structural_tag":
@@ -108,13 +109,13 @@ def _read_json_schema(fields: FieldReader) -> JsonAnswer:
     json_schema_fields.boolean("strict")
     schema = json_schema_fields.raw("schema", {"type": ["object", "boolean"]})
     if schema is None:
-        return _object_answer(fields.path("json_schema"))
+        return _any_object_answer(fields.path("json_schema"))
     if not isinstance(schema, dict | bool):
         raise json_schema_fields.wrong("schema", "a JSON schema")
     return _json_answer(json_schema_fields.path("schema"), schema)
 
 
-def _object_answer(path: str) -> JsonAnswer:
+def _any_object_answer(path: str) -> JsonAnswer:
     return JsonAnswer(path, {"type": "object"})
 
 
@@ -135,13 +136,13 @@ def _read_structured_outputs(body: FieldReader) -> AnswerRule | None:
         "structural_tag": _read_structural_tag,
         "json_object": _read_json_object,
     }
-    answers = [answer for read in readers.values() if (answer := read(fields)) is not None]
+    answer_rules = [rule for read in readers.values() if (rule := read(fields)) is not None]
     expected = f"an object with exactly one of {', '.join(readers)}"
-    if (unknown := fields.unknown_paths()) or len(answers) != 1:
-        actual = f"the field {unknown[0]}" if unknown else f"{len(answers)} of them"
+    if (unknown := fields.unknown_paths()) or len(answer_rules) != 1:
+        actual = f"the field {unknown[0]}" if unknown else f"{len(answer_rules)} of them"
         path = body.path("structured_outputs")
         raise ApiError(400, f"{path} must be {expected}, but has {actual}", param=path, code="invalid_value")
-    return answers[0]
+    return answer_rules[0]
 
 
 def _read_json(fields: FieldReader) -> JsonAnswer | None:
@@ -197,11 +198,11 @@ def _read_structural_tag(fields: FieldReader) -> TagAnswer | None:
 
 
 def _read_json_object(fields: FieldReader) -> JsonAnswer | None:
-    return _object_answer(fields.path("json_object")) if fields.boolean("json_object") else None
+    return _any_object_answer(fields.path("json_object")) if fields.boolean("json_object") else None
 
 
 def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
-    """Returns the value of a field. Decodes a string as JSON. types: allowed JSON types of the decoded value."""
+    """Returns the value of a field. Decodes strings as JSON. types: JSON types of the value in the API's schema."""
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value
@@ -226,7 +227,7 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _add_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Returns a copy of `tag_part` with a field `place` next to each `json_schema`: the schema's path, for errors.
+    """Returns a copy of `tag_part`. A new field `place` next to each `json_schema` is the schema's path, for errors.
 
     Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
     """

@@ -100,8 +100,8 @@ class CompletionUsage(TypedDict):
 
 class ChatCompletion(TypedDict):
     """A complete answer. OpenAI's API has neither prompt_token_ids nor prompt_logprobs; both are sent on request.
-    prompt_logprobs: null for the first prompt token, and one object for each further token. The keys of the object are
-    the ids of the token and of the likeliest tokens at its position.
+    prompt_logprobs: null for the first prompt token, and one object for each further token. The object's keys are token
+    ids: the id of the prompt token, and the ids of the likeliest tokens at this position.
     """
 
     id: str
@@ -116,14 +116,14 @@ class ChatCompletion(TypedDict):
 
 
 class FunctionCallDelta(TypedDict):
-    """The next piece of a call's arguments. Only the call's first delta has the name."""
+    """New text of a call's arguments. Only the call's first delta has the name."""
 
     arguments: str
     name: NotRequired[str]
 
 
 class ToolCallDelta(TypedDict):
-    """The next part of a tool call. index: number of the call, from 0. Only the call's first delta has id and type."""
+    """New text of a tool call. index: number of the call, from 0. Only the call's first delta has id and type."""
 
     index: int
     function: FunctionCallDelta
@@ -132,7 +132,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChoiceDelta(TypedDict, total=False):
-    """The next part of a choice. Only the choice's first chunk has the role."""
+    """New output of a choice. Only the choice's first chunk has the role."""
 
     role: Literal["assistant"]
     content: str | None
@@ -203,7 +203,7 @@ class ModelList(TypedDict):
 
 
 class Health(TypedDict):
-    """Whether the server lives or accepts requests. reason: why the server is unavailable."""
+    """The answer to a health or readiness check. reason: why the server is unavailable."""
 
     status: Literal["ok", "unavailable"]
     reason: NotRequired[str]

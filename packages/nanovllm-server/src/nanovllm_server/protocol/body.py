@@ -7,11 +7,12 @@ import orjson
 from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.json import JSON
 
-# Maximum number of values in a body. While `orjson` decodes, no other thread of the worker runs: decoding this many
-# values takes up to 80 ms, but 5,000,000 empty lists, which fit into 16 MiB, take 1.7 s.
+# Maximum number of values in a body. `orjson` blocks the worker's other threads while it decodes: up to 80 ms for this
+# number of values. A body of 16 MiB can have 5,000,000 empty lists, which would take 1.7 s.
 MAX_VALUES = 250_000
-_OPENING_BYTES = b"[{,"
-_BYTES_WITHOUT_VALUES = bytes(set(range(256)) - set(b'"' + _OPENING_BYTES))
+# Every value except the outermost follows one of these bytes, or follows a key that does.
+_BYTES_BEFORE_VALUES = b"[{,"
+_BYTES_TO_SKIP = bytes(set(range(256)) - set(b'"' + _BYTES_BEFORE_VALUES))
 
 
 def parse_body(data: bytes | bytearray) -> dict[str, JSON]:
@@ -28,17 +29,16 @@ def parse_body(data: bytes | bytearray) -> dict[str, JSON]:
 
 
 def _has_too_many_values(data: bytes | bytearray) -> bool:
-    # Every value except the outermost follows one of these bytes, or follows a key that does.
-    if len(data) <= MAX_VALUES or _count(data, _OPENING_BYTES) <= MAX_VALUES:
+    if len(data) <= MAX_VALUES or _count(data, _BYTES_BEFORE_VALUES) <= MAX_VALUES:
         return False
-    # The bytes may be inside strings, for example in a long text with many commas: leave strings out.
+    # Strings may contain these bytes, for example a long text with many commas: count again without strings.
     without_escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    marks = without_escapes.translate(None, _BYTES_WITHOUT_VALUES)
-    if marks.count(b'"') > 4 * MAX_VALUES:
+    quotes_and_bytes_before_values = without_escapes.translate(None, _BYTES_TO_SKIP)
+    if quotes_and_bytes_before_values.count(b'"') > 4 * MAX_VALUES:
         # At most two strings (four quotes) follow a comma or bracket, so there are too many commas and brackets.
         return True
-    return sum(map(len, marks.split(b'"')[::2])) > MAX_VALUES
+    return sum(map(len, quotes_and_bytes_before_values.split(b'"')[::2])) > MAX_VALUES
 
 
-def _count(data: bytes | bytearray, members: bytes) -> int:
-    return sum(data.count(member) for member in members)
+def _count(data: bytes | bytearray, counted_bytes: bytes) -> int:
+    return sum(data.count(byte) for byte in counted_bytes)

@@ -81,6 +81,6 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def internal_error(request_id: str) -> ApiError:
-    """Returns a 500 without details. The log has the details under `request_id`."""
-    message = f"internal server error; the log has it as {request_id}"
+    """Returns a 500 without details. The log has the details, with `request_id`."""
+    message = f"internal server error: search the log for {request_id}"
     return ApiError(500, message, error_type="server_error", code="internal")

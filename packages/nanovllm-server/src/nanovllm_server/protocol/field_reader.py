@@ -10,10 +10,10 @@ from typing import TypeAlias, TypeGuard
 from nanovllm_server.protocol.error import ApiError, bad_field, missing_field
 from nanovllm_server.protocol.json import JSON
 
-# A JSON schema (2020-12).
+# A JSON schema (draft 2020-12).
 Schema: TypeAlias = dict[str, JSON]
 ANYTHING: Schema = {}
-# From this number on, one 64-bit float may stand for several integers.
+# Several integers above this number round to the same 64-bit float.
 MAX_EXACT_FLOAT = 1 << 53
 
 
@@ -96,7 +96,7 @@ class FieldReader:
         max_items: int | None = None,
         items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
-        """Reads an array and checks no item. expected: text after "must be" in errors. items: schema of an item."""
+        """Reads an array without checking its items. expected: text after "must be" in errors. items: items' schema."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
             raise self.wrong(name, expected)
@@ -122,19 +122,19 @@ class FieldReader:
 def exceeds_depth(value: JSON, max_depth: int) -> bool:
     """Whether arrays and objects are nested more than `max_depth` levels deep."""
     # Not recursive, because deep values would overflow the stack.
-    level = [value]
+    values_at_depth = [value]
     for _ in range(max_depth + 1):
-        level = [
+        values_at_depth = [
             child
-            for parent in level
+            for parent in values_at_depth
             if isinstance(parent, dict | list)
             for child in (parent.values() if isinstance(parent, dict) else parent)
         ]
-    return bool(level)
+    return bool(values_at_depth)
 
 
 def as_integer(value: JSON) -> int | None:
-    """Returns an integer, even for a float such as 5.0; None for other values. Some clients send such floats."""
+    """Returns an integer, or a float such as 5.0 (which some clients send) as an integer; None for other values."""
     if type(value) is float and value.is_integer() and abs(value) < MAX_EXACT_FLOAT:
         return int(value)
     return value if type(value) is int else None

@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 @dataclass(frozen=True, slots=True)
 class PastToolCall:
-    """A tool call in an earlier answer. arguments: JSON text."""
+    """A tool call in an earlier answer. name: the function's name. arguments: JSON text."""
 
     id: str | None
     name: str
@@ -33,7 +33,7 @@ class Message:
 
 
 def parse_messages(body: FieldReader) -> tuple[tuple[Message, ...], list[str]]:
-    """Returns (messages, unknown_paths: paths of unknown fields in messages). Raises ApiError."""
+    """Returns (messages, paths of unknown fields in the messages). Raises ApiError."""
     expected = f"an array of 1 to {MAX_MESSAGES} messages"
     items = body.array("messages", expected, MAX_MESSAGES)
     if not items:
@@ -51,7 +51,7 @@ def _read_message(fields: FieldReader) -> Message:
     role = fields.one_of("role", ROLES)
     if role is None:
         raise fields.wrong("role", "one of " + ", ".join(f'"{name}"' for name in ROLES))
-    # The types of all fields are checked for every role, even if the role ignores a field's value.
+    # Checks the types of these fields for every role, although some roles ignore the values.
     name, tool_call_id = fields.text("name"), fields.text("tool_call_id")
     calls = _read_tool_calls(fields)
     # DeepSeek's clients send `reasoning_content`.
@@ -62,7 +62,7 @@ def _read_message(fields: FieldReader) -> Message:
         content = _read_content(fields, is_from_assistant=False)
         return Message(role=role, content=content, name=name, tool_call_id=tool_call_id)
     content = _read_content(fields, is_from_assistant=True)
-    # Templates read only content: in a message without content, the refusal takes its place.
+    # Chat templates read only the content, so the refusal becomes the content of a message without content.
     content = refusal if content is None else content
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 

@@ -94,28 +94,28 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "top_k": "Number of likeliest tokens to sample from; 0 and -1: sample from all tokens.",
     "min_p": "Sample only from tokens at least this likely, as a share of the likeliest token's probability.",
     "repetition_penalty": "Divides the logits of tokens in the prompt or the output; above 1 discourages them.",
-    "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before so many tokens.",
+    "min_tokens": "Stop strings, stop tokens and the end-of-sequence token have no effect before this many tokens.",
     "ignore_eos": "Continue after the end-of-sequence token.",
     "stop_token_ids": "Tokens that end the answer.",
     "allowed_token_ids": "The answer consists only of these tokens; the end of a grammar is always allowed.",
-    "return_tokens_as_token_ids": "Log-probabilities name tokens `token_id:ID` instead of by their text.",
-    "reasoning": "The same options under other names: reasoning_effort, max_reasoning_tokens, include_reasoning.",
+    "return_tokens_as_token_ids": "Log-probabilities name tokens `token_id:ID`, not by their text.",
+    "reasoning": "Other names for the fields reasoning_effort, max_reasoning_tokens and include_reasoning.",
     "max_reasoning_tokens": "The server ends longer reasoning.",
     "thinking_token_budget": "Another name of max_reasoning_tokens; -1: no limit.",
     "include_reasoning": "Whether the answer includes the model's reasoning; the default is true.",
-    "reasoning_effort": "The chat template's variable of this name; also sets enable_thinking, false for `none`.",
+    "reasoning_effort": "Sets the chat template's reasoning_effort, and enable_thinking (false for `none`, else true).",
     "chat_template_kwargs": "Further variables of the chat template.",
     "priority": "Requests with a lower number are served first.",
-    "cache_salt": "Prompts share the prefix cache only with prompts of the same salt.",
+    "cache_salt": "Two prompts share cached prefixes only if they have the same salt.",
     "request_id": "The id of the request, instead of the X-Request-Id header.",
     "prompt_logprobs": "Return log-probabilities of each prompt token and this many likely tokens; not for streams.",
     "seed": "The same seed gives the same tokens, whatever other requests the server has.",
 }
 EVENT_STREAM_DESCRIPTION = (
-    "Server-sent events. Each event's data is a ChatCompletionChunk; a failure in mid-stream is an event named `error` "
-    "whose data is an Error. The last event's data is `[DONE]`. Lines that begin with a colon keep connections alive."
+    "Server-sent events. Each event's data is a ChatCompletionChunk. If the answer fails, an event named `error` has "
+    "an Error as data. The last event's data is `[DONE]`. Lines that begin with a colon keep connections alive."
 )
-LIVENESS_SUMMARY = "Whether the server lives; a draining server still does"
+LIVENESS_SUMMARY = "Whether the engine is alive, also while the server drains"
 ERROR_DESCRIPTIONS = {
     400: "A field is wrong, or the body is not JSON; the message names the field, its value and the allowed values.",
     401: "The API key is missing or wrong.",

@@ -10,7 +10,7 @@ from nanovllm_server.protocol.json import show
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-Value = TypeVar("Value", str, int)
+OptionValue = TypeVar("OptionValue", str, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class ReasoningOptions:
     is_enabled: whether the model may reason; None for the chat template's default.
     max_tokens: maximum number of reasoning tokens; None for no limit.
     max_tokens_field: path of the request's field with `max_tokens`, for errors.
+    is_included: whether the answer includes the reasoning.
     unknown_fields: paths of unknown fields in the object `reasoning`.
     """
 
@@ -67,12 +68,14 @@ def _read_thinking_token_budget(body: FieldReader) -> int | None:
     return None if budget == -1 else budget
 
 
-def _require_common_value(*fields_of_option: tuple[str, Value | None]) -> tuple[Value | None, str]:
-    """Returns (the value that all given fields share, path of the first). Raises ApiError if values differ.
+def _require_common_value(*fields_of_option: tuple[str, OptionValue | None]) -> tuple[OptionValue | None, str]:
+    """Returns (common value, path of the first given field). Raises ApiError if two fields have different values.
 
-    fields_of_option: (path, value) of each field; the value is None if the request lacks the field.
+    fields_of_option: (path, value) of each field of one option; the value is None if the request lacks the field.
     """
-    given_fields: Sequence[tuple[str, Value]] = [(path, value) for path, value in fields_of_option if value is not None]
+    given_fields: Sequence[tuple[str, OptionValue]] = [
+        (path, value) for path, value in fields_of_option if value is not None
+    ]
     if not given_fields:
         return None, fields_of_option[0][0]
     first_path, first_value = given_fields[0]

@@ -21,6 +21,7 @@ from nanovllm_server.protocol.tools import Toolbox, parse_tools
 from nanovllm_server.protocol.unsupported import refuse_unsupported
 
 INT64_MAX = (1 << 63) - 1
+# Limits of request fields. Lengths are in characters.
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -32,7 +33,7 @@ MAX_TIMEOUT_S = 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. These defaults apply unless the model recommends others."""
+    """Values for fields that a request leaves out. The defaults here apply unless the model recommends other values."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -68,6 +69,8 @@ class ChatRequest:
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     has_continuous_usage: every chunk of a stream has the usage so far.
     max_tokens_field: name of the request's field with `sampling.max_tokens`, for errors.
+    priority: requests with a lower number are served first.
+    unknown_fields: paths of fields that the server does not know.
     """
 
     model: str | None
@@ -165,7 +168,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
         max_tokens=max_tokens,
         temperature=defaults.temperature if temperature is None else temperature,
         top_p=defaults.top_p if top_p is None else top_p,
-        # Both -1 and 0 mean all tokens.
+        # In requests, -1 and 0 mean all tokens. `SamplingParams` knows only 0.
         top_k=defaults.top_k if top_k is None else min(max(top_k, 0), limits.vocab_size),
         min_p=defaults.min_p if min_p is None else min_p,
         seed=body.integer("seed", -INT64_MAX - 1, INT64_MAX),
@@ -195,18 +198,18 @@ def _read_max_tokens(body: FieldReader) -> tuple[int | None, str]:
 
 def _read_logprobs(body: FieldReader) -> int | None:
     is_requested = body.boolean("logprobs") or False
-    num_top = body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
-    if num_top and not is_requested:
+    num_top_tokens = body.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    if num_top_tokens and not is_requested:
         raise body.wrong("top_logprobs", "left out when logprobs is not true")
-    return num_top if is_requested else None
+    return num_top_tokens if is_requested else None
 
 
 def _read_prompt_logprobs(body: FieldReader) -> int | None:
-    num_top = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+    num_top_tokens = body.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
     # Chunks of a stream have no field for log-probabilities of the prompt.
-    if num_top is not None and body.boolean("stream"):
+    if num_top_tokens is not None and body.boolean("stream"):
         raise body.wrong("prompt_logprobs", "left out when stream is true")
-    return num_top
+    return num_top_tokens
 
 
 def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:

@@ -31,7 +31,7 @@ SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """The next part of a tool call. index: number of the call in its choice. Only the first part has id and name."""
+    """New text of a tool call. index: number of the call in its choice. Only a call's first delta has id and name."""
 
     index: int
     arguments: str
@@ -40,9 +40,10 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """The next part of one choice.
+    """New output of one choice (one of the request's n answers).
 
-    logprobs: one object per token; None if not requested.
+    index: number of the choice.
+    logprobs: one object per new token; None if not requested.
     finish_reason: None except in the last delta.
     stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
     has_null_content: the content is null, because the choice ended within reasoning or must be a tool call.
@@ -136,7 +137,7 @@ class Clock:
 
 
 def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Splits a delta into objects for role, reasoning, text, each call and the end. is_first: it is the first delta."""
+    """Splits a delta into objects for role, reasoning, text, each call and the end. is_first: no delta came before."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.
@@ -147,7 +148,7 @@ def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     logprobs: ChoiceLogprobs | None = {"content": [*delta.logprobs], "refusal": None} if delta.logprobs else None
     choices: list[ChunkChoice] = []
     if is_first:
-        # As in a complete answer, null means that reasoning or a call comes instead of content.
+        # As in a complete answer, the content is null if the choice begins with reasoning or a call.
         content = None if delta.reasoning or delta.has_null_content or (delta.calls and not delta.text) else ""
         choices.append(_chunk_choice(delta.index, {"role": "assistant", "content": content}, None))
     for choice_delta in choice_deltas:
@@ -166,7 +167,7 @@ def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
 
 
 def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> ModelList:
-    """Builds the list of models, which has the served model under each of its names."""
+    """Builds the list of models: one object per name of the served model."""
     return {
         "object": "list",
         "data": [model_body(name, names, created_s, max_model_len) for name in names],
@@ -174,7 +175,7 @@ def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> Mod
 
 
 def model_body(name: str, names: Sequence[str], created_s: int, max_model_len: int) -> Model:
-    """Builds the description of the served model under one of its names."""
+    """Builds the description of the served model. name: one of the model's names. names: all of them."""
     return {
         "id": name,
         "object": "model",
@@ -215,15 +216,15 @@ def _message(deltas: Sequence[Delta]) -> AnswerMessage:
 
 
 def _complete_calls(deltas: Iterable[CallDelta]) -> list[ToolCall]:
-    first_deltas: dict[int, CallDelta] = {}
-    argument_pieces: dict[int, list[str]] = {}
+    first_delta_by_call: dict[int, CallDelta] = {}
+    arguments_by_call: dict[int, list[str]] = {}
     for delta in deltas:
-        first_deltas.setdefault(delta.index, delta)
-        argument_pieces.setdefault(delta.index, []).append(delta.arguments)
+        first_delta_by_call.setdefault(delta.index, delta)
+        arguments_by_call.setdefault(delta.index, []).append(delta.arguments)
     calls: list[ToolCall] = []
-    for index, call in first_deltas.items():
-        function: FunctionCall = {"name": cast(str, call.name), "arguments": "".join(argument_pieces[index])}
-        calls.append({"id": cast(str, call.id), "type": "function", "function": function})
+    for index, first_delta in first_delta_by_call.items():
+        function: FunctionCall = {"name": cast(str, first_delta.name), "arguments": "".join(arguments_by_call[index])}
+        calls.append({"id": cast(str, first_delta.id), "type": "function", "function": function})
     return calls
 
 

@@ -12,6 +12,7 @@ from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.field_reader import ANYTHING, FieldReader, Schema
 from nanovllm_server.protocol.json import JSON
 
+# A function that reads and validates a request. `record_schema` ignores the result.
 ReadObject: TypeAlias = Callable[[FieldReader], object]
 # The path from a request to a nested value: field names and array indices.
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -35,7 +36,7 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """The fields of one object in all examples.
+    """The fields that one object has in any example.
 
     alternatives: alternative schemas by field.
     children: nested objects by field; an array has one child for all its objects.
@@ -60,8 +61,8 @@ class _ObjectNode:
     def schema(self) -> Schema:
         required = self.required or frozenset()
         # Fields that accept only null are unsupported, and the schema leaves them out.
-        null_schemas: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
-        names = [name for name, alternatives in self.alternatives.items() if alternatives not in null_schemas]
+        only_null: tuple[list[Schema], ...] = ([{"enum": [None]}], [{"type": "null"}])
+        names = [name for name, alternatives in self.alternatives.items() if alternatives not in only_null]
         properties: dict[str, JSON] = {}
         for name in names:
             alternatives = [self._with_child(name, schema) for schema in copy.deepcopy(self.alternatives[name])] or [{}]
@@ -107,8 +108,8 @@ class _RecordingReader(FieldReader):
         return super().boolean(name)
 
     def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:
-        limit: Schema = {} if max_length is None else {"maxLength": max_length}
-        self._node.record(name, {"type": "string", **limit, **accepts})
+        length_limit: Schema = {} if max_length is None else {"maxLength": max_length}
+        self._node.record(name, {"type": "string", **length_limit, **accepts})
         return super().text(name, max_length)
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:
@@ -154,7 +155,7 @@ def _with_null(accepts: Schema) -> Schema:
 
 
 def _iterate_objects(node: _ObjectNode, value: JSON, keys: KeyPath) -> Iterator[tuple[_ObjectNode, KeyPath]]:
-    """Yields (node, path from the request) for every object in `value` that was read."""
+    """Yields (node, path from the request) of `value` and its nested objects, except objects without a node."""
     match value:
         case dict():
             yield node, keys

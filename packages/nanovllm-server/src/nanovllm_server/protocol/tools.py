@@ -11,10 +11,10 @@ from nanovllm_server.protocol.json import JSON
 from nanovllm_server.protocol.schema import require_small_schema
 
 MAX_TOOLS = 1024
-# Maximum nesting depth of a tool's definition. The limit protects templates, which write definitions as JSON.
+# Maximum nesting depth of a tool's definition, which chat templates write as JSON.
 MAX_DEFINITION_DEPTH = 100
 MAX_FUNCTION_NAME_LENGTH = 256
-# Characters of function names. No format of tool calls needs to escape any of these.
+# Characters of function names. No tool call format needs to escape these characters.
 FUNCTION_NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.:/")
 TOOL_CHOICES = ("auto", "none", "required")
 # auto: calls are allowed. required: the answer consists of calls. named: the answer is a call of a given function.
@@ -37,7 +37,7 @@ class Function:
 
     @property
     def enforced_schema(self) -> JSON:
-        """The schema that a grammar enforces; None allows any object. Without `parameters`, only {} is allowed."""
+        """The schema that a grammar enforces; None allows any object. If `parameters` is None, only {} is allowed."""
         no_properties: JSON = {"type": "object", "properties": {}, "additionalProperties": False}
         return None if not self.is_enforced else no_properties if self.parameters is None else self.parameters
 
@@ -71,8 +71,8 @@ class Toolbox:
     @property
     def needs_grammar(self) -> bool:
         """Whether a grammar must restrict the model's calls."""
-        is_enforced = any(function.is_enforced for function in self.functions.values())
-        return self.mode != "auto" or self.is_restricted or is_enforced
+        has_enforced_function = any(function.is_enforced for function in self.functions.values())
+        return self.mode != "auto" or self.is_restricted or has_enforced_function
 
 
 @dataclass(frozen=True, slots=True)
