@@ -152,14 +152,14 @@ def resolve(
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
         raise ConfigError("device is 'cuda', but no usable NVIDIA GPU was found: use device 'cpu'")
-    backend = _resolve_attention(config.attention_backend, device, has_flash_attention, has_cute)
+    backend = _resolve_attention_backend(config.attention_backend, device, has_flash_attention, has_cute)
     max_model_len = max_position if config.max_model_len is None else config.max_model_len
     _require(1 <= max_model_len <= max_position, "max_model_len", max_model_len, f"1..{max_position} for this model")
     max_num_seqs, max_num_batched_tokens = _resolve_batch(config, device)
     _require(config.block_size in (None, *BLOCK_SIZES), "block_size", config.block_size, f"one of {BLOCK_SIZES}")
     _require(config.num_blocks is None or config.num_blocks >= 2, "num_blocks", config.num_blocks, "at least 2")
-    has_state_dtype = config.state_dtype in ("float32", "bfloat16")
-    _require(has_state_dtype, "state_dtype", config.state_dtype, "'float32' or 'bfloat16'")
+    is_valid_state_dtype = config.state_dtype in ("float32", "bfloat16")
+    _require(is_valid_state_dtype, "state_dtype", config.state_dtype, "'float32' or 'bfloat16'")
     target_ms = config.target_step_ms
     _require(target_ms is None or 0 < target_ms < float("inf"), "target_step_ms", target_ms, "above 0")
     utilization = config.gpu_memory_utilization
@@ -171,9 +171,9 @@ def resolve(
     dtype = config.dtype or str(preferred_dtype).removeprefix("torch.")
     _require(dtype in ("float32", "bfloat16", "float16"), "dtype", dtype, "'float32', 'bfloat16' or 'float16'")
     _check_kv_cache_dtype(config, device, backend, has_fp8)
-    independent: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
+    settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
     return ResolvedConfig(
-        **independent,
+        **settings,
         device=device,
         dtype=cast(DType, dtype),
         max_model_len=max_model_len,
@@ -182,12 +182,12 @@ def resolve(
         max_num_batched_tokens=max_num_batched_tokens,
         depth=config.depth or (1 if device == "cpu" else 2),
         attention_backend=backend,
-        graph_mode=_resolve_graphs(config.graph_mode, backend),
+        graph_mode=_resolve_graph_mode(config.graph_mode, backend),
         compile=_resolve_compile(config.compile, backend),
     )
 
 
-def _resolve_attention(
+def _resolve_attention_backend(
     backend: AttentionBackend | None, device: Device, has_flash_attention: bool, has_cute: bool
 ) -> AttentionBackend:
     if backend is None:
@@ -213,7 +213,7 @@ def _check_kv_cache_dtype(config: EngineConfig, device: Device, backend: Attenti
         raise ConfigError("kv_cache_dtype 'fp8' can't be read by attention_backend 'flash': use 'fastest' or 'triton'")
 
 
-def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:
+def _resolve_graph_mode(mode: GraphMode | None, backend: AttentionBackend) -> GraphMode:
     # The torch backend reads lengths on the host, which a captured graph can't do.
     if backend == "torch":
         if mode not in (None, "none"):
@@ -224,30 +224,30 @@ def _resolve_graphs(mode: GraphMode | None, backend: AttentionBackend) -> GraphM
     return mode or "full"
 
 
-def _resolve_compile(use_compile: bool | None, backend: AttentionBackend) -> bool:
-    # On a CPU weights are packed in layouts that torch.compile can't handle.
+def _resolve_compile(uses_compile: bool | None, backend: AttentionBackend) -> bool:
+    # On a CPU, weights are packed in layouts that torch.compile can't handle.
     if backend == "torch":
-        if use_compile:
+        if uses_compile:
             raise ConfigError("compile needs a GPU and an attention_backend other than 'torch': leave it off")
         return False
-    return use_compile is not False
+    return uses_compile is not False
 
 
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
-    max_num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
+    max_num_seqs, token_budget = config.max_num_seqs, config.max_num_batched_tokens
     block_size = config.block_size or BLOCK_SIZES[0]
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64
-        max_num_seqs = default if budget is None else max(min(default, budget - block_size), 1)
+        max_num_seqs = default if token_budget is None else max(min(default, token_budget - block_size), 1)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    # With a smaller budget, decodes could always leave less than one block for prompts, which would then never run.
+    # With a smaller budget, decodes could always leave less than one block for prompts. Prompts would then never run.
     min_budget = max_num_seqs + block_size
-    if budget is None:
-        budget = max(8192 if device == "cuda" else 1024, min_budget)
+    if token_budget is None:
+        token_budget = max(8192 if device == "cuda" else 1024, min_budget)
     valid_budgets = f"at least max_num_seqs + block_size = {min_budget}"
-    _require(budget >= min_budget, "max_num_batched_tokens", budget, valid_budgets)
-    return max_num_seqs, budget
+    _require(token_budget >= min_budget, "max_num_batched_tokens", token_budget, valid_budgets)
+    return max_num_seqs, token_budget
 
 
 def _require(is_valid: bool, setting: str, value: object, valid_values: str) -> None:

@@ -23,7 +23,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# Schemas that state only the types of XML parameters. The key is the JSON pointer to the parameters' original schema.
+# Schemas that state only the types of parameters written as XML, by JSON pointer to the parameters' original schema.
 ParameterTypes = dict[str, dict[str, Any]]
 
 

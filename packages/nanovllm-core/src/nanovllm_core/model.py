@@ -16,7 +16,7 @@ AttentionFunction = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class LaunchAttention(Protocol):
-    """Computes a layer's attention outside of captured graphs."""
+    """Computes a layer's attention outside of captured CUDA graphs."""
 
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """Call `attention` with q [num_tokens, heads, head_dim]; returns [num_tokens, heads, value_dim].
@@ -45,8 +45,8 @@ class MLASpec(NamedTuple):
 class StateSpec(NamedTuple):
     """Shapes of the state that one recurrent layer keeps per sequence and rank.
 
-    recurrent: the recurrent state, whose dtype is `EngineConfig.state_dtype`.
-    conv_inputs: the latest inputs of the convolution, in the model's dtype.
+    recurrent: (value heads, value dim, key dim) of the recurrent state, whose dtype is `EngineConfig.state_dtype`.
+    conv_inputs: (filter taps, channels) of the latest inputs of the convolution, in the model's dtype.
     """
 
     recurrent: tuple[int, int, int]
@@ -74,8 +74,8 @@ class ForwardContext:
         MLASpec: [num_blocks, block_size, 1, latent_dim + rope_dim].
     kv_scales: one per cache if the caches are FP8, else empty; uint8 [num_blocks, cache.shape[2], block_size], see
         `nanovllm_kernels.fp8`.
-    launch_attention: computes attention between CUDA graphs while a step is captured in pieces. Layers must call this
-        function with their attention and queries. None: layers compute attention themselves.
+    launch_attention: while a step is captured as several CUDA graphs, computes attention between the graphs. Layers
+        must call this function with their attention and queries. None: layers compute attention themselves.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
     state_batch: state slots of the requests; None for a model without recurrent layers.
     """

@@ -52,8 +52,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def concatenate(cls, num_top: int, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
         """Concatenate the log-probabilities of consecutive parts of a prompt."""
-        columns = cls.__struct_fields__[1:]
-        return cls(num_top, *(b"".join([getattr(part, column) for part in parts]) for column in columns))
+        array_names = cls.__struct_fields__[1:]
+        return cls(num_top, *(b"".join([getattr(part, name) for part in parts]) for name in array_names))
 
     def __len__(self) -> int:
         return len(self.logprobs) // 4
@@ -96,7 +96,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     tokens: id of each new token. The tokens of one request are in order.
     logprobs: pairs (request key, log-probabilities for a new token), only for requests with this option.
     prompt_logprobs: pairs (request key, log-probabilities of consecutive prompt tokens), in order. The last pair of a
-        request comes with the first output token or earlier.
+        request comes no later than the request's first output token.
     """
 
     keys: list[int] = []

@@ -12,7 +12,7 @@ from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.token_ids import TokenIds
 
 BlockHash = int | bytes
-MAX_CHECKPOINTS = 16  # per prompt
+MAX_CHECKPOINTS = 16  # maximum number of recurrent states that one prompt saves
 
 
 class Checkpoint(NamedTuple):
@@ -33,7 +33,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request in the engine, without the numbers that change in every step.
+    """One request in the engine. `RowTable` has the numbers that change in every step.
 
     key: the engine's id of the request; unique in an engine.
     compiled_grammar: set before the request is scheduled; None without a grammar.

@@ -9,15 +9,14 @@ import msgspec
 from nanovllm_core.errors import RequestError
 from nanovllm_core.grammar_types import GrammarSpec
 
-MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKENS = 64
-MAX_ALLOWED_TOKENS = 4096
-MAX_REASONING_END_TOKENS = 64
+MAX_TOP_LOGPROBS = 20  # likeliest tokens to report per token
+MAX_LOGIT_BIAS = 1024  # entries of `logit_bias`
+MAX_STOP_TOKENS = 64  # entries of `stop_token_ids`
+MAX_ALLOWED_TOKENS = 4096  # entries of `allowed_token_ids`
+MAX_REASONING_END_TOKENS = 64  # tokens of `ReasoningBudget.end`
 MAX_FORBIDDEN_SEQUENCES = 256
-MAX_FORBIDDEN_SEQUENCE_TOKENS = 16
-# Minimum value of a parameter that must be positive.
-_MIN_POSITIVE = 1e-6
+MAX_FORBIDDEN_SEQUENCE_TOKENS = 16  # tokens of one forbidden sequence
+_MIN_POSITIVE = 1e-6  # minimum of a parameter that must be positive
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True):
@@ -50,8 +49,8 @@ class SamplingParams:
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
-    allowed_token_ids: the only token ids that the output may contain, besides the end of `grammar`; empty for all. If
-        the grammar allows none of them, the request fails. Overrides all other options but `grammar`.
+    allowed_token_ids: the only token ids that the output may contain, besides tokens that end `grammar`; empty for all.
+        If `grammar` allows none of these ids, the request fails. Overrides all other options but `grammar`.
     logprobs: number of likeliest tokens to report per output token; None for no log-probabilities. Penalties and
         temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no

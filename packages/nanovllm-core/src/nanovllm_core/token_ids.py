@@ -19,7 +19,7 @@ def as_token_ids(ids: Sequence[int] | NDArray[Any]) -> TokenIds:
     if array.dtype != np.int32:
         bounds = np.iinfo(np.int32)
         if array.min() < bounds.min or array.max() > bounds.max:
-            raise ValueError(f"they must be from 0 to {bounds.max}")
+            raise ValueError(f"token ids must be from 0 to {bounds.max}")
         array = array.astype(np.int32)
     elif array.flags.writeable:
         array = array.copy()

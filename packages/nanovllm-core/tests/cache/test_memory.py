@@ -96,9 +96,9 @@ def test_without_a_prefix_cache_blocks_are_for_running_requests():
 PAGED = PagedSpec(num_kv_heads=8, head_dim=128, num_heads=32)
 
 
-def resolve_block_size(attention=PAGED, *, has_states=False, **settings) -> int:
+def resolve_block_size(attention=PAGED, *, has_recurrent_layers=False, **settings) -> int:
     config = resolve(EngineConfig(**settings), has_flash_attention=True, **MODEL_AND_MACHINE)
-    return choose_block_size(config, attention, has_states=has_states)
+    return choose_block_size(config, attention, has_recurrent_layers=has_recurrent_layers)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_blocks_have_128_tokens_for_flash_attention():
         {"kv_cache_dtype": "fp8"},
         {"attention": PAGED._replace(head_dim=256)},
         {"attention": MLASpec(latent_dim=512, rope_dim=64, num_heads=128)},
-        {"has_states": True},
+        {"has_recurrent_layers": True},
         {"max_num_seqs": 100, "max_num_batched_tokens": 200},
         {"device": "cpu"},
     ],
@@ -131,7 +131,7 @@ def test_blocks_have_16_tokens_if_long_blocks_are_not_faster_or_do_not_fit(other
 
 def test_block_size_above_the_checkpoint_interval_is_refused():
     with pytest.raises(ConfigError, match="block_size is 128, but must be at most 64 for a model with recurrent"):
-        resolve_block_size(block_size=128, has_states=True)
+        resolve_block_size(block_size=128, has_recurrent_layers=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

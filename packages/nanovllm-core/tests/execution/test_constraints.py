@@ -160,7 +160,7 @@ def test_allowed_ids_need_a_mask_but_no_wait():
     for event in events:
         event.is_over = True
     constraints.end_step(make_handle([1, 31])[0])
-    assert len(constraints._in_flight) == 1
+    assert len(constraints._steps_in_flight) == 1
 
 
 def test_skipped_and_reassigned_rows_are_not_advanced():

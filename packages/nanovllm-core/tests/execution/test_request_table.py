@@ -73,7 +73,7 @@ def test_same_scheduled_rows_reuse_the_inputs_unless_a_row_is_new():
 
 
 def test_a_slot_evicted_for_a_later_request_is_read_first():
-    table = RequestTable(4, 64, 16, 50, 1, torch.device("cpu"), has_states=True)
+    table = RequestTable(4, 64, 16, 50, 1, torch.device("cpu"), has_recurrent_layers=True)
     new_rows = [
         NewRow(row, as_token_ids([1]), 1, 0, SamplingParams(), seed=0, stop_ids=(), state=NewState(slot, origin, ()))
         for row, (slot, origin) in enumerate([(3, 6), (5, 3), (7, 0)])

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from nanovllm_core.request_state import BlockHash
 
-NULL_BLOCK = 0
+NULL_BLOCK = 0  # padding reads and writes this block, which is never allocated
 
 
 class BlockPool:
@@ -49,7 +49,7 @@ class BlockPool:
         self._num_holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder from each block. They are evicted in the order of `blocks`.
+        """Remove one holder from each block. Blocks without a holder are evicted in the order of `blocks`.
 
         Raises RuntimeError if a block has no holder.
         """

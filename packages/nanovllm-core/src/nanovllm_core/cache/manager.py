@@ -123,8 +123,8 @@ class CacheManager:
             return num_usable_blocks * self.block_size
         return last_estimate
 
-    def _find_cached_blocks(self, request: RequestState, start: int = 0) -> list[int]:
-        """The cached blocks at the beginning of `request`, without the first `start` blocks."""
+    def _find_cached_blocks(self, request: RequestState, num_skipped: int = 0) -> list[int]:
+        """The cached blocks at the beginning of `request`, without the first `num_skipped` blocks."""
         cached_blocks: list[int] = []
         if self._hasher is None:
             return cached_blocks
@@ -133,7 +133,7 @@ class CacheManager:
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )
-        for block_hash in request.block_hashes[start : max_cached_tokens // self.block_size]:
+        for block_hash in request.block_hashes[num_skipped : max_cached_tokens // self.block_size]:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break

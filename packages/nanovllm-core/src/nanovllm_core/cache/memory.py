@@ -19,13 +19,13 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# Maximum number of checkpoint slots per running request: a prompt of 8,192 tokens saves 8 checkpoints.
-CHECKPOINT_SLOTS_PER_ROW = 8
+# Maximum number of checkpoint slots (saved states) per running request: a prompt of 8,192 tokens saves 8 checkpoints.
+CHECKPOINT_SLOTS_PER_REQUEST = 8
 # Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
 # Maximum share of the cache's memory for state slots, unless the slots of running requests alone take more.
 STATE_MEMORY_SHARE = 0.5
-_CACHE_LINE_BYTES = 64
+_CACHE_LINE_BYTES = 64  # alignment of caches on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class CacheLayout:
                 f"cache_specs() gives both {attention} and {other_specs[0]}: all attention layers of a model must be "
                 "alike"
             )
-        block_size = choose_block_size(config, attention, has_states=bool(state_specs))
+        block_size = choose_block_size(config, attention, has_recurrent_layers=bool(state_specs))
         dtypes = config.torch_kv_cache_dtype, config.torch_state_dtype, config.torch_dtype
         return cls(attention_specs, state_specs, block_size, *dtypes)
 
@@ -72,9 +72,9 @@ class CacheLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one state slot in all recurrent layers; 0 for a model without recurrent layers."""
-        state_size, input_size = self.state_dtype.itemsize, self.conv_dtype.itemsize
+        state_item_bytes, conv_item_bytes = self.state_dtype.itemsize, self.conv_dtype.itemsize
         return sum(
-            math.prod(spec.recurrent) * state_size + math.prod(spec.conv_inputs) * input_size
+            math.prod(spec.recurrent) * state_item_bytes + math.prod(spec.conv_inputs) * conv_item_bytes
             for spec in self.state_specs
         )
 
@@ -143,20 +143,20 @@ class CacheMemory:
                 copy_states(stacked, sources, targets)
 
 
-def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_states: bool) -> int:
+def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_recurrent_layers: bool) -> int:
     """Tokens per block: the configured number, or the number with which the attention kernels are fastest.
 
     Raises ConfigError if a block of a model with recurrent layers would have more than CHECKPOINT_INTERVAL tokens.
     """
     min_size = min(BLOCK_SIZES)
     if config.block_size is not None:
-        if has_states and config.block_size > CHECKPOINT_INTERVAL:
+        if has_recurrent_layers and config.block_size > CHECKPOINT_INTERVAL:
             raise ConfigError(
                 f"block_size is {config.block_size}, but must be at most {CHECKPOINT_INTERVAL} for a model with "
                 "recurrent layers"
             )
         return config.block_size
-    if has_states or isinstance(attention, MLASpec):
+    if has_recurrent_layers or isinstance(attention, MLASpec):
         return min_size
     fastest_size = best_page_size(attention.head_dim, config.torch_kv_cache_dtype, config.attention_backend)
     return fastest_size if config.max_num_seqs + fastest_size <= config.max_num_batched_tokens else min_size
@@ -209,12 +209,12 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
         )
     if not config.prefix_caching:
         return min_slots
-    max_slots = config.max_num_seqs * (1 + CHECKPOINT_SLOTS_PER_ROW)
+    max_slots = config.max_num_seqs * (1 + CHECKPOINT_SLOTS_PER_REQUEST)
     return max(min_slots, min(max_slots, int(free_bytes * STATE_MEMORY_SHARE) // slot_bytes - 1))
 
 
 def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
-    """The number of bytes for the cache. On a CPU it is configured; on a GPU it is what the largest step leaves free.
+    """The number of bytes for the cache: `cpu_cache_gib` on a CPU, or the GPU memory that the largest step leaves free.
 
     run_largest_step: runs the step that takes the most memory. Allocate weights and tables before this call.
     Raises ConfigError if no memory is free.
@@ -237,7 +237,7 @@ def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest
         raise ConfigError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves nothing for the "
             f"KV cache: {(total - free) / GIB:.1f} GiB are in use and a step takes {step_bytes / GIB:.1f} GiB; raise "
-            "it, free the GPU, or lower max_num_batched_tokens"
+            "gpu_memory_utilization, free the GPU, or lower max_num_batched_tokens"
         )
     return free_bytes
 
@@ -267,9 +267,9 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     while source_by_target:
         if not writable_targets:
             # Only cycles remain: each slot is the source of one copy.
-            saved_slot, reader = next((source, target) for target, source in source_by_target.items())
+            saved_slot, overwritten_slot = next((source, target) for target, source in source_by_target.items())
             ordered.append((saved_slot, NULL_SLOT))
-            source_by_target[reader] = NULL_SLOT
+            source_by_target[overwritten_slot] = NULL_SLOT
             writable_targets.append(saved_slot)
         target = writable_targets.pop()
         source = source_by_target.pop(target)

@@ -21,7 +21,7 @@ def _hash_blocks_fast(previous_hash: BlockHash, tokens: bytes, block_bytes: int)
 
 def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: int) -> list[BlockHash]:
     if isinstance(previous_hash, int):
-        raise TypeError("a SHA-256 chain continues from bytes")
+        raise TypeError("previous_hash must be bytes, because the algorithm is SHA-256")
     ends = range(block_bytes, len(tokens) + 1, block_bytes)
     return [previous_hash := hashlib.sha256(previous_hash + tokens[end - block_bytes : end]).digest() for end in ends]
 
@@ -45,6 +45,7 @@ class PrefixHasher:
         hashes += self._hash_blocks(previous_hash, _token_bytes(request, start), self._block_size * _TOKEN_BYTES)
 
     def _root_hash(self, salt: str) -> BlockHash:
+        """The hash before the first block."""
         digest = hashlib.sha256(self._secret + salt.encode()).digest()
         return digest if self._algorithm == "sha256" else hash(digest)
 

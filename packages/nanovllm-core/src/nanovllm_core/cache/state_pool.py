@@ -20,8 +20,7 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
     num_shared: number of leading tokens that an earlier prompt had too. Later prompts may diverge at this position.
 
     The first position is the end of the shared tokens. The other positions are near the end of the prompt, where
-    continued conversations diverge. Distances from the end double, so that the few checkpoints that fit cover a long
-    prompt.
+    continued conversations diverge. Distances from the end double, so that few checkpoints cover a long prompt.
     """
     last = num_tokens - num_tokens % CHECKPOINT_INTERVAL
     distances = [0, *(CHECKPOINT_INTERVAL << doublings for doublings in range(MAX_CHECKPOINTS))]
@@ -58,8 +57,7 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Hold the source slot, so that `allocate` does not evict it. The later release makes it the last slot to be
-        # evicted.
+        # Hold the source slot, so that `allocate` does not evict the slot. After the later release, it is evicted last.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)

@@ -157,7 +157,8 @@ class EngineSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(address.endpoint)
-        # Duplicate the descriptor: the event loop accepts one reader per descriptor, and the original may be closed.
+        # The lifeline is a pipe that closes when the engine's process ends. Duplicate its descriptor: the event loop
+        # accepts one reader per descriptor, and the original may be closed.
         self._lifeline_fd = os.dup(address.lifeline.fileno())
         self._event_loop = asyncio.get_running_loop()
         self._event_loop.add_reader(self._lifeline_fd, self._on_process_end)
@@ -197,6 +198,7 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
+    """The recipe of an engine process, once `spec` and `config` are bound."""
     return spec, config
 
 

@@ -27,12 +27,12 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# The plan of the next step should be ready after this share of the step's predicted time. Few steps end earlier.
+# The plan of the next step should be ready after this share of the running step's predicted time. Few end earlier.
 PLAN_READY_SHARE = 0.85
 # Planning takes about PLANNING_LEAD_S, plus PLANNING_LEAD_PER_REQUEST_S per waiting request.
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
-POLL_INTERVAL_S = 0.001
+POLL_INTERVAL_S = 0.001  # between checks for new requests while a step runs
 _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 
 
@@ -67,7 +67,7 @@ class EngineLoop:
         # Outputs of the last finished step, not posted to the event loop yet.
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
-        self._spin_control = spin_control
+        self._spin_control = spin_control  # shortens the busy waiting of torch's threads
         # Messages to the engine thread, in order of arrival: new requests, and keys of aborted requests.
         self._inbox: deque[RequestState | int] = deque()
         self._inbox_changed = threading.Event()
@@ -138,13 +138,13 @@ class EngineLoop:
         try:
             while True:
                 # Check before emptying the outbox: the thread posts its last outputs before it ends.
-                has_ended = steps_future.done()
+                has_thread_ended = steps_future.done()
                 while self._outbox:
                     outputs, stats = self._outbox.popleft()
                     for finish in outputs.finishes:
                         self._open_requests.pop(finish.key, None)
                     self._emit(emit, outputs, stats)
-                if has_ended:
+                if has_thread_ended:
                     break
                 await self._outbox_changed.wait()
                 self._outbox_changed.clear()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 # Time that a process has to exit by itself after its parent has ended.
 EXIT_GRACE_S = 5.0
-EXIT_CODE = 1
+EXIT_CODE = 1  # of a process whose parent has ended
 
 
 def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Event:

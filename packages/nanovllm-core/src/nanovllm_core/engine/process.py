@@ -26,7 +26,7 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """A started engine process. recipe: picklable; the engine's process calls it."""
+    """A started engine process. recipe: picklable function that the engine's process calls."""
 
     def __init__(self, recipe: EngineRecipe):
         # Only this user may enter the directory, because a process that can write to the socket can use the engine.

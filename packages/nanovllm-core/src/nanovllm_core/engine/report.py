@@ -6,7 +6,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import EngineInfo, EngineStats
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.model import ModelSpec
-from nanovllm_core.scheduling.lifecycle import STEP_TOKEN_BOUNDS
+from nanovllm_core.scheduling.lifecycle import STEP_CLASS_MAX_TOKENS
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_kernels.platform import describe_arithmetic
 
@@ -52,7 +52,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
         prompt_tokens=counters.num_prompt_tokens,
         generation_tokens=counters.num_generated_tokens,
         iteration_tokens=counters.num_computed_tokens,
-        step_sizes=tuple(zip((*STEP_TOKEN_BOUNDS, math.inf), counters.num_steps_by_size, strict=True)),
+        step_sizes=tuple(zip((*STEP_CLASS_MAX_TOKENS, math.inf), counters.num_steps_by_size, strict=True)),
         graph_steps=tuple((*key, count) for key, count in list(runner.graphs.num_steps.items())),
         step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
         decode_step_s=step_time_model.decode_step_s,

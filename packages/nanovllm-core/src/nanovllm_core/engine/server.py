@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
     from nanovllm_core.model import ModelSpec
 
+# Returns the model and the settings. The engine's process calls the recipe, because the call may import torch.
 EngineRecipe = Callable[[], tuple["ModelSpec", EngineConfig]]
 
 _log = logging.getLogger(__name__)
@@ -93,16 +94,17 @@ async def _serve(recipe: EngineRecipe, endpoint: str, exits_gracefully: threadin
 
 
 def _stop_with_parent(task: "asyncio.Task[None] | None") -> None:
+    """Cancel `task` when the parent process ends."""
     parent = multiprocessing.parent_process()
     if parent is None or task is None:
         return
-    loop, sentinel = asyncio.get_running_loop(), parent.sentinel
+    event_loop, sentinel = asyncio.get_running_loop(), parent.sentinel
 
     def stop() -> None:
-        loop.remove_reader(sentinel)
+        event_loop.remove_reader(sentinel)
         task.cancel()
 
-    loop.add_reader(sentinel, stop)
+    event_loop.add_reader(sentinel, stop)
 
 
 async def _send_to_all(socket: zmq.asyncio.Socket, message: wire.ToClient) -> None:

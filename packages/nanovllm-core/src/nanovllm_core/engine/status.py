@@ -53,7 +53,7 @@ class EngineStats:
     step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, under the
         lowest maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
-    step_limit_s: time limit of a step with prompts and decodes.
+    step_limit_s: time limit of a mixed step (with prompts and decodes).
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
     step_time_error: mean relative error of recent predictions of step times.
     """

@@ -25,7 +25,7 @@ from nanovllm_core.scheduling.plan import NewRow, StepPlan
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
 # After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
-# in a separate call, which finds the slow grammar.
+# in a separate call, to find the slow grammar.
 _MAX_BATCH_CALL_S = 0.02
 _NUM_SEPARATE_STEPS = 16
 
@@ -36,7 +36,7 @@ class Constraint:
 
     matcher: None without a grammar, or after the output has completed the grammar.
     budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
-    allowed_mask: int32 [words], allows `allowed_token_ids` and the tokens that end a grammar; None if all are allowed.
+    allowed_mask: see `make_mask`; allows `allowed_token_ids` and tokens that end a grammar; None if all are allowed.
     num_launched_outputs: number of output tokens for which steps were launched.
     match_s: seconds spent in calls for this row alone.
     failure: why the row cannot sample a token; None if it can.
@@ -174,7 +174,7 @@ class Constraint:
 
 
 def make_mask(token_ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
-    """A mask int32 [num_words] that allows `token_ids`. Format: `nanovllm_kernels.sampling.apply_masks_`."""
+    """An int32 mask with one bit per token id, which allows `token_ids`. Format: see `apply_masks_`."""
     bits = np.zeros(num_words * 32, np.bool_)
     bits[np.array(token_ids, np.int64)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -195,10 +195,10 @@ class Constraints:
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._num_mask_words = -(-vocab_size // 32)
         self.mask_buffer = MaskBuffer(num_rows, self._num_mask_words, device)
-        # Pairs (index among the step's sampling requests, constraint) of the current step.
+        # Pairs (index among the step's sampling requests, constraint): all pairs, and pairs that may need a mask.
         self._step_constraints: list[tuple[int, Constraint]] = []
         self._mask_candidates: list[tuple[int, Constraint]] = []
-        self._in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
+        self._steps_in_flight: deque[tuple[StepHandle, list[tuple[int, Constraint]]]] = deque()
         # Number of coming steps that will match each row in a separate call.
         self._num_separate_steps = 0
 
@@ -230,11 +230,11 @@ class Constraints:
         other_candidates = [pair for pair in candidates if pair[1].matcher is None or pair[1].failure is not None]
         masks = self.mask_buffer.new_masks(len(candidates))
         self._fill_all([constraint for _, constraint in grammar_candidates], masks)
-        allows_any_token = np.any(masks, axis=1)
+        has_allowed_token = np.any(masks, axis=1)
         masked_indices: list[int] = []
         for mask_index, (index, constraint) in enumerate([*grammar_candidates, *other_candidates]):
             has_grammar_mask = mask_index < len(grammar_candidates)
-            if has_grammar_mask and constraint.failure is None and not allows_any_token[mask_index]:
+            if has_grammar_mask and constraint.failure is None and not has_allowed_token[mask_index]:
                 constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
             is_masked = has_grammar_mask
             if constraint.failure is None:
@@ -250,7 +250,7 @@ class Constraints:
         """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._advance_matchers(wait=False)
         if self._step_constraints:
-            self._in_flight.append((handle, self._step_constraints))
+            self._steps_in_flight.append((handle, self._step_constraints))
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
@@ -264,8 +264,8 @@ class Constraints:
 
     def _advance_matchers(self, *, wait: bool) -> None:
         """Advance matchers by the tokens of finished steps. wait: wait for all steps in flight to finish."""
-        while self._in_flight and (wait or self._in_flight[0][0].is_finished):
-            handle, step_constraints = self._in_flight.popleft()
+        while self._steps_in_flight and (wait or self._steps_in_flight[0][0].is_finished):
+            handle, step_constraints = self._steps_in_flight.popleft()
             handle.wait()
             token_ids = handle.token_ids
             new_tokens = [(constraint, int(token_ids[index])) for index, constraint in step_constraints]

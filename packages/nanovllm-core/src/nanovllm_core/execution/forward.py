@@ -45,6 +45,7 @@ class ForwardOutput(NamedTuple):
 
     logits: [num_reqs, vocab], logits of each request's last token; empty if the step samples no token.
     seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
+    block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
     """
 
     logits: Tensor
@@ -78,8 +79,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # With `launch_attention`, each replay plans attention again. A plan for no decodes, which is faster, suffices
-        # here.
+        # With `launch_attention`, each replay plans attention again. This plan may assume no decodes, which saves time.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned_bounds)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
@@ -94,14 +94,14 @@ class ForwardPass:
         )
         return self._model.forward(batch.input_ids, batch.positions, context), batch
 
-    def last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
+    def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         """Logits [num_reqs, vocab] of each request's last token."""
         return self._model.compute_logits(hidden.index_select(0, batch.last_token_indices))
 
     def plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds
     ) -> AttentionBatch:
-        """Plan the attention of a batch for all layers."""
+        """Plan the attention of a batch for all layers. query_start_loc: see `DeviceRows`."""
         return self._plan_batch(
             block_tables,
             seq_lens,
@@ -118,11 +118,11 @@ class ForwardPass:
         )
 
     def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:
-        """Plan the attention that runs between graph pieces in a replay.
+        """Plan the attention that runs between the CUDA graphs (pieces) of a replayed step.
 
         output: result of the captured forward pass.
         """
-        # Graph pieces do not keep the new keys and values, so attention reads whole prompts from the cache.
+        # The pieces do not keep the new keys and values, so attention reads whole prompts from the cache.
         bounds = BatchBounds.from_plan(plan)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
         lengths = (output.seq_lens[:num_reqs], rows.query_start_loc)

@@ -24,11 +24,11 @@ from nanovllm_kernels.attention import AttentionBatch
 
 # Mixed steps have prompts, and perhaps decodes. Their token counts are padded to at least this size.
 MIN_MIXED_TOKENS = 64
-# From a size to the next, token counts rise by at most this number, or by a quarter of the smaller size if that is
-# more. Padding to powers of two would double the time of some steps.
+# A padded token count exceeds the next smaller count by at most this number, or by at most a quarter of the smaller
+# count if that is more. Padding to powers of two would double the time of some steps.
 MAX_SIZE_INCREMENT = 256
-# Empty request slots of a graph cost time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
-# with only NUM_FEW_REQUESTS request slots.
+# Padding with empty requests costs time. Therefore steps of at least MIN_FEW_REQUEST_TOKENS tokens are also captured
+# for at most NUM_FEW_REQUESTS requests.
 NUM_FEW_REQUESTS = 32
 MIN_FEW_REQUEST_TOKENS = 256
 
@@ -60,6 +60,7 @@ class CapturedStep:
 
     attentions: functions (batch, number of tokens) that launch the attention between consecutive pieces.
     output: tensors to which the pieces write the result of the forward pass.
+    sampling_graphs: see `SamplingGraphs`.
     """
 
     pieces: list[torch.cuda.CUDAGraph]
@@ -161,23 +162,26 @@ class StepGraphs:
         self.num_steps: Counter[tuple[GraphMode, str]] = Counter()
         self._shapes = shapes
         # Shapes of uniform decodes by tokens per request, and shapes of mixed steps; smallest first.
-        self._decodes: dict[int, list[GraphShape]] = {}
-        self._mixed: list[GraphShape] = []
+        self._decode_shapes: dict[int, list[GraphShape]] = {}
+        self._mixed_shapes: list[GraphShape] = []
         for shape in sorted(shapes, key=_sort_key):
-            is_uniform = shape.mode == "full_decode_only"
-            (self._decodes.setdefault(shape.max_query_len, []) if is_uniform else self._mixed).append(shape)
+            if shape.mode == "full_decode_only":
+                self._decode_shapes.setdefault(shape.max_query_len, []).append(shape)
+            else:
+                self._mixed_shapes.append(shape)
         self._steps: dict[GraphShape, CapturedStep] = {}
 
     @property
     def mixed_tokens(self) -> tuple[int, ...]:
         """Token counts to which captured steps with prompts are padded, rising."""
-        return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed))
+        return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed_shapes))
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
         """Count the step. Return the smallest captured step that holds the batch; None: launch without a graph."""
-        decodes = None if batch.query_len is None else self._decodes.get(batch.query_len)
-        kind = "decode" if batch.query_len == 1 or decodes is not None else "mixed"
-        for shape in () if not allows_graph else self._mixed if decodes is None else decodes:
+        decode_shapes = None if batch.query_len is None else self._decode_shapes.get(batch.query_len)
+        kind = "decode" if batch.query_len == 1 or decode_shapes is not None else "mixed"
+        shapes = self._mixed_shapes if decode_shapes is None else decode_shapes
+        for shape in shapes if allows_graph else ():
             fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
             if fits and (batch.has_only_whole_prompts or not shape.has_only_whole_prompts) and shape in self._steps:
                 self.num_steps[shape.mode, kind] += 1
@@ -251,7 +255,7 @@ def _capture_step(
 
 
 class _Capture:
-    """Captures like `torch.cuda.graph`, but in pieces, and without garbage collection and synchronisation.
+    """Captures like `torch.cuda.graph`, but into several graphs, without garbage collection and synchronisation.
 
     All pieces use one memory pool on one stream. The forward pass holds the tensors that later pieces read, so the pool
     does not reuse their memory. The pool may reuse the memory of queries and attention results for later pieces.

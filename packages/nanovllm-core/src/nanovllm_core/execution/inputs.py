@@ -58,7 +58,7 @@ def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
 
 
 class MaskBuffer:
-    """Masks at a fixed device address, which captured graphs read. size: maximum number of masks of a step."""
+    """Masks at a fixed device address, for captured graphs. size: maximum number of masks. num_words: per mask."""
 
     def __init__(self, size: int, num_words: int, device: torch.device):
         self._size = size
@@ -103,22 +103,22 @@ class StepBuffer:
     def __init__(self, size: int, device: torch.device):
         self._size = size
         self._device = device
-        self._last_step = np.zeros(3 * size + 1, np.int32)
+        self._last_packed_step = np.zeros(3 * size + 1, np.int32)
         self._device_buffer = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)
         self._rows = DeviceRows(*self._device_buffer.split((size, size + 1, size)))
 
     def write(self, rows: Int64Array, tokens_per_row: Int64Array, is_sampled: NDArray[np.bool_]) -> None:
         """Upload the requests of a step, unless the last step had equal requests. Arguments: see `ScheduledRows`."""
         size, count = self._size, len(rows)
-        step = np.zeros(3 * size + 1, np.int32)
-        step[:count] = rows
-        starts = step[size : 2 * size + 1]
-        np.cumsum(tokens_per_row, out=starts[1 : count + 1])
-        starts[count + 1 :] = starts[count]
-        step[2 * size + 1 : 2 * size + 1 + count] = is_sampled
-        if not np.array_equal(step, self._last_step):
-            self._device_buffer.copy_(stage_upload(step, self._device), non_blocking=True)
-            self._last_step = step
+        packed_step = np.zeros(3 * size + 1, np.int32)
+        packed_step[:count] = rows
+        query_starts = packed_step[size : 2 * size + 1]
+        np.cumsum(tokens_per_row, out=query_starts[1 : count + 1])
+        query_starts[count + 1 :] = query_starts[count]
+        packed_step[2 * size + 1 : 2 * size + 1 + count] = is_sampled
+        if not np.array_equal(packed_step, self._last_packed_step):
+            self._device_buffer.copy_(stage_upload(packed_step, self._device), non_blocking=True)
+            self._last_packed_step = packed_step
 
     def first_rows(self, count: int) -> DeviceRows:
         """Views of the first `count` entries."""

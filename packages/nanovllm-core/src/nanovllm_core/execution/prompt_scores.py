@@ -8,8 +8,7 @@ from torch import Tensor
 
 from nanovllm_kernels.sampling import compute_logprobs, compute_ranks
 
-# Maximum number of prompt tokens whose logits are in memory at once.
-MAX_SCORED_TOKENS = 128
+MAX_SCORED_TOKENS = 128  # maximum number of prompt tokens whose logits are in memory at once
 
 
 class PromptScores(NamedTuple):

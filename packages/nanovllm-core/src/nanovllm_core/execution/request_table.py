@@ -25,14 +25,15 @@ from nanovllm_kernels.sampling import IN_PROMPT_BIT
 _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
-# Kernels need a positive top-p.
-_MIN_TOP_P = 1e-6
+_MIN_TOP_P = 1e-6  # kernels need a positive top-p
 
 
 class SamplingOps(IntFlag):
     """Operations that choose a row's token. A step skips operations that none of its rows needs.
 
-    GREEDY: argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. FORBID: `forbidden_sequences`.
+    GREEDY: argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. PENALTY: presence, frequency or
+        repetition penalty. BIAS: `logit_bias` or `min_tokens`. MASK: masks of grammars, reasoning budgets and allowed
+        token ids. FORBID: `forbidden_sequences`.
     """
 
     GREEDY = 0
@@ -68,6 +69,8 @@ class RequestTable:
 
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
+    num_prompt_tokens: only valid for rows with forbidden sequences.
+    checkpoints: int32 [rows, MAX_CHECKPOINTS, 2], pairs (position, state slot) of states to save.
     """
 
     def __init__(
@@ -79,21 +82,22 @@ class RequestTable:
         num_eos_tokens: int,
         device: torch.device,
         *,
-        has_states: bool = False,
+        has_recurrent_layers: bool = False,
     ):
         self.device = device
         self.num_rows = num_rows
-        self._has_states = has_states
+        self._has_recurrent_layers = has_recurrent_layers
         self.vocab_size = vocab_size
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # The additional column is for a step in flight that samples a token after the last token of a finished request.
+        # The additional column is for a token that a step in flight samples after its request has finished.
         self.tokens = zeros(num_rows, max_model_len + 1)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         self._floats = zeros(6, num_rows, dtype=torch.float32)
+        # The last three rows are penalties.
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
         # Padding may read rows that were never written, so start with 1, the penalty that changes nothing.
         self.repetition.fill_(1)
@@ -105,7 +109,7 @@ class RequestTable:
         self.bias_values = zeros(num_rows, num_biases, dtype=torch.float32)
         self.bias_until = zeros(num_rows, num_biases)
         self.forbidden = zeros(num_rows, MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS).fill_(-1)
-        self.num_prompt = zeros(num_rows)
+        self.num_prompt_tokens = zeros(num_rows)
         self.state_slots = zeros(num_rows)
         self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
         self.step_buffer = StepBuffer(num_rows, device)
@@ -125,7 +129,7 @@ class RequestTable:
         rows, lengths, is_sampled = plan.scheduled
         if plan.new_rows or plan.new_blocks.rows:
             self._write_changes(plan)
-        state_copies = self._write_states(plan.new_rows) if self._has_states and plan.new_rows else None
+        state_copies = self._write_states(plan.new_rows) if self._has_recurrent_layers and plan.new_rows else None
         self.step_buffer.write(rows, lengths, is_sampled)
         sampling_indices = np.flatnonzero(is_sampled)
         sampling_rows = rows[sampling_indices]
@@ -167,14 +171,15 @@ class RequestTable:
 
     def _write_changes(self, plan: StepPlan) -> None:
         blocks = plan.new_blocks
-        block_indices = np.array(blocks.rows, np.int64) * self.block_table.shape[1] + np.array(blocks.entries, np.int64)
-        arrays = [block_indices.view(np.int32), np.array(blocks.block_ids, np.int32)]
+        row_starts = np.array(blocks.rows, np.int64) * self.block_table.shape[1]
+        flat_indices = row_starts + np.array(blocks.entries, np.int64)
+        arrays = [flat_indices.view(np.int32), np.array(blocks.block_ids, np.int32)]
         if plan.new_rows:
             self._record_options(plan.new_rows)
-            arrays += self._row_columns(plan.new_rows)
-        indices, block_ids, *row_tensors = upload(arrays, self.device)
+            arrays += self._make_row_arrays(plan.new_rows)
+        block_indices, block_ids, *row_tensors = upload(arrays, self.device)
         if plan.new_blocks.rows:
-            self.block_table.view(-1).index_copy_(0, indices.view(torch.int64), block_ids)
+            self.block_table.view(-1).index_copy_(0, block_indices.view(torch.int64), block_ids)
         if plan.new_rows:
             self._write_rows(row_tensors)
             self._write_optional_tables(plan.new_rows)
@@ -185,8 +190,9 @@ class RequestTable:
             self._ops[new.row] = _find_ops(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
 
-    def _row_columns(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
-        width = self.tokens.shape[1]
+    def _make_row_arrays(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
+        """Flat arrays with the values of new rows, in the order of `_write_rows`."""
+        row_stride = self.tokens.shape[1]
         samplings = [new.sampling for new in new_rows]
         floats = np.array(
             [
@@ -205,7 +211,7 @@ class RequestTable:
             np.array([min(s.top_k, self.vocab_size) for s in samplings], np.int32),
             np.array([new.seed for new in new_rows], np.int64).view(np.int32),
             floats.reshape(-1).view(np.int32),
-            np.concatenate([np.arange(len(new.token_ids), dtype=np.int32) + new.row * width for new in new_rows]),
+            np.concatenate([np.arange(len(new.token_ids), dtype=np.int32) + new.row * row_stride for new in new_rows]),
             np.concatenate([new.token_ids for new in new_rows]),
         ]
 
@@ -243,7 +249,7 @@ class RequestTable:
             sequences[index, -len(tokens) :] = tokens
         (uploaded,) = upload([sequences.reshape(-1)], self.device)
         self.forbidden[new.row] = uploaded.view(MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS)
-        self.num_prompt[new.row].fill_(new.num_prompt_tokens)
+        self.num_prompt_tokens[new.row].fill_(new.num_prompt_tokens)
 
     def _write_counts(self, new: NewRow) -> None:
         tokens = new.token_ids

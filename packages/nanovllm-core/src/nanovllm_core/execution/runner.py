@@ -27,8 +27,7 @@ from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
 from nanovllm_kernels.platform import describe_device
 
-# Number of rows for which torch.compile tunes its code.
-COMPILED_ROWS = 1024
+COMPILED_ROWS = 1024  # number of rows for which torch.compile tunes its code
 
 
 class Runner:
@@ -36,6 +35,8 @@ class Runner:
 
     First call the methods that `start_runner` calls, in the same order. After each later `allocate`, call `capture`
     again.
+    is_asynchronous: whether `launch` returns before the device has computed the step.
+    attention_rounds: how the device divides the attention of prompt chunks into rounds.
     """
 
     def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):
@@ -61,9 +62,9 @@ class Runner:
             spec.vocab_size,
             len(spec.eos_token_ids),
             device,
-            has_states=bool(layout.state_specs),
+            has_recurrent_layers=bool(layout.state_specs),
         )
-        self._chooser = TokenChooser(self._table, compiles=config.compile)
+        self._token_chooser = TokenChooser(self._table, compiles=config.compile)
         self._forward = ForwardPass(model, self._table, self.cache, config)
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
@@ -87,13 +88,14 @@ class Runner:
         if self._config.attention_backend != "torch":
             self._table.step_buffer.clear()
             num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
-            many_rows = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
-            shapes = (many_rows, many_rows._replace(has_only_whole_prompts=True), GraphShape(1, 1, 1, "none"))
+            largest_shape = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
+            whole_prompts_shape = largest_shape._replace(has_only_whole_prompts=True)
+            shapes = (largest_shape, whole_prompts_shape, GraphShape(1, 1, 1, "none"))
             for shape in tqdm(shapes, desc="compiling", disable=None):
-                self._chooser.choose_padded(int(SamplingOps.RANDOM), self._forward_padded(shape))
-                self._forward_padded(shape, num_decodes=0)
+                self._token_chooser.choose_padded(int(SamplingOps.RANDOM), self._run_padded_forward(shape))
+                self._run_padded_forward(shape, num_decodes=0)
         if self.device.type == "cpu":
-            # Use the kernels for few rows once, which compiles them.
+            # Compile the kernels for few rows, by running them once.
             self._run_dummy_step([1], SamplingParams(temperature=0.0))
 
     @torch.inference_mode()
@@ -101,7 +103,7 @@ class Runner:
         """Bytes that the largest step and the graphs leave for the cache. Raises ConfigError if no memory is free."""
         free_bytes = measure_free_bytes(self._config, self.device, self._run_largest_step)
         self._table.step_buffer.clear()
-        return free_bytes - self.graphs.estimate_bytes(self._forward_padded, self._chooser.choose_padded)
+        return free_bytes - self.graphs.estimate_bytes(self._run_padded_forward, self._token_chooser.choose_padded)
 
     @torch.inference_mode()
     def allocate(self, size: CacheSize) -> None:
@@ -118,7 +120,7 @@ class Runner:
     def capture(self) -> None:
         """Capture CUDA graphs of steps."""
         self._table.step_buffer.clear()
-        self.graphs.capture(self._forward_padded, self._chooser.choose_padded)
+        self.graphs.capture(self._run_padded_forward, self._token_chooser.choose_padded)
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
@@ -151,7 +153,7 @@ class Runner:
             self.cache.copy_states(*step.state_copies)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step)
-        return self._chooser.choose(plan, step, output, host_slot, graphs, prompt_scores)
+        return self._token_chooser.choose(plan, step, output, host_slot, graphs, prompt_scores)
 
     def _run_model(
         self, plan: StepPlan, step: StepInputs
@@ -165,17 +167,18 @@ class Runner:
             )
             return captured.output, captured.sampling_graphs, ()
         hidden, batch = forward.run(step.device_rows, BatchBounds.from_plan(plan))
-        prompt_scores = [self._score_prompt(span, hidden) for span in plan.prompt_logprobs_ranges]
-        logits = forward.last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
+        prompt_scores = [self._score_prompt(prompt_range, hidden) for prompt_range in plan.prompt_logprobs_ranges]
+        logits = forward.compute_last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
         return ForwardOutput(logits, batch.seq_lens, batch.block_tables), None, prompt_scores
 
-    def _score_prompt(self, span: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
+    def _score_prompt(self, prompt_range: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
+        row, start, num_tokens, num_top, first_logits_index = prompt_range
         # The kernels need aligned memory, so copy the tokens.
-        tokens = self._table.tokens[span.row, span.start : span.start + span.num_tokens].clone()
-        hidden = hidden[span.first_logits_index : span.first_logits_index + span.num_tokens]
-        return score_prompt_tokens(hidden, tokens, span.num_top, self._model.compute_logits)
+        tokens = self._table.tokens[row, start : start + num_tokens].clone()
+        hidden = hidden[first_logits_index : first_logits_index + num_tokens]
+        return score_prompt_tokens(hidden, tokens, num_top, self._model.compute_logits)
 
-    def _forward_padded(
+    def _run_padded_forward(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
     ) -> ForwardOutput:
         """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
@@ -184,17 +187,17 @@ class Runner:
         )
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
-        return ForwardOutput(self._forward.last_logits(hidden, batch), batch.seq_lens, batch.block_tables)
+        return ForwardOutput(self._forward.compute_last_logits(hidden, batch), batch.seq_lens, batch.block_tables)
 
     def _run_largest_step(self) -> None:
         """Run a step with the full token budget, in which all rows sample with all options."""
         config = self._config
-        budget, num_rows = config.max_num_batched_tokens, config.max_num_seqs
-        max_length = min(budget - (num_rows - 1), config.max_model_len)
+        token_budget, num_rows = config.max_num_batched_tokens, config.max_num_seqs
+        max_length = min(token_budget - (num_rows - 1), config.max_model_len)
         lengths = [max_length]
-        while len(lengths) < num_rows and sum(lengths) < budget:
-            even_length = -(-(budget - sum(lengths)) // (num_rows - len(lengths)))
-            lengths.append(min(even_length, config.max_model_len, budget - sum(lengths)))
+        while len(lengths) < num_rows and (num_remaining := token_budget - sum(lengths)) > 0:
+            even_length = -(-num_remaining // (num_rows - len(lengths)))
+            lengths.append(min(even_length, config.max_model_len, num_remaining))
         sampling = SamplingParams(
             top_k=50,
             top_p=0.9,
@@ -204,9 +207,8 @@ class Runner:
             logprobs=MAX_TOP_LOGPROBS,
         )
         lengths.sort()
-        last_row = len(lengths) - 1
-        span = PromptLogprobsRange(last_row, 1, lengths[last_row] - 1, MAX_TOP_LOGPROBS, sum(lengths[:last_row]))
-        self._run_dummy_step(lengths, sampling, [span] if span.num_tokens else [])
+        prompt_range = PromptLogprobsRange(len(lengths) - 1, 1, lengths[-1] - 1, MAX_TOP_LOGPROBS, sum(lengths[:-1]))
+        self._run_dummy_step(lengths, sampling, [prompt_range] if prompt_range.num_tokens else [])
 
     def _run_dummy_step(
         self,

@@ -35,6 +35,7 @@ CAPTURED_OPS = (
 _RANDOM, _FILTER, _PENALTY = int(SamplingOps.RANDOM), int(SamplingOps.FILTER), int(SamplingOps.PENALTY)
 _BIAS, _FORBID, _MASK = int(SamplingOps.BIAS), int(SamplingOps.FORBID), int(SamplingOps.MASK)
 
+# Signature of `gather_columns`.
 GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
@@ -72,10 +73,10 @@ class TokenChooser:
             graph, tokens = graphs[captured_ops]
             graph.replay()
         elif step.sampling_indices.size:
-            tokens = self._choose_and_commit(ops, output, step.device_rows, masks)
+            tokens = self._choose_and_write(ops, output, step.device_rows, masks)
         else:
             # No row samples, so the kernel does not read its `tokens` argument.
-            self._commit(step.device_rows, step.device_rows.table_rows, ops)
+            self._write_tokens(step.device_rows, step.device_rows.table_rows, ops)
             tokens = None
         # Graphs contain no log-probabilities, because few requests ask for them.
         token_logprobs = None
@@ -89,16 +90,16 @@ class TokenChooser:
         """Choose tokens int32 [rows] for all rows of the step buffer, including padding. Graphs capture this method."""
         count = output.logits.shape[0]
         masks = self._constraints.mask_buffer.first_masks(count) if ops & _MASK else None
-        return self._choose_and_commit(ops, output, self._table.step_buffer.first_rows(count), masks)
+        return self._choose_and_write(ops, output, self._table.step_buffer.first_rows(count), masks)
 
-    def _choose_and_commit(self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None) -> Tensor:
+    def _choose_and_write(self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None) -> Tensor:
         tokens = choose_tokens(
             output.logits, rows.table_rows, output.seq_lens, self._table, ops, self._gather_columns, masks
         )
-        self._commit(rows, tokens, ops)
+        self._write_tokens(rows, tokens, ops)
         return tokens
 
-    def _commit(self, rows: DeviceRows, tokens: Tensor, ops: int) -> None:
+    def _write_tokens(self, rows: DeviceRows, tokens: Tensor, ops: int) -> None:
         table = self._table
         counts = table.token_counts if ops & _PENALTY else None
         tables = TokenTables(table.tokens, table.num_computed)
@@ -130,7 +131,7 @@ def choose_tokens(
     if ops & _BIAS:
         sampling.apply_bias_(logits, rows, positions, table.bias_ids, table.bias_values, table.bias_until)
     if ops & _FORBID:
-        sampling.forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt, table.forbidden)
+        sampling.forbid_sequences_(logits, rows, positions, table.tokens, table.num_prompt_tokens, table.forbidden)
     if masks is not None:
         sampling.apply_masks_(logits, masks.rows, masks.bits)
     settings = (table.temperature, table.top_k, table.top_p, table.min_p, table.seeds)

@@ -13,9 +13,9 @@ MIN_MIXED_DECODE_STEPS = 4
 # _MARGIN_PER_EXCESS times the mean relative excess over predictions, but at most _MAX_MARGIN.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
-# A GPU computes the attention of a chunk in rounds, each for the same number of queries. The last round is cut off a
-# chunk if its rounds have space for many more queries (more than _MAX_IDLE_SHARE of all their space is idle), and
-# attention takes at least _MIN_ATTENTION_SHARE of the chunk's time.
+# A GPU computes the attention of a chunk in rounds, each for the same number of queries. A chunk drops its last round
+# if more than _MAX_IDLE_SHARE of the capacity of its rounds would be idle, and attention takes at least
+# _MIN_ATTENTION_SHARE of the chunk's time.
 _MIN_ATTENTION_SHARE = 0.4
 _MAX_IDLE_SHARE = 0.2
 
@@ -60,14 +60,14 @@ class StepBudget:
         self._limits = limits
         self._model = step_time_model
         self._chunk_unit = chunk_unit
-        # The work of decodes and added chunks, without rounding attention up to whole rounds.
+        # The work of decodes and added chunks. Attention is not rounded up to whole rounds.
         self._work = decode_work
         # (start, number of tokens) of each added chunk.
         self._chunks: list[tuple[int, int]] = []
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(decode_work.num_tokens, decode_step_s)
-        # A chunk that does not finish its prompt delays prompts that finish in the step, so its limit is lower.
+        # A chunk that leaves its prompt unfinished delays prompts that finish in the step. It gets a lower limit.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 
@@ -87,9 +87,9 @@ class StepBudget:
         """
         if self.is_full:
             return 0
-        num_tokens = self._size_within(start, end, self._limit_s)
+        num_tokens = self._size_chunk_within(start, end, self._limit_s)
         if self._chunks and start + num_tokens < end:
-            num_tokens = self._size_within(start, end, self._unfinished_chunk_limit_s)
+            num_tokens = self._size_chunk_within(start, end, self._unfinished_chunk_limit_s)
         return num_tokens
 
     def add_chunk(self, start: int, end: int, num_tokens: int) -> float:
@@ -101,18 +101,18 @@ class StepBudget:
         self._has_unfinished_prompt = start + num_tokens < end
         return self._model.chunk_seconds(start, num_tokens)
 
-    def _size_within(self, start: int, end: int, limit_s: float) -> int:
+    def _size_chunk_within(self, start: int, end: int, limit_s: float) -> int:
         """The number of tokens of the next chunk if the step may take `limit_s`."""
-        unit = self._chunk_unit
+        chunk_unit = self._chunk_unit
         remaining_s = limit_s - self._model.predict(self._work)
         max_tokens = min(self._num_remaining_tokens, end - start, self._model.max_chunk_tokens(start, remaining_s))
         num_tokens = self._shorten_for_padding(start, int(max_tokens), limit_s)
         if not self._chunks:
-            num_tokens = max(num_tokens, min(self._num_remaining_tokens, end - start, unit))
+            num_tokens = max(num_tokens, min(self._num_remaining_tokens, end - start, chunk_unit))
         if start + num_tokens < end:
-            num_tokens = (start + num_tokens) // unit * unit - start
-        # On a CPU, rounds are shorter than a unit and do not matter.
-        if self._limits.attention_rounds.num_tokens >= unit:
+            num_tokens = (start + num_tokens) // chunk_unit * chunk_unit - start
+        # On a CPU, rounds are shorter than a chunk unit and do not matter.
+        if self._limits.attention_rounds.num_tokens >= chunk_unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -120,16 +120,16 @@ class StepBudget:
     def _shorten_for_padding(self, start: int, num_tokens: int, limit_s: float) -> int:
         """Shorten a chunk until the padded step fits into `limit_s`.
 
-        Padding costs time in matrix products, not in attention. Of two shorter chunks, the longer one is chosen: the
-        chunk whose attention fits, and the chunk with which the step needs no padding.
+        Padding costs time in matrix products, not in attention. Returns the length of the longer of two chunks: the
+        longest chunk whose attention fits, and the longest chunk with which the step needs no padding.
         """
         work, padded_sizes = self._work, self._limits.padded_tokens
         step_tokens = work.num_tokens + num_tokens
         padded_tokens = self._limits.pad(step_tokens)
         if num_tokens <= 0 or padded_tokens == step_tokens:
             return num_tokens
-        attention_s = limit_s - self._model.predict(work._replace(num_tokens=padded_tokens))
-        fitting_tokens = min(num_tokens, self._model.max_attention_tokens(start, attention_s))
+        attention_limit_s = limit_s - self._model.predict(work._replace(num_tokens=padded_tokens))
+        fitting_tokens = min(num_tokens, self._model.max_attention_tokens(start, attention_limit_s))
         num_smaller_sizes = bisect_right(padded_sizes, step_tokens)
         unpadded_tokens = padded_sizes[num_smaller_sizes - 1] - work.num_tokens if num_smaller_sizes else 0
         return max(int(fitting_tokens), unpadded_tokens)
@@ -163,10 +163,10 @@ class StepBudget:
         return self._tokens_before_last_round(start, num_tokens) if is_idle and not has_short_attention else num_tokens
 
     def _tokens_before_last_round(self, start: int, num_tokens: int) -> int:
-        """The number of tokens before the last round of a chunk, rounded down to whole units."""
-        round_tokens, unit = self._limits.attention_rounds.num_tokens, self._chunk_unit
+        """The number of tokens before the last round of a chunk, rounded down to whole chunk units."""
+        round_tokens, chunk_unit = self._limits.attention_rounds.num_tokens, self._chunk_unit
         num_rounds = -(-num_tokens // round_tokens)
-        return (start + (num_rounds - 1) * round_tokens) // unit * unit - start
+        return (start + (num_rounds - 1) * round_tokens) // chunk_unit * chunk_unit - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step with this chunk fits into `limit_s`, counting whole rounds of attention."""

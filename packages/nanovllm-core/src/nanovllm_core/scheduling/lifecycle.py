@@ -9,8 +9,8 @@ from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
-# Steps are counted in size classes. These are the maximum numbers of tokens of the classes.
-STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Counters count steps by size class: the first class whose maximum is at least the step's number of tokens.
+STEP_CLASS_MAX_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class SchedulerCounters:
     """Totals since the engine started.
 
     num_queried_tokens: prompt tokens that were looked up in the prefix cache.
-    num_steps_by_size: number of steps in each size class of STEP_TOKEN_BOUNDS, then the number of larger steps.
+    num_steps_by_size: number of steps in each size class of STEP_CLASS_MAX_TOKENS, then the number of larger steps.
     """
 
     num_steps: int = 0
@@ -28,13 +28,13 @@ class SchedulerCounters:
     num_queried_tokens: int = 0
     num_generated_tokens: int = 0
     num_computed_tokens: int = 0
-    num_steps_by_size: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+    num_steps_by_size: list[int] = field(default_factory=lambda: [0] * (len(STEP_CLASS_MAX_TOKENS) + 1))
 
     def count_step(self, num_tokens: int) -> None:
         """Count a step that computes `num_tokens` tokens."""
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
-        self.num_steps_by_size[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self.num_steps_by_size[bisect_left(STEP_CLASS_MAX_TOKENS, num_tokens)] += 1
 
 
 class RequestLifecycle:
@@ -110,6 +110,7 @@ class RequestLifecycle:
             if self.rows.num_steps_in_flight[request.row] > 0:
                 return
             if self.cache.prefix_caching:
+                # The hash of a block needs all token ids of the block on the host.
                 num_computed = self.rows.num_computed_tokens[request.row]
                 self.cache.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
             self.rows.release(request)

@@ -48,7 +48,7 @@ class NewBlocks:
     """New entries of the block table: block_table[rows[i], entries[i]] becomes block_ids[i]."""
 
     rows: list[int] = field(default_factory=list[int])
-    entries: list[int] = field(default_factory=list[int])
+    entries: list[int] = field(default_factory=list[int])  # indices among the blocks of the row's request
     block_ids: list[int] = field(default_factory=list[int])
 
     def add(self, row: int, first_entry: int, block_ids: Sequence[int]) -> None:

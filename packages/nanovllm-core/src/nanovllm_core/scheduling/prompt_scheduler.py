@@ -12,12 +12,13 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
 from nanovllm_core.scheduling.request_order import request_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-MAX_WAITING_CANDIDATES = 64
+MAX_WAITING_CANDIDATES = 64  # waiting requests among which one search chooses
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
 # A request that lacked blocks is retried after this many steps, because its prefix may be cached by then.
 RETRY_INTERVAL_STEPS = 16
-# On average the oldest prompt of the first service class gets at least this share of the time for prompts.
+# On average the oldest prompt of the first service class (see `request_class`) gets at least this share of the
+# time for prompts.
 MIN_OLDEST_SHARE = 0.25
 # Maximum number of other requests that are admitted while a request waits for free blocks.
 MAX_BYPASSES = 32
@@ -152,7 +153,7 @@ class PromptScheduler:
     def _must_wait(self, request: RequestState) -> bool:
         """Whether too few blocks are free for `request`, or too many requests have overtaken the blocked request."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
-        # `num_blocks` includes the watermark, which is not kept free when no request runs.
+        # `num_blocks` includes the watermark: blocks that are kept free only while requests run.
         if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
             return True
         blocked = self._blocked_request
@@ -174,13 +175,13 @@ class PromptScheduler:
             return 0.0
         self._num_bypasses += 1
         self._lifecycle.start(request, num_cached_tokens)
-        prompts.new_rows.append(_new_row(request, num_cached_tokens))
+        prompts.new_rows.append(_make_new_row(request, num_cached_tokens))
         prompts.new_blocks.add(request.row, 0, request.block_ids)
         prompts.chunks.append(PromptChunk(request.row, num_tokens))
         return budget.add_chunk(num_cached_tokens, request.num_tokens, num_tokens)
 
 
-def _new_row(request: RequestState, num_computed_tokens: int) -> NewRow:
+def _make_new_row(request: RequestState, num_computed_tokens: int) -> NewRow:
     return NewRow(
         row=request.row,
         token_ids=request.token_ids(),

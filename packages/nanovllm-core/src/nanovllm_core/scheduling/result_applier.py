@@ -9,7 +9,7 @@ from nanovllm_core.outputs import RequestFailure, RequestFinish, RequestStart, S
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, ScheduledStep, StepResults
 
-# The blocks of this many output tokens are registered in one call. One call per block takes twice as long.
+# One call registers the blocks of this many output tokens in the prefix cache. One call per block takes twice as long.
 COMMIT_INTERVAL_TOKENS = 64
 
 
@@ -34,9 +34,9 @@ class ResultApplier:
         if self._cache.prefix_caching:
             self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
         prompt_logprobs = [
-            (int(rows.keys[span.row]), logprobs)
-            for span, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
-            if not rows.is_finished[span.row]
+            (int(rows.keys[prompt_range.row]), logprobs)
+            for prompt_range, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
+            if not rows.is_finished[prompt_range.row]
         ]
         logprobs = self._collect_logprobs(scheduled, results) if results.logprobs else []
         if step.decode_columns is not None and not is_finished.any():
@@ -88,18 +88,18 @@ class ResultApplier:
         # Append a token to every list without a Python loop. The deque discards the results of `append`.
         deque(map(list.append, output_ids, token_list), maxlen=0)
         num_host_tokens = rows.num_host_tokens[row_indices]
-        first_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])
+        first_token_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])
         num_host_tokens += 1
         rows.num_host_tokens[row_indices] = num_host_tokens
         is_stopped = rows.are_stop_tokens(row_indices, tokens)
-        last_indices = np.flatnonzero(is_stopped | (num_host_tokens >= rows.max_total_tokens[row_indices]))
+        finished_indices = np.flatnonzero(is_stopped | (num_host_tokens >= rows.max_total_tokens[row_indices]))
         self._lifecycle.counters.num_generated_tokens += len(token_list)
         starts = [
             RequestStart(keys[index], requests[index].num_cached_tokens, requests[index].scheduled_time)
-            for index in first_indices.tolist()
+            for index in first_token_indices.tolist()
         ]
         finishes: list[RequestFinish] = []
-        for index in last_indices.tolist():
+        for index in finished_indices.tolist():
             finishes.append(
                 RequestFinish(keys[index], "stop", token_list[index])
                 if is_stopped[index]

@@ -19,7 +19,7 @@ class RowTable:
     is_running: bool [rows], whether the request may be scheduled.
     is_finished: bool [rows], whether the request has finished.
 
-    The other columns are int64 [rows]:
+    The other columns are int64 [rows]. keys, num_prompt_tokens, max_total_tokens: see `RequestState`.
     num_host_tokens: tokens that have reached the host.
     num_tokens: tokens on the host plus tokens that steps in flight sample.
     num_computed_tokens: tokens that are computed once all steps in flight have finished; at most num_tokens.
@@ -35,7 +35,7 @@ class RowTable:
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # The largest number of stop tokens that a request has had so far.
         self._max_stop_ids = 1
-        # By token id, whether any request so far had this stop token. The last entry, for all larger ids, is False.
+        # By token id: whether any request so far had this stop token. The last entry is False, for all larger ids.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -88,7 +88,7 @@ class RowTable:
     def decode_batch(self, rows: RowIndices) -> tuple[ScheduledRows, RequestColumns]:
         """The batch in which each of `rows` decodes one token.
 
-        Calls in a row with equal `rows` return the same batch.
+        Consecutive calls with equal `rows` return the same batch.
         """
         if self._last_decode_batch is None or not np.array_equal(self._last_decode_batch[0].rows, rows):
             scheduled = ScheduledRows(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_))
@@ -104,7 +104,7 @@ class RowTable:
     def _record_stop_ids(self, stop_ids: Collection[int]) -> None:
         if not stop_ids:
             return
-        num_missing = max(stop_ids) + 2 - len(self._is_any_stop_id)
-        if num_missing > 0:
-            self._is_any_stop_id = np.append(self._is_any_stop_id, np.zeros(num_missing, np.bool_))
+        num_missing_entries = max(stop_ids) + 2 - len(self._is_any_stop_id)
+        if num_missing_entries > 0:
+            self._is_any_stop_id = np.append(self._is_any_stop_id, np.zeros(num_missing_entries, np.bool_))
         self._is_any_stop_id[list(stop_ids)] = True

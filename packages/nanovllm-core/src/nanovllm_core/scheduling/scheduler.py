@@ -26,7 +26,7 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# Rows get blocks before they need them if at least this many blocks are free for each of these early blocks.
+# A row gets its next block before the row needs the block, if at least this many blocks are free per early block.
 MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 
 
@@ -100,14 +100,15 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None if no request can be computed now."""
-        num_preemptions = self.counters.num_preemptions
+        num_preemptions_before = self.counters.num_preemptions
         prompts = ScheduledPrompts([], [], NewBlocks())
         decode_rows = self._schedule_decodes(prompts.new_blocks)
         decode_work = StepWork(
             len(decode_rows), int(self.rows.num_computed_tokens[decode_rows].sum()) + len(decode_rows)
         )
         # Free blocks go to preempted requests first, so admit no request while a preempted row is unreleased.
-        has_preempted = self.counters.num_preemptions > num_preemptions or self._lifecycle.num_preempted_unreleased > 0
+        has_preempted = self.counters.num_preemptions > num_preemptions_before
+        has_preempted |= self._lifecycle.num_preempted_unreleased > 0
         self._prompt_scheduler.schedule(decode_work, prompts, may_admit=not has_preempted)
         if not len(decode_rows) and not prompts.chunks:
             return None
@@ -127,8 +128,8 @@ class Scheduler:
     def _schedule_decodes(self, new_blocks: NewBlocks) -> RowIndices:
         """The rows that decode one token in this step. Allocates their blocks."""
         rows, num_tokens = self.rows, self.rows.num_tokens
-        has_decode = (num_tokens - rows.num_computed_tokens == 1) & (num_tokens < rows.max_total_tokens)
-        decode_rows = np.flatnonzero(rows.is_running & has_decode)
+        can_decode = (num_tokens - rows.num_computed_tokens == 1) & (num_tokens < rows.max_total_tokens)
+        decode_rows = np.flatnonzero(rows.is_running & can_decode)
         # Each decode computes one token, so it lacks at most one block.
         growing_rows = decode_rows[num_tokens[decode_rows] > rows.capacity[decode_rows]]
         if not len(growing_rows):
@@ -195,7 +196,7 @@ class Scheduler:
         return preemption_order(request, is_prefilling=bool(is_prefilling))
 
     def _make_step(self, decode_rows: RowIndices, decode_context: int, prompts: ScheduledPrompts) -> ScheduledStep:
-        """Make the plan, and count its tokens as computed and sampled."""
+        """Make the plan, and count its tokens as computed and sampled. decode_context: see `StepWork`."""
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
         if chunks:

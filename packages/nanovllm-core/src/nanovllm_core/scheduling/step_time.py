@@ -44,11 +44,13 @@ class StepTimeCoefficients(NamedTuple):
     per_prompt_pair: float = 0.0
 
 
+# Units in which the coefficients have similar magnitudes.
+_COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8])
 # Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
-# Then a chunk of at most _CONTEXT_CHUNK_TOKENS tokens is measured, which follows _CONTEXT_RATIO times as many cached
-# tokens.
+# Then one more chunk is measured, after cached tokens. The chunk has at most _CONTEXT_CHUNK_TOKENS tokens. The cached
+# tokens are at most _CONTEXT_RATIO times as many.
 _CONTEXT_CHUNK_TOKENS = 512
 _CONTEXT_RATIO = 32
 # Initial `mean_excess`. Under load the device's clock rate falls, so steps take longer than the measurements predict.
@@ -128,7 +130,7 @@ class StepTimeModel:
         return self.coefficients.per_prompt_pair * attention_pairs(start, num_tokens)
 
     def reset_errors(self, expected_excess: float = 0.0) -> None:
-        """Forget the measured errors."""
+        """Forget the measured errors. expected_excess: new value of `mean_excess`."""
         self.mean_error, self.mean_excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -158,6 +160,7 @@ class StepTimeModel:
         self._num_decode_steps += 1
 
     def _fit(self) -> StepTimeCoefficients:
+        # The normal equations are gram @ coefficients = moment.
         gram, moment = self._prompt_steps.mean()
         decode_gram, decode_moment = self._decode_steps.mean()
         gram, moment = gram + _DECODE_WEIGHT * decode_gram, moment + _DECODE_WEIGHT * decode_moment
@@ -165,14 +168,14 @@ class StepTimeModel:
         prior_weights = _PRIOR_WEIGHT * np.diag(gram) + 1e-30
         gram, moment = gram + np.diag(prior_weights), moment + prior_weights * prior
         # Drop the most negative coefficient until no coefficient is negative.
-        active = np.arange(len(_COEFFICIENT_UNITS))
+        active_indices = np.arange(len(_COEFFICIENT_UNITS))
         solution = np.zeros(len(_COEFFICIENT_UNITS))
-        while len(active):
-            active_solution = np.linalg.solve(gram[np.ix_(active, active)], moment[active])
+        while len(active_indices):
+            active_solution = np.linalg.solve(gram[np.ix_(active_indices, active_indices)], moment[active_indices])
             if (active_solution >= 0).all():
-                solution[active] = active_solution
+                solution[active_indices] = active_solution
                 break
-            active = np.delete(active, active_solution.argmin())
+            active_indices = np.delete(active_indices, active_solution.argmin())
         return StepTimeCoefficients(*(solution * _COEFFICIENT_UNITS).tolist())
 
 
@@ -184,10 +187,6 @@ def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
         return float("inf")
     # This form is also valid for quadratic = 0.
     return 2 * seconds / (linear + (linear * linear + 4 * quadratic * seconds) ** 0.5)
-
-
-# Units in which the coefficients have similar magnitudes.
-_COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8])
 
 
 class _NormalEquations:

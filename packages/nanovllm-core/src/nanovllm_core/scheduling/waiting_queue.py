@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nanovllm_core.request_state import RequestState
 from nanovllm_core.scheduling.request_order import SortKey, admission_order
 
-_EntryKey = tuple[SortKey, int]
+_EntryKey = tuple[SortKey, int]  # (admission order, insertion number)
 
 
 class WaitingQueue:
