@@ -1,8 +1,7 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
 On CUDA, a layer with at most MAX_OWN_ROWS rows is one launch of a Triton kernel. torch.compile cannot use this kernel:
-compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32. oneDNN computes more rows in
-bf16.
+compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, and oneDNN more rows in bf16.
 """
 
 import functools

@@ -243,10 +243,7 @@ def _multiply_on_thread(args_ptr):
 
 @kernel
 def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
-    """Multiply all rows by the columns of `panel`, and prefetch the start of `next_panel`.
-
-    converted_ptr: scratch for one block of the panel in float32. sums_ptr: float32 [rows, PANEL_WIDTH].
-    """
+    """Multiply all rows by `panel`, and prefetch the start of `next_panel`. converted_ptr: scratch, float32 block."""
     num_rows, padded_depth = args[_NUM_ROWS], args[_PADDED_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL_WIDTH
