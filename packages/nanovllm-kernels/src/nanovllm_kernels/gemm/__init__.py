@@ -16,11 +16,11 @@ from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 
-# Maximum number of rows for which our kernels are used on CUDA.
+# Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# If N or K is at most this number, a weight [N, K] is packed in panels in addition to oneDNN's copy.
+# A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
 MAX_PANEL_SIZE = 2048
 # Number of the largest logits of each row that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
@@ -29,7 +29,7 @@ LOGITS_PER_RUN = 64
 
 
 class Panels(NamedTuple):
-    """A bf16 weight [N, K] in the layout of `numba_panels`."""
+    """A bf16 weight [N, K] in the layout of `numba_panels`. num_columns: N."""
 
     data: Tensor
     num_columns: int
@@ -41,8 +41,8 @@ class PackedWeight(NamedTuple):
     data: the weight [N, K], or `panels.data` if the panels are the only copy.
     in_onednn_layout: whether `data` is in oneDNN's layout. If True, panels are used for few rows only.
     panels: the weight for products in float32. None: float32 is not used.
-    counters: int32 per tile of a launch that splits K, 0 between launches. Concurrent launches must not share counters.
-        None: launches do not split K.
+    counters: int32, one counter per output tile of a launch that splits K among CTAs. All are 0 between launches.
+        Concurrent launches must not share counters. None: launches do not split K.
     """
 
     data: Tensor
@@ -72,7 +72,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 
 @functools.cache
-def _onednn_linear() -> torch._ops.OpOverload:
+def _find_onednn_operator() -> torch._ops.OpOverload:
     """Return oneDNN's operator. The lookup by name takes longer than a small product, so it is cached."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
@@ -96,9 +96,9 @@ def _project_panels(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Multiply `x` [.., K] by a weight [N, K] in panels. Returns [.., N], or [.., N / 2] if gated.
+    """Multiply `x` [.., K] by a weight [N, K] in panels, with the optional operations of `numba_panels.project_rows`.
 
-    The result has the dtype of `residual`, or float32 without a residual.
+    Returns: [.., N], or [.., N / 2] if gated, in the dtype of `residual`, or float32 without a residual.
     """
     from nanovllm_kernels.gemm import numba_panels
 
@@ -116,7 +116,7 @@ def _project_panels(
 
 def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, PackedWeight) and weight.in_onednn_layout:
-        return _onednn_linear()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
+        return _find_onednn_operator()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
     if matrix.dtype == torch.bfloat16 and not can_pack_bf16():
         # torch would emulate bf16 element by element.
@@ -142,7 +142,7 @@ def linear(
     counters = weight.counters if isinstance(weight, PackedWeight) else None
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
     if torch.compiler.is_compiling():
-        return _linear_formula(x, matrix, bias, residual)
+        return _compute_fusible_linear(x, matrix, bias, residual)
     if not x.is_cuda:
         if (panels := _choose_panels(x, weight)) is not None:
             return _project_panels(x, None, 0.0, panels, bias, residual)
@@ -162,12 +162,12 @@ def linear(
     return functional.linear(x, weight, bias).add_(residual)
 
 
-def _linear_formula(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def _compute_fusible_linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Compute `linear` with operators that torch.compile can fuse."""
     out = functional.linear(x, weight, bias)
     if residual is None:
         return out
-    # The compiler fuses a float32 sum with the following norm. For a sum in another dtype, it would copy the residual.
+    # The compiler fuses a float32 sum with the following norm. A sum in another dtype would copy the residual.
     return (out.float() + residual.float()).to(residual.dtype)
 
 
@@ -229,7 +229,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, bf16_parts: Tensor | 
     row's NUM_REFINED_LOGITS largest logits are computed again in float32.
 
     table: the unpacked weight [N, K]. If the table is float32, `x` is converted to float32.
-    bf16_parts: `split_float32(table)`, for bf16 `x` on tensor cores: the relative error is about 3e-6. None: not used.
+    bf16_parts: `split_float32(table)`. Tensor cores multiply the parts. The relative error is about 3e-6. None: unused.
     """
     if table.dtype == torch.float32:
         if bf16_parts is not None and not _is_few_rows_product(x, table):
@@ -249,7 +249,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, bf16_parts: Tensor | 
 
 
 def _is_few_rows_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the few-row kernel supports this product and is faster."""
+    """Whether the kernel in `triton_few_rows` supports this product, and is faster than cuBLAS."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dim() != 2:
         return False
     return weight.is_contiguous() and tiles.is_few_rows_faster(x.shape[0], *weight.shape)
@@ -273,20 +273,20 @@ def _project_few_rows_op(
     """
     from nanovllm_kernels.gemm import triton_few_rows
 
-    out = _empty_few_rows(x, weight, residual, gated, float32_out)
+    out = _empty_few_rows_out(x, weight, residual, gated, float32_out)
     rows = x if x.stride(1) == 1 else x.contiguous()
     triton_few_rows.project_few_rows(rows, norm_weight, eps, weight, bias, residual, out, gated=gated)
     return out
 
 
-def _empty_few_rows(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool, float32_out: bool) -> Tensor:
+def _empty_few_rows_out(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool, float32_out: bool) -> Tensor:
     num_columns = weight.shape[0] // 2 if gated else weight.shape[0]
     dtype = torch.float32 if float32_out else weight.dtype if residual is None else residual.dtype
     return x.new_empty((x.shape[0], num_columns), dtype=dtype)
 
 
 _project_few_rows_op.register_fake(
-    lambda x, _norm_weight, _eps, weight, _bias, residual, gated, float32_out: _empty_few_rows(
+    lambda x, _norm_weight, _eps, weight, _bias, residual, gated, float32_out: _empty_few_rows_out(
         x, weight, residual, gated, float32_out
     )
 )
@@ -296,36 +296,36 @@ _project_few_rows_op.register_fake(
 def _project_split_k_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor
 ) -> Tensor:
-    """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] for which `tiles.can_split`.
+    """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] that `tiles.can_split` accepts.
 
     Adds `bias` and `residual`, and rounds once: to the dtype of `residual`, or of `x` without a residual.
     """
     from nanovllm_kernels.gemm import triton_split_k
 
-    out = _empty_split_k(x, weight, residual)
+    out = _empty_split_k_out(x, weight, residual)
     rows = x if x.stride(1) == 1 else x.contiguous()
     triton_split_k.project_split_k(rows, weight, bias, residual, counters, out)
     return out
 
 
-def _empty_split_k(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+def _empty_split_k_out(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=x.dtype if residual is None else residual.dtype)
 
 
-_project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: _empty_split_k(x, weight, residual))
+_project_split_k_op.register_fake(lambda x, weight, _bias, residual, _counters: _empty_split_k_out(x, weight, residual))
 
 
 def _find_largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest values of each row of `values` [n, N]: int64 [n, min(count, N)]."""
     # The `count` runs with the largest maxima contain the largest values. A direct search takes ten times as long.
     num_rows, size = values.shape
-    end_of_runs = size // LOGITS_PER_RUN * LOGITS_PER_RUN
-    if end_of_runs <= count * LOGITS_PER_RUN:
+    end_of_whole_runs = size // LOGITS_PER_RUN * LOGITS_PER_RUN
+    if end_of_whole_runs <= count * LOGITS_PER_RUN:
         return values.topk(min(count, size), -1, sorted=False).indices
-    run_maxima = values[:, :end_of_runs].view(num_rows, -1, LOGITS_PER_RUN).amax(-1)
+    run_maxima = values[:, :end_of_whole_runs].view(num_rows, -1, LOGITS_PER_RUN).amax(-1)
     runs = run_maxima.topk(count, -1, sorted=False).indices
     candidates = (runs.unsqueeze(-1) * LOGITS_PER_RUN + torch.arange(LOGITS_PER_RUN)).flatten(1)
-    if end_of_runs < size:
-        candidates = torch.cat((candidates, torch.arange(end_of_runs, size).expand(num_rows, -1)), -1)
-    best = values.gather(1, candidates).topk(count, -1, sorted=False).indices
-    return candidates.gather(1, best)
+    if end_of_whole_runs < size:
+        candidates = torch.cat((candidates, torch.arange(end_of_whole_runs, size).expand(num_rows, -1)), -1)
+    largest_candidates = values.gather(1, candidates).topk(count, -1, sorted=False).indices
+    return candidates.gather(1, largest_candidates)

@@ -1,6 +1,6 @@
 """Computes linear layers with e4m3 weights and one float32 scale per block of 128 x 128.
 
-Each row of the input is quantised in groups of 128 along K.
+Each row of the input is quantised in groups of GROUP (128) elements along K.
 Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.3.
 """
 
@@ -34,7 +34,7 @@ COLUMNS_MULTIPLE = 16
 
 
 def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate a weight [num_rows, depth] without values. Raises ValueError if the GPU does not multiply e4m3."""
+    """Allocate a weight [num_rows, depth], one scale per `block_rows` x 128. Raises ValueError on a GPU without FP8."""
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
     num_groups = -(-depth // GROUP)
@@ -128,12 +128,13 @@ def _block_fp8_linear_op(
 ) -> Tensor:
     """Norm rows `x` [M, K], quantise, multiply by a weight [N, K], add `bias`, gate, and add `residual`.
 
-    The result has the dtype of the first given tensor: `residual`, `norm_weight`, `x`. cuBLAS rounds products to bf16.
+    data, scales, block_rows, counters: fields of the weight. gated: see `norm_gate_up`.
+    Returns: dtype of `residual`, else of `norm_weight`, else of `x`. cuBLAS rounds products to bf16.
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 
     weight = BlockFP8Weight(data, scales, block_rows, counters)
-    out = _empty_product(x, norm_weight, data, residual, gated)
+    out = _empty_out(x, norm_weight, data, residual, gated)
     num_rows = x.shape[0]
     if num_rows == 0:
         return out
@@ -159,14 +160,14 @@ def _block_fp8_linear_op(
     return out
 
 
-def _empty_product(x: Tensor, norm_weight: Tensor | None, data: Tensor, residual: Tensor | None, gated: bool) -> Tensor:
+def _empty_out(x: Tensor, norm_weight: Tensor | None, data: Tensor, residual: Tensor | None, gated: bool) -> Tensor:
     columns = data.shape[0] // 2 if gated else data.shape[0]
     dtype = next(tensor.dtype for tensor in (residual, norm_weight, x) if tensor is not None)
     return x.new_empty((x.shape[0], columns), dtype=dtype)
 
 
 _block_fp8_linear_op.register_fake(
-    lambda x, norm_weight, _eps, data, _scales, _block_rows, _counters, _bias, residual, gated: _empty_product(
+    lambda x, norm_weight, _eps, data, _scales, _block_rows, _counters, _bias, residual, gated: _empty_out(
         x, norm_weight, data, residual, gated
     )
 )
@@ -184,7 +185,7 @@ def _cublas_supports(weight: BlockFP8Weight) -> bool:
 def _multiply_with_cublas(rows: Tensor, x_scales: Tensor, weight: BlockFP8Weight) -> Tensor:
     """Multiply with cuBLAS. Returns bf16 [M, N]."""
     num_rows, scales = rows.shape[0], weight.scales
-    num_padding = -num_rows % SCALES_MULTIPLE
+    num_padding = -num_rows % SCALES_MULTIPLE  # rows added for cuBLAS; their values are arbitrary
     if num_padding:
         rows = torch.cat((rows.view(torch.uint8), rows[:num_padding].view(torch.uint8))).view(DTYPE)
         x_scales = torch.cat((x_scales.t(), x_scales.t()[:, :num_padding]), 1).t()

@@ -24,7 +24,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors 448 / magnitudes, and the scales magnitudes * (1 / 448)."""
+    """Return factors 448 / magnitude and scales magnitude * (1 / 448). magnitudes: largest of each group or block."""
     magnitudes = magnitudes.clamp(min=fp8.MIN_GROUP_MAGNITUDE)
     # A tensor as dividend makes torch round once. With a scalar, torch would round twice.
     return torch.full_like(magnitudes, fp8.MAX_E4M3) / magnitudes, magnitudes * (1.0 / fp8.MAX_E4M3)
@@ -63,9 +63,9 @@ def project(values: Tensor, scales: Tensor, weight: BlockFP8Weight) -> Tensor:
     data, weight_scales, block_rows, _ = weight
     rows = dequantize_groups(values, scales)
     out = rows.new_empty((rows.shape[0], data.shape[0]))
-    slice_columns = max(1, DEQUANTIZED_ELEMENTS // (data.shape[1] * block_rows)) * block_rows
-    for begin in range(0, data.shape[0], slice_columns):
-        columns = slice(begin, begin + slice_columns)
-        column_scales = weight_scales[begin // block_rows : (begin + slice_columns) // block_rows]
+    columns_per_slice = max(1, DEQUANTIZED_ELEMENTS // (data.shape[1] * block_rows)) * block_rows
+    for begin in range(0, data.shape[0], columns_per_slice):
+        columns = slice(begin, begin + columns_per_slice)
+        column_scales = weight_scales[begin // block_rows : (begin + columns_per_slice) // block_rows]
         torch.mm(rows, dequantize_blocks(data[columns], column_scales, block_rows).t(), out=out[:, columns])
     return out

@@ -1,6 +1,7 @@
 """Multiplies rows by a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
-Each sum runs over K in order, so that a row's result does not depend on the other rows.
+A panel is PANEL_WIDTH columns of the weight, a group is GROUP_WIDTH columns of a panel, and a tile is up to TILE_ROWS
+rows. Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
 
 import numba
@@ -36,26 +37,26 @@ from nanovllm_kernels.numba_tiles import (
 
 # Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds a float64's bits.
 (
-    _OPENMP,
+    _OPENMP_TABLE_PTR,
     _X_PTR,
-    _NORM_PTR,
+    _NORM_PTR,  # 0: no norm
     _EPS,
     _PANELS_PTR,
     _BIAS_PTR,
     _OUT_PTR,
-    _PACKED_PTR,
+    _PACKED_PTR,  # scratch: normed rows, float32 [block of K, tile, k, row]
     _NUM_ROWS,
     _DEPTH,
-    _PADDED_DEPTH,
-    _NUM_OUTPUTS,
+    _PADDED_DEPTH,  # K rounded up to a multiple of UNROLL
+    _NUM_OUTPUTS,  # columns of the output: N, or N / 2 if gated
     _IS_GATED,
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block. The sums over K are computed block by block: a float32 block fits the first-level cache.
+# Maximum depth of a block, a range of K. Sums over K run block by block: a float32 block fits the first-level cache.
 MAX_BLOCK_DEPTH = 320
-# Maximum number of rows whose copies are in memory at once.
-MAX_BLOCK_ROWS = 252
+# Maximum number of rows whose packed copies are in memory at once.
+MAX_PACKED_ROWS = 252
 # Minimum number of rows for which bf16 panels are first converted to float32.
 MIN_CONVERTED_ROWS = 43
 # Tiles with more rows multiply one group of columns at once, instead of a whole panel.
@@ -65,11 +66,12 @@ _ZERO = np.float32(0.0)
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """Copy bf16 `weight` [N, K] into bf16 panels [panels, K rounded up to UNROLL, PANEL_WIDTH], padded with zeros."""
+    """Copy bf16 `weight` [N, K] into bf16 panels [panels, padded K, PANEL_WIDTH]. The padding is zeros."""
     num_outputs, depth = weight.shape
     num_panels, padded_depth = -(-num_outputs // PANEL_WIDTH), -(-depth // UNROLL) * UNROLL
     padded_weight = weight.new_zeros((num_panels * PANEL_WIDTH, padded_depth))
     padded_weight[:num_outputs, :depth] = weight
+    # In a panel, column i + LANES of a group follows column i.
     lane_pairs = padded_weight.view(num_panels, PANEL_WIDTH // GROUP_WIDTH, 2, LANES, padded_depth)
     return lane_pairs.permute(0, 4, 1, 3, 2).reshape(num_panels, padded_depth, PANEL_WIDTH).contiguous()
 
@@ -122,7 +124,7 @@ def project_rows(
 
 @kernel
 def _project(
-    openmp_ptr,
+    openmp_table_ptr,
     pack_region,
     multiply_region,
     x_ptr,
@@ -139,19 +141,21 @@ def _project(
     adds_to_out,
     num_threads,
 ):
-    block_rows = min(num_rows, MAX_BLOCK_ROWS)
-    scratch = np.empty(block_rows * padded_depth + LINE_BYTES // 4, np.float32)
+    """Pack and multiply up to MAX_PACKED_ROWS rows at once. pack_region, multiply_region: from `compile_region`."""
+    max_packed_rows = min(num_rows, MAX_PACKED_ROWS)
+    scratch = np.empty(max_packed_rows * padded_depth + LINE_BYTES // 4, np.float32)
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_NORM_PTR], args[_PANELS_PTR], args[_BIAS_PTR] = openmp_ptr, norm_ptr, panels_ptr, bias_ptr
-    args[_PACKED_PTR], args[_DEPTH], args[_PADDED_DEPTH] = packed_ptr, depth, padded_depth
-    args[_NUM_OUTPUTS], args[_IS_GATED], args[_ADDS_TO_OUT] = num_outputs, gated, adds_to_out
+    args[_OPENMP_TABLE_PTR], args[_NORM_PTR] = openmp_table_ptr, norm_ptr
+    args[_PANELS_PTR], args[_BIAS_PTR], args[_PACKED_PTR] = panels_ptr, bias_ptr, packed_ptr
+    args[_DEPTH], args[_PADDED_DEPTH], args[_NUM_OUTPUTS] = depth, padded_depth, num_outputs
+    args[_IS_GATED], args[_ADDS_TO_OUT] = gated, adds_to_out
     args_ptr = np.int64(args.ctypes.data)
     args.view(np.float64)[_EPS] = eps
-    for first_row in range(0, num_rows, block_rows):
+    for first_row in range(0, num_rows, max_packed_rows):
         args[_X_PTR] = x_ptr + 4 * first_row * depth
         args[_OUT_PTR] = out_ptr + 4 * first_row * num_outputs
-        args[_NUM_ROWS] = min(block_rows, num_rows - first_row)
+        args[_NUM_ROWS] = min(max_packed_rows, num_rows - first_row)
         if num_rows > 2 * TILE_ROWS:
             run_region(pack_region, args_ptr, num_threads)
         else:
@@ -193,16 +197,16 @@ def _pack_tiles(args, first_tile, end_tile):
             size = min(block_depth, padded_depth - first_k)
             packed_ptr = args[_PACKED_PTR] + 4 * (first_k * num_rows + first_row * size)
             packed = numba.carray(pointer(packed_ptr), (size, num_tile_rows), np.float32)
-            num_filled = min(size, depth - first_k)
+            num_unpadded = min(size, depth - first_k)
             if num_tile_rows == TILE_ROWS:
-                _pack_whole_tile(x[first_row:end_row, first_k : first_k + num_filled], packed)
+                _pack_whole_tile(x[first_row:end_row, first_k : first_k + num_unpadded], packed)
             else:
                 for row in range(num_tile_rows):
-                    for k in range(num_filled):
+                    for k in range(num_unpadded):
                         packed[k, row] = x[first_row + row, first_k + k]
-            packed[num_filled:] = _ZERO
+            packed[num_unpadded:] = _ZERO
             if args[_NORM_PTR]:
-                for k in range(num_filled):
+                for k in range(num_unpadded):
                     factor = norm_weight[first_k + k]
                     for row in range(num_tile_rows):
                         packed[k, row] = packed[k, row] * row_factors[row] * factor
@@ -210,6 +214,7 @@ def _pack_tiles(args, first_tile, end_tile):
 
 @ordered_sum_kernel
 def _pack_whole_tile(rows, packed):
+    """Transpose TILE_ROWS rows [row, k] into `packed` [k, row]."""
     for k in range(rows.shape[1]):
         packed[k, 0] = rows[0, k]
         packed[k, 1] = rows[1, k]
@@ -224,28 +229,28 @@ def _multiply_on_thread(args_ptr):
     num_rows, num_outputs, gated = args[_NUM_ROWS], args[_NUM_OUTPUTS], args[_IS_GATED] != 0
     index, num_threads, num_panels = thread_index(args_ptr), thread_count(args_ptr), -(-num_outputs // PANEL_WIDTH)
     scratch = np.empty(2 * num_rows * PANEL_WIDTH + MAX_BLOCK_DEPTH * PANEL_WIDTH + LINE_BYTES // 4, np.float32)
-    float32_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
-    sums_ptr = float32_ptr + 4 * MAX_BLOCK_DEPTH * PANEL_WIDTH
+    converted_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    sums_ptr = converted_ptr + 4 * MAX_BLOCK_DEPTH * PANEL_WIDTH
     for panel in range(index * num_panels // num_threads, (index + 1) * num_panels // num_threads):
         if gated:
-            _multiply_panel(args, panel, panel + num_panels, float32_ptr, sums_ptr)
-            _multiply_panel(args, panel + num_panels, panel + 1, float32_ptr, sums_ptr + 4 * num_rows * PANEL_WIDTH)
+            _multiply_panel(args, panel, panel + num_panels, converted_ptr, sums_ptr)
+            _multiply_panel(args, panel + num_panels, panel + 1, converted_ptr, sums_ptr + 4 * num_rows * PANEL_WIDTH)
         else:
-            _multiply_panel(args, panel, panel + 1, float32_ptr, sums_ptr)
+            _multiply_panel(args, panel, panel + 1, converted_ptr, sums_ptr)
         _finish_panel(args, panel, sums_ptr)
     keep_alive(scratch)
 
 
 @kernel
-def _multiply_panel(args, panel, next_panel, float32_ptr, sums_ptr):
-    """Multiply all rows by the columns of `panel`, and prefetch the start of `next_panel`."""
+def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
+    """Multiply all rows by `panel`, and prefetch the start of `next_panel`. converted_ptr: scratch, float32 block."""
     num_rows, padded_depth = args[_NUM_ROWS], args[_PADDED_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL_WIDTH
     converts_panels = num_rows >= MIN_CONVERTED_ROWS
     # Each pass over a block prefetches an equal part of the next block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
-    step_bytes = LINE_BYTES * UNROLL // num_passes
+    step_bytes = LINE_BYTES * UNROLL // num_passes  # prefetched per UNROLL values of k
     for first_k in range(0, padded_depth, block_depth):
         size = min(block_depth, padded_depth - first_k)
         prefetched_bytes = step_bytes * size // UNROLL
@@ -254,10 +259,10 @@ def _multiply_panel(args, panel, next_panel, float32_ptr, sums_ptr):
         if first_k + size == padded_depth:
             prefetch_ptr = args[_PANELS_PTR] + 2 * next_panel * padded_depth * PANEL_WIDTH
         if converts_panels:
-            convert_panel(block_ptr, size, float32_ptr)
+            convert_panel(block_ptr, size, converted_ptr)
             for group in range(NUM_GROUPS):
                 group_ptr, group_sums_ptr = (
-                    float32_ptr + 4 * group * size * GROUP_WIDTH,
+                    converted_ptr + 4 * group * size * GROUP_WIDTH,
                     sums_ptr + 4 * group * GROUP_WIDTH,
                 )
                 for tile in range(num_tiles):
@@ -337,6 +342,7 @@ _multiply_float32_6 = make_multiplier(6, num_prefetches=1)
 
 @kernel
 def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
+    """Multiply one tile by a bf16 panel. continues_sums: 0 to overwrite the sums, else products are added."""
     if num_rows == 1:
         _multiply_bf16_1(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 2:
@@ -363,6 +369,7 @@ def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sum
 
 @kernel
 def _multiply_float32(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
+    """Multiply one tile of 4 to 6 rows by one float32 group, with the arguments of `_multiply_bf16`."""
     if num_rows == 6:
         _multiply_float32_6(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 5:

@@ -5,7 +5,7 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# The few-row kernel is faster for weights with up to this number of elements. Keys: padded number of rows.
+# `triton_few_rows` is faster for weights with up to this number of elements. Keys: rows, rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
@@ -13,7 +13,7 @@ MAX_LONG_COLUMNS = 4096
 MIN_LONG_DEPTH = 4096
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
-# Within these bounds, a kernel that splits the sum over K among CTAs is faster than cuBLAS.
+# Within these bounds, `triton_split_k`, which splits the sum over K among CTAs, is faster than cuBLAS.
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
@@ -23,7 +23,7 @@ SPLIT_DEPTH_MULTIPLE = 512
 
 
 class FewRowsConfig(NamedTuple):
-    """Tile of the few-row kernel. block_n: columns per CTA. If gated, pairs of a gate column and an up column."""
+    """Tile of `triton_few_rows`. block_n: output columns per CTA."""
 
     block_n: int
     num_warps: int
@@ -40,7 +40,7 @@ FEW_ROWS_CONFIGS = {
 
 
 def is_few_rows_faster(num_rows: int, num_columns: int, depth: int) -> bool:
-    """Whether the few-row kernel is faster than a separate norm followed by cuBLAS."""
+    """Whether `triton_few_rows` is faster than a separate norm followed by cuBLAS."""
     return num_columns * depth <= MAX_FEW_ROWS_ELEMENTS.get(padded_rows(num_rows), 0)
 
 
@@ -50,7 +50,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def few_rows_config(num_rows: int, num_columns: int, depth: int, *, gated: bool) -> FewRowsConfig:
-    """Return the few-row kernel's tile for up to 8 rows."""
+    """Return the tile of `triton_few_rows` for up to 8 rows. num_columns: output columns."""
     if gated:
         kind = "gated"
     elif num_columns <= MAX_NARROW_COLUMNS:
@@ -98,15 +98,12 @@ def can_split(num_columns: int, depth: int) -> bool:
 
 
 def num_split_counters(num_columns: int) -> int:
-    """Return the maximum number of tiles in a launch that splits K."""
+    """Return the number of counters of a weight: the maximum number of output tiles in a launch that splits K."""
     return max(-(-rows // config.block_m) * (num_columns // config.block_n) for rows, config in SPLIT_CONFIGS.items())
 
 
 class BlockFP8Config(NamedTuple):
-    """Tile of a block FP8 launch that splits K into `num_splits` parts.
-
-    block_n: columns per CTA. If gated, pairs of a gate column and an up column.
-    """
+    """Tile of a block FP8 launch that splits K into `num_splits` parts. block_n: output columns per CTA."""
 
     block_m: int
     block_n: int
@@ -115,20 +112,20 @@ class BlockFP8Config(NamedTuple):
     num_stages: int
 
 
-# Up to this number of rows, the product's kernel quantises the rows. After a norm, a separate kernel is faster.
+# Up to this number of rows, the product's kernel also quantises the rows, unless a norm comes first.
 MAX_FUSED_FP8_ROWS = 16
-# Maximum number of rows for which our kernel is faster than cuBLAS, for up to MAX_NARROW_FP8_COLUMNS columns.
+# Maximum number of rows for which `triton_block_fp8` is faster than cuBLAS, up to MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
 MAX_NARROW_FP8_COLUMNS = 4096
-# The same for more than MAX_NARROW_FP8_COLUMNS columns.
+# Like MAX_FP8_ROWS, for more than MAX_NARROW_FP8_COLUMNS columns.
 MAX_WIDE_FP8_ROWS = 64
 # The sum over K is split into more parts until a launch has at least this number of CTAs.
 MIN_FP8_CTAS = 128
-# The same for a launch whose kernel also quantises rows.
+# Like MIN_FP8_CTAS, for a launch whose kernel also quantises rows.
 MIN_FUSED_FP8_CTAS = 192
 # Minimum number of groups (128 elements that share a scale) per part of K.
 MIN_FP8_GROUPS = 4
-MAX_FP8_SPLITS = 8
+MAX_FP8_SPLITS = 8  # maximum number of parts of K
 # Gated launches have fewer pipeline stages, because each stage holds two tiles of the weight.
 GATED_FP8_STAGES = 4
 # Keys: maximum number of rows.
@@ -146,7 +143,7 @@ FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 def block_fp8_config(
     num_rows: int, num_columns: int, num_groups: int, *, gated: bool, may_split: bool
 ) -> BlockFP8Config:
-    """Return the tile for `num_columns` columns (if gated, pairs of columns) and `num_groups` groups along K."""
+    """Return the tile for `num_columns` output columns and `num_groups` groups of 128 along K. may_split: split K."""
     if num_rows > MAX_FP8_ROWS:
         return FP8_CONFIG_OF_MORE_ROWS._replace(block_n=64) if gated else FP8_CONFIG_OF_MORE_ROWS
     max_rows = next(max_rows for max_rows in FP8_CONFIGS if num_rows <= max_rows)
@@ -169,10 +166,10 @@ def block_fp8_config(
 
 
 def is_own_fp8_faster(num_rows: int, num_columns: int) -> bool:
-    """Whether our kernel is faster than cuBLAS."""
+    """Whether `triton_block_fp8` is faster than cuBLAS."""
     return num_rows <= (MAX_FP8_ROWS if num_columns <= MAX_NARROW_FP8_COLUMNS else MAX_WIDE_FP8_ROWS)
 
 
 def num_fp8_counters(num_columns: int) -> int:
-    """Return the maximum number of tiles in a block FP8 launch that splits K."""
+    """Return the number of counters of a weight: the maximum number of output tiles in a launch that splits K."""
     return max(-(-rows // config.block_m) * -(-num_columns // config.block_n) for rows, config in FP8_CONFIGS.items())

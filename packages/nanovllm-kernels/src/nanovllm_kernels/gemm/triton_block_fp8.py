@@ -17,11 +17,11 @@ from nanovllm_kernels.gemm.tiles import BlockFP8Config
 from nanovllm_kernels.gemm.triton_split_k import prefetch
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Groups per program that quantises rows without a norm.
+# Number of groups of a row that one program quantises. With a norm, one program quantises a whole row.
 GROUPS_PER_PROGRAM = 8
-# Hopper's e4m3 products have 64 rows. In tiles with fewer rows, the weight is the left operand.
+# The left operand of Hopper's e4m3 products has 64 rows. In tiles with fewer rows, the weight is the left operand.
 MIN_LEFT_ROWS = 64
-# Tiles of the weight that a program prefetches before the previous kernel ends.
+# Number of weight tiles that a program prefetches before the previous kernel ends.
 NUM_PREFETCHED_TILES = 4
 
 
@@ -33,7 +33,7 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
     scales = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
     max_groups = num_groups if norm_weight is not None else min(GROUPS_PER_PROGRAM, num_groups)
     groups_per_program = triton.next_power_of_2(max_groups)
-    overlap = can_overlap_launches(x.device)
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     _norm_and_quantize_groups[(num_rows, triton.cdiv(num_groups, groups_per_program))](
         x,
         x if norm_weight is None else norm_weight,
@@ -43,8 +43,8 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
         x.stride(0),
         eps,
         K=depth,
-        GROUPS=num_groups,
-        BLOCK_GROUPS=groups_per_program,
+        GROUPS=num_groups,  # per row
+        BLOCK_GROUPS=groups_per_program,  # a power of two
         GROUP=GROUP,
         NORM=norm_weight is not None,
         OVERLAP=overlap,
@@ -74,6 +74,7 @@ def project(
     column_tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
     partial_sums = out
     if config.num_splits > 1:
+        # The third dimension has the sums of the gate, and if gated those of the up projection.
         shape = (row_tiles * column_tiles, config.num_splits, 1 + gated, config.block_m, config.block_n)
         partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     overlap = can_overlap_launches(x.device)
@@ -97,14 +98,15 @@ def project(
         K=depth,
         GROUPS=triton.cdiv(depth, GROUP),
         GROUP=GROUP,
-        BLOCK_ROWS=weight.block_rows,
+        BLOCK_ROWS=weight.block_rows,  # weight rows (columns of the product) that share a scale
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_SPLITS=config.num_splits,
-        STAGES=config.num_stages,
+        STAGES=config.num_stages,  # of the pipelined loop over K
         PREFETCHED_TILES=min(NUM_PREFETCHED_TILES, -(-triton.cdiv(depth, GROUP) // config.num_splits)),
+        # Whether all columns of a tile share their scales.
         ALIGNED=weight.block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
-        SWAP=config.block_m < MIN_LEFT_ROWS,
+        SWAP=config.block_m < MIN_LEFT_ROWS,  # the weight is the left operand
         QUANTIZED=x_scales is not None,
         GATED=gated,
         BIAS=bias is not None,
@@ -156,7 +158,7 @@ def _prefetch_tiles(weight_ptr, rows, mask, first_group, K: tl.constexpr, GROUP:
 
 @triton.jit
 def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Load one group of each row: e4m3 values [M, 128] and their scales [M]."""
+    """Load a group of the rows at `x_ptr` [M, 1]: e4m3 values [M, 128] and scales [M]. QUANTIZED: `x` is e4m3."""
     tile = tl.load(x_ptr + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
@@ -167,7 +169,7 @@ def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.c
 
 @triton.jit
 def _multiply(
-    values,
+    values,  # e4m3 [M, 128]
     x_scales,
     weight_ptr,
     scales_ptr,
@@ -206,7 +208,7 @@ def _multiply(
 
 @triton.jit
 def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constexpr, GATED: tl.constexpr):
-    """Store this program's sums. Returns whether this program is the last of its tile."""
+    """Store the sums over one of NUM_SPLITS parts of K. Returns whether all other parts of the tile are stored."""
     size: tl.constexpr = sums.shape[0] * sums.shape[1]
     split = tl.program_id(2)
     if GATED:
@@ -226,7 +228,7 @@ def _store_split(partial_ptr, counter_ptr, sums, up_sums, NUM_SPLITS: tl.constex
 def _sum_splits(
     partial_ptr, NUM_SPLITS: tl.constexpr, NUM_PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Add up the sums of all parts of K, in a fixed order."""
+    """Add up the sums of all parts of K, in a fixed order. NUM_PLANES: 2 if gated (gate and up), else 1."""
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(NUM_SPLITS):
         sums += tl.load(partial_ptr + split * (NUM_PLANES * BLOCK_M * BLOCK_N), cache_modifier=".cg")
@@ -261,13 +263,13 @@ def _project(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    partial_ptr,
-    counter_ptr,
+    partial_ptr,  # sums per part of K: [tile, split, plane, BLOCK_M, BLOCK_N]
+    counter_ptr,  # finished parts of K, per tile
     num_rows,
     num_columns,
     x_stride,
     x_scales_stride,
-    x_scales_group_stride,
+    x_scales_group_stride,  # from one group of a row to the next
     scales_stride,
     residual_stride,
     K: tl.constexpr,
@@ -287,11 +289,12 @@ def _project(
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Compute one tile, or with NUM_SPLITS > 1 the sums of the tile over one part of K."""
     groups_per_split: tl.constexpr = (GROUPS + NUM_SPLITS - 1) // NUM_SPLITS
     split = tl.program_id(2)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row, wide_rows = rows < num_rows, rows.to(tl.int64)
+    is_row, wide_rows = rows < num_rows, rows.to(tl.int64)  # wide: 64 bits
     if OVERLAP:
         column_mask, wide_columns = columns < num_columns, columns.to(tl.int64)
         _prefetch_tiles(weight_ptr, wide_columns, column_mask, split * groups_per_split, K, GROUP, PREFETCHED_TILES)
@@ -353,10 +356,10 @@ def _project(
         gdc_launch_dependents()
 
     is_last = True
-    num_planes: tl.constexpr = 2 if GATED else 1
+    num_planes: tl.constexpr = 2 if GATED else 1  # gate and up
     if NUM_SPLITS > 1:
         tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # element offsets
         partial_ptr += tile_index.to(tl.int64) * (NUM_SPLITS * num_planes * BLOCK_M * BLOCK_N) + in_tile
         is_last = _store_split(partial_ptr, counter_ptr + tile_index, sums, up_sums, NUM_SPLITS, GATED)
     if is_last:

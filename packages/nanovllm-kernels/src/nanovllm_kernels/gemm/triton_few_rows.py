@@ -1,7 +1,7 @@
 """Multiplies a few rows by a weight on CUDA, with norm, gate and residual in one kernel.
 
 Loads of the weight take most of the time. The lanes of a warp split K, without tensor cores. The kernel loads its first
-weights before the previous kernel ends: a previous kernel that writes weights must not launch its dependents early.
+weights before the previous kernel ends, so a previous kernel that writes weights must not launch its dependents early.
 """
 
 import triton
@@ -28,7 +28,7 @@ def project_few_rows(
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = few_rows_config(num_rows, num_columns, depth, gated=gated)
-    overlap = can_overlap_launches(x.device)
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     _project_few_rows[(triton.cdiv(num_columns, config.block_n),)](
         x,
         x if norm_weight is None else norm_weight,
@@ -42,10 +42,10 @@ def project_few_rows(
         0 if residual is None else residual.stride(0),
         eps,
         K=depth,
-        ROWS=padded_rows(num_rows),
+        ROWS=padded_rows(num_rows),  # a power of two
         BLOCK_N=config.block_n,
-        NUM_VECTORS=32 * config.num_warps,
-        VECTOR=16 // weight.element_size(),
+        NUM_VECTORS=32 * config.num_warps,  # vectors along K per iteration: one per thread
+        VECTOR=16 // weight.element_size(),  # elements that a thread loads at once
         NORM=norm_weight is not None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -80,12 +80,13 @@ def _project_few_rows(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS vectors has its own sums until the loop over K ends."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     ks = (tl.arange(0, NUM_VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]
     x_ptr += rows[None, :, None, None].to(tl.int64) * x_stride
     row_mask = (rows < num_rows)[None, :, None, None]
-    up_ptr = weight_ptr + num_columns.to(tl.int64) * K
+    up_ptr = weight_ptr + num_columns.to(tl.int64) * K  # weight of the up projection, if GATED
     tile = _load_tile(weight_ptr, columns, num_columns, 0, K, NUM_VECTORS, VECTOR)
     if GATED:
         up_tile = _load_tile(up_ptr, columns, num_columns, 0, K, NUM_VECTORS, VECTOR)
@@ -136,7 +137,7 @@ def _load_tile(
 def _load_next_tile(
     tile, weight_ptr, columns, num_columns, first_k, K: tl.constexpr, NUM_VECTORS: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Load the tile after `first_k`'s tile, or return `tile` if there is only one tile."""
+    """Load the tile that follows the tile at `first_k`. If one tile holds all of K, return `tile`."""
     if K > NUM_VECTORS * VECTOR:
         tile = _load_tile(weight_ptr, columns, num_columns, first_k + NUM_VECTORS * VECTOR, K, NUM_VECTORS, VECTOR)
     return tile

@@ -19,7 +19,7 @@ def project_split_k(
 ) -> None:
     """Multiply `x` [M, K] by `weight` [N, K], add `bias` and `residual`, and write `out` [M, N].
 
-    counters: int32 per tile, 0 between launches.
+    counters: int32, one per output tile, 0 between launches.
     """
     num_rows, depth = x.shape
     num_columns = out.shape[1]
@@ -31,7 +31,7 @@ def project_split_k(
         dtype=torch.float32,
         device=x.device,
     )
-    overlap = can_overlap_launches(x.device)
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     _project_split_k[(column_tiles, row_tiles, config.num_splits)](
         x,
         weight,
@@ -49,7 +49,7 @@ def project_split_k(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_SPLITS=config.num_splits,
-        STAGES=config.num_stages,
+        STAGES=config.num_stages,  # of the pipelined loop over K
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         OVERLAP=overlap,
@@ -73,8 +73,8 @@ def _project_split_k(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    partial_ptr,
-    counter_ptr,
+    partial_ptr,  # sums per part of K: [tile, split, BLOCK_M, BLOCK_N]
+    counter_ptr,  # finished parts of K, per tile
     num_rows,
     num_columns,
     x_stride,
@@ -89,13 +89,15 @@ def _project_split_k(
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    split_depth: tl.constexpr = K // NUM_SPLITS
+    """Sum one of NUM_SPLITS parts of K for one tile. The last program of the tile writes the output."""
+    split_depth: tl.constexpr = K // NUM_SPLITS  # size of a part of K
+    # Weight elements per cache line.
     line_elements: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     row_mask = (rows < num_rows)[:, None]
-    wide_rows = rows[:, None].to(tl.int64)
+    wide_rows = rows[:, None].to(tl.int64)  # wide: 64 bits
     weight_ptr += columns[:, None].to(tl.int64) * K + split * split_depth
     if OVERLAP:
         if tl.program_id(1) == 0:

@@ -21,8 +21,8 @@ def pack_experts(
 
     w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, followed by I rows of the up projection.
     w2: [E, H, I], contiguous. The down projection.
-    scales13: float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous. Each 128 x 128 block of the gate or the up
-        projection in e4m3 `w13` has one scale. None: the weights are not FP8.
+    scales13: float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous. Each 128 x 128 block of e4m3 `w13` has one
+        scale. Index 0 of the second dimension is the gate, index 1 the up projection. None: the weights are not FP8.
     scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`. None: `w2` is not FP8.
     """
     counters = None
@@ -35,7 +35,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
     """Choose each token's experts, in float32. On CUDA the lowest id wins a tie, and NaN logits give valid ids.
 
     logits: [T, E]. If the shared expert is gated, [T, E + 1]: the last logit is the shared expert's gate.
-    routing: E must be a multiple of `num_groups`, and any `top_groups` groups must have at least `top_k` experts.
+    routing: its `num_groups` must divide E, and any `top_groups` groups must have at least `top_k` experts.
     bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664). None: no bias.
     Returns: `top_k` experts per token. The shared expert, if any, follows as a last column with id E. Its weight is
@@ -47,13 +47,14 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
 
 
 def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None = None) -> Tensor:
-    """Return `sum_j weights[t, j] * down(silu(gate(x[t])) * up(x[t]))` of experts `ids[t, j]`, plus `residual`: [T, H].
+    """Return each token's weighted sum of its chosen experts' results, plus `residual`: [T, H].
 
+    The result of an expert for token t is down(silu(gate(x[t])) * up(x[t])).
     x: [T, H], T >= 1. Rows are contiguous. FP8 experts accept any dtype, and round `x` in groups of 128. Other experts
-        accept the weights' dtype. On a CPU they also accept float32.
+        accept the weights' dtype, and on a CPU also float32.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
-    Returns: [T, H] in the dtype of `residual`, or of `x` without a residual. Sums are float32, but on CUDA with many
-        tokens, each expert's result is rounded to the dtype of `x` before it is added.
+    Returns: [T, H] in the dtype of `residual`, or of `x` without a residual. Sums are float32. On CUDA with
+        many tokens, each expert's result is rounded to the dtype of `x` before the sum.
     """
     if x.is_cuda or torch.compiler.is_compiling():
         return _fused_experts_op(x, *experts, *chosen, residual)
@@ -80,7 +81,7 @@ def _route_op(
 
 @_route_op.register_fake
 def _(logits: Tensor, _bias: Tensor | None, top_k: int, *rest: object) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], top_k + (rest[-1] != "none")
+    shape = logits.shape[0], top_k + (rest[-1] != "none")  # rest[-1] is `shared`
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
@@ -101,7 +102,7 @@ def _fused_experts_op(
     if counters is None:
         return moe_reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())
     rows = x if x.stride(1) == 1 else x.contiguous()
-    out = _empty_result(x, residual)
+    out = _empty_out(x, residual)
     kernel = policy.choose_kernel(*ids.shape, w2.shape, x.dtype, x.device, is_block_fp8=scales13 is not None)
     if kernel == "matvec":
         from nanovllm_kernels.moe import triton_matvec
@@ -118,10 +119,10 @@ def _fused_experts_op(
     return out
 
 
-def _empty_result(x: Tensor, residual: Tensor | None) -> Tensor:
+def _empty_out(x: Tensor, residual: Tensor | None) -> Tensor:
     return torch.empty_like(x if residual is None else residual, memory_format=torch.contiguous_format)
 
 
 _fused_experts_op.register_fake(
-    lambda x, _w13, _w2, _scales13, _scales2, _counters, _weights, _ids, residual: _empty_result(x, residual)
+    lambda x, _w13, _w2, _scales13, _scales2, _counters, _weights, _ids, residual: _empty_out(x, residual)
 )

@@ -14,9 +14,9 @@ class Routing:
     renormalize: divide the chosen scores by their sum.
     num_groups: number of groups of experts. A group's score is the sum of the group's two best scores (DeepSeek-AI
         2024, https://arxiv.org/abs/2412.19437).
-    top_groups: number of groups, those with the best scores, from which a token's experts are chosen.
-    scale: factor by which weights are multiplied after renormalizing.
-    shared: weight of a shared expert that every token uses: 1 ("always"), or the sigmoid of a gate logit ("gated").
+    top_groups: number of best groups, from which a token's experts are chosen.
+    scale: factor by which the chosen experts' weights are multiplied after renormalizing.
+    shared: weight of the expert that every token uses: 1 ("always") or the sigmoid of a gate logit ("gated").
     """
 
     top_k: int
@@ -33,9 +33,9 @@ class PackedExperts(NamedTuple):
 
     w13: [E, 2 I, H], the gate and the up projection.
     w2: [E, H, I], the down projection.
-    scales13: scales of e4m3 `w13`, or None. scales2: scales of e4m3 `w2`, or None.
-    counters: int32, one per tile of a launch, all 0 between launches. Concurrent launches must not share counters.
-        None: on a CPU.
+    scales13: scales of e4m3 `w13`, else None. scales2: scales of e4m3 `w2`, else None.
+    counters: int32, one per column tile of a launch, all 0 between launches.
+        Concurrent launches must not share counters. None: on a CPU.
     """
 
     w13: Tensor
@@ -49,7 +49,7 @@ class ChosenExperts(NamedTuple):
     """The k experts that `route` chose for each token.
 
     weights: float32 [T, k], factors by which the experts' results are multiplied.
-    ids: int32 [T, k], contiguous, unique per token.
+    ids: int32 [T, k], contiguous. Ids of the experts, unique per token.
     """
 
     weights: Tensor

@@ -1,7 +1,7 @@
 """Runs grouped products of block FP8 experts with many rows per expert, on Hopper, in Gluon.
 
 One warp per program copies tiles into a ring buffer. Two groups of four warps multiply 64 rows each. While one group
-scales and stores sums, the other group multiplies.
+scales and stores sums, the other group multiplies. A row is one (token, expert) pair; pairs are sorted by expert.
 """
 
 import torch
@@ -26,9 +26,9 @@ from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# Each of two groups of warps has GROUP_ROWS rows of a tile. A tile has two blocks of columns. A step is a part of K.
+# Rows of a tile per group of warps, columns of each of a tile's two blocks of columns, and depth of one step over K.
 GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = SPECIALIZED_TILE_ROWS // 2, 128, 128
-STAGES = 4
+STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 # Registers per thread: at launch, in the copying warp, and in the multiplying warps, which use 192 for sums.
@@ -46,14 +46,14 @@ def run_products(
     """
     num_pairs, hidden_size = pair_results.shape
     intermediate_size = experts.w2.shape[2]
-    overlap = can_overlap_launches(x.device)
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     launch_options = {"OVERLAP": overlap, "launch_pdl": overlap}
     float32_options = {"dtype": torch.float32, "device": x.device}
-    rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)
+    rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)  # sorted by expert
     # Loads of the last tile may reach up to SPECIALIZED_TILE_ROWS elements past the last row.
     scales_stride = num_pairs + SPECIALIZED_TILE_ROWS
     row_scales = torch.empty((hidden_size // GROUP, scales_stride), **float32_options)
-    hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     hidden_scales = torch.empty((intermediate_size // GROUP, scales_stride), **float32_options)
     row_weights = torch.empty(num_pairs, **float32_options)
     _gather_rows[(triton.cdiv(num_pairs, GATHER_ROWS),)](
@@ -115,7 +115,7 @@ def _gather_rows(
     x_ptr,
     x_scales_ptr,
     weights_ptr,
-    order_ptr,
+    order_ptr,  # `SortedPairs.order`
     rows_ptr,
     row_scales_ptr,
     row_weights_ptr,
@@ -123,7 +123,7 @@ def _gather_rows(
     scales_stride,
     x_stride,
     x_scales_stride,
-    x_scales_group_stride,
+    x_scales_group_stride,  # from one group of a row to the next
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
@@ -131,7 +131,7 @@ def _gather_rows(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Copy each pair's row of `x`, its scales (group by group) and its weight to the pair's place in sorted order."""
+    """Copy each pair's row of `x`, the row's scales (stored group by group) and the pair's weight into sorted order."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -156,11 +156,11 @@ def _gather_rows(
 
 @gluon.jit(do_not_specialize=["scales_stride"])
 def _grouped_product(
-    x_desc,
-    weight_desc,
+    x_desc,  # TMA descriptor
+    weight_desc,  # TMA descriptor
     x_scales_ptr,
     scales_ptr,
-    order_ptr,
+    order_ptr,  # fields of `SortedPairs`, like the next two
     starts_ptr,
     tiles_ptr,
     weights_ptr,
@@ -181,6 +181,7 @@ def _grouped_product(
         gdc_wait()
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], x_desc.layout)
     weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], weight_desc.layout)
+    # Barriers: a stage's copies have arrived, and both groups of warps have used them.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -203,14 +204,14 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and the first row of work item `work`. A `work` past the end gives the last item."""
+    """Return the expert and first row of work item `work`, a tile of rows and columns. Past the end: the last item."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
 
 @gluon.jit
 def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
-    """Load the rows and weights of each work item and step into the ring. One warp runs this function."""
+    """Copy the rows and weights of each work item (tile) and step into the ring buffer. One warp runs this function."""
     x_ring, weight_ring, full, empty = rings
     x_desc, weight_desc, starts_ptr, tiles_ptr = sources
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256
@@ -229,7 +230,7 @@ def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.cons
             # In the first pass over the ring every stage is free, and this wait returns at once.
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, 3 * 128 * 128, pred=has_second_half)
+            mbarrier.expect(ready, 3 * 128 * 128, pred=has_second_half)  # bytes
             mbarrier.expect(ready, 5 * 64 * 128, pred=has_second_half == 0)
             tma.async_copy_global_to_shared(weight_desc, [first_column, k], ready, weight_ring.index(2 * stage))
             tma.async_copy_global_to_shared(x_desc, [first_row, k], ready, x_ring.index(2 * stage))
@@ -268,6 +269,7 @@ def _multiply(
         # Scales are loaded one step ahead: a tile's first scales are loaded before the previous tile is stored.
         expert, first_row = _load_tile(tiles_ptr, work, num_work, COLUMN_TILES)
         end = gl.load(starts_ptr + expert + 1)
+        # left, right: the tile's first and second block of columns (gate and up if GATED).
         row_scale, left_scale, right_scale = _load_scales(
             x_scales_ptr, scales_ptr, expert, first_row, work, 0, tile_rows, scales_stride, N, K, GATED
         )
@@ -353,7 +355,7 @@ def _multiply(
                 first_column = (work % COLUMN_TILES) * TILE_COLUMNS
                 if GATED:
                     left_sums = left_sums * (1 / (1 + gl.exp(-left_sums))) * right_sums
-                    numbers, scales = quantize_groups(left_sums, 1)
+                    numbers, scales = quantize_groups(left_sums, 1)  # numbers: e4m3
                     scale_ptrs = out_scales_ptr + (first_column // 128).to(gl.int64) * scales_stride + rows
                     gl.store(scale_ptrs, scales, mask=row_mask)
                     _store_e4m3(numbers, out_ptr, first_row + 64 * INDEX, first_column, end, N)
@@ -400,7 +402,7 @@ def _load_scales(
     GATED: gl.constexpr,
 ):
     """Load a step's scales of the rows and of the two blocks of columns. Scales past the last row are not used."""
-    BLOCKS: gl.constexpr = N // 128
+    BLOCKS: gl.constexpr = N // 128  # blocks of columns of one expert's projection
     NUM_STEPS: gl.constexpr = K // 128
     COLUMN_TILES: gl.constexpr = BLOCKS if GATED else BLOCKS // 2
     row_scale = gl.load(x_scales_ptr + (step * scales_stride + first_row) + tile_rows)
@@ -431,7 +433,7 @@ def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr)
 
 @gluon.jit
 def _store_pair_results(pair_results, pair, num_rows, out_ptr, first_column, N: gl.constexpr):
-    """Store [64, 128] to the first `num_rows` pairs, 16 bytes per thread. Each warp stores the rows that it summed."""
+    """Store the first `num_rows` rows of [64, 128] at indices `pair`. Each warp stores the rows that it summed."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],

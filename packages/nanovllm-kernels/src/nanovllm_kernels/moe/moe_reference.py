@@ -46,7 +46,7 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     """See the package's `fused_experts`."""
     num_tokens, top_k = chosen.ids.shape
     hidden_size = experts.w2.shape[1]
-    sorted_ids, order = chosen.ids.flatten().sort(stable=True)
+    sorted_ids, order = chosen.ids.flatten().sort(stable=True)  # order: indices of (token, expert) pairs
     tokens = order // top_k
     rows = x.index_select(0, tokens)
     # A batched product would copy the experts' weights.

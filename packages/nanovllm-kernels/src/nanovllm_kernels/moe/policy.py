@@ -1,13 +1,13 @@
-"""Chooses the expert kernel for a step's sizes, and the kernel's tiles. A pair is a token and one of its experts.
+"""Chooses an expert kernel and its tiles for a number of tokens. A pair is a token and one of its chosen experts.
 
 | tokens | weights | kernel |
 |---|---|---|
 | 1 | block FP8 | `triton_matvec`: matrix-vector products |
 | up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs not sorted by expert |
-| more, with MIN_SPECIALIZED_AVERAGE_ROWS | FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
+| more, at least MIN_SPECIALIZED_AVERAGE_ROWS | FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
 | more | any | `triton_grouped`: sorted pairs |
 
-The constants were measured on one H200, with uncached weights of 256 to 512 experts of 2048 x 512 to 7168 x 2048.
+The constants were measured on one H200, with uncached weights: 256 to 512 experts of 2048 x 512 to 7168 x 2048.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ import torch
 
 from nanovllm_kernels.platform import describe_device
 
-Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]
+Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]  # specialized: `gluon_grouped`
 
 # Maximum number of tokens for `triton_unsorted`. The limit for block FP8 is lower, because each program quantises all
 # rows.
@@ -47,14 +47,14 @@ def choose_kernel(
 
 # Columns per program of `triton_matvec`, a divisor of GROUP.
 MATVEC_COLUMNS = 4
-# Maximum number of elements in a weight's tile of `triton_matvec`.
+# Maximum number of weight elements that a program of `triton_matvec` loads at once.
 MAX_MATVEC_TILE_ELEMENTS = 16 * 1024
 # Maximum depth for which `triton_matvec` uses four warps instead of eight.
 MAX_FOUR_WARP_DEPTH = 2048
 
 
 class MatvecConfig(NamedTuple):
-    """Tile of `triton_matvec`. num_groups: number of groups of 128 elements along K that are loaded at once."""
+    """Tile of `triton_matvec`: `block_n` columns, and `num_groups` groups of 128 elements along K at once."""
 
     block_n: int
     num_groups: int
@@ -62,7 +62,7 @@ class MatvecConfig(NamedTuple):
 
 
 def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
-    """Return the tile for sums over `depth` elements. rows_per_column: weight rows per column of the result."""
+    """Return the tile for sums over `depth` elements. rows_per_column: weight rows per result column."""
     max_groups = max(1, MAX_MATVEC_TILE_ELEMENTS // (MATVEC_COLUMNS * rows_per_column * GROUP))
     padded_groups = 1 << (-(-depth // GROUP) - 1).bit_length()
     return MatvecConfig(MATVEC_COLUMNS, min(padded_groups, max_groups), 8 if depth > MAX_FOUR_WARP_DEPTH else 4)
@@ -79,7 +79,7 @@ MIN_FOUR_STAGE_DEPTH = 4096
 
 
 class UnsortedConfig(NamedTuple):
-    """Tile of `triton_unsorted`. swapped: the weight is the left operand."""
+    """Tile of `triton_unsorted`. swapped: the weight is the left operand of products."""
 
     block_n: int
     block_k: int
@@ -91,7 +91,7 @@ class UnsortedConfig(NamedTuple):
 def unsorted_config(
     num_rows: int, num_experts: int, num_columns: int, depth: int, *, is_float32: bool, is_block_fp8: bool
 ) -> UnsortedConfig:
-    """Return the tile for `num_experts` products with `num_columns` columns. num_rows: rows per tile."""
+    """Return the tile for `num_experts` products with `num_columns` columns. num_rows: rows per tile. depth: K."""
     if is_block_fp8:
         # Hopper multiplies e4m3 only if the left operand has 64 rows. For fewer rows, Triton converts e4m3 to float16.
         return UnsortedConfig(64, GROUP, 4, 4 if depth >= MIN_FOUR_STAGE_DEPTH else 3, swapped=True)
@@ -104,12 +104,12 @@ def unsorted_config(
 
 
 def num_counters(num_columns: int) -> int:
-    """Return the maximum number of column tiles of `triton_unsorted`."""
+    """Return the number of counters of `triton_unsorted`: the maximum number of column tiles."""
     return -(-num_columns // MIN_TILE_COLUMNS)
 
 
 class GroupedConfig(NamedTuple):
-    """Tile of `triton_grouped`. swapped: the weight is the left operand."""
+    """Tile of `triton_grouped`. swapped: the weight is the left operand of products."""
 
     block_m: int
     block_n: int
@@ -128,12 +128,12 @@ GROUPED_BY_MAX_ROWS = {
 }
 GROUPED_OF_MORE_ROWS = GroupedConfig(128, 128, 64, 8, 3, swapped=False)
 GROUPED_FLOAT32 = GroupedConfig(32, 32, 32, 4, 2, swapped=False)
-# Tiles have GROUP columns, because the kernel quantises a tile's results with one scale per row.
+# Tiles have GROUP columns, because each row of a tile's results has one scale.
 GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
 }
-# Used for weights and devices that `gluon_grouped` does not support.
+# For weights and devices that `gluon_grouped` does not support.
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 

@@ -17,7 +17,7 @@ from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-SUM_BLOCK_COLUMNS = 1024
+SUM_BLOCK_COLUMNS = 1024  # columns that a program of `_sum_pairs` adds up
 
 
 def run_experts(
@@ -45,7 +45,7 @@ def run_experts(
         config = grouped_config(len(pair_results), num_experts, is_float32=is_float32, is_block_fp8=is_block_fp8)
         pairs = sort_pairs(chosen.ids, num_experts, config.block_m)
         _run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results, config)
-    overlap = can_overlap_launches(x.device)
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK_COLUMNS))](
         pair_results,
         pair_results if residual is None else residual,
@@ -74,7 +74,7 @@ def _run_products(
     num_pairs, intermediate_size = pair_results.shape[0], experts.w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
-    hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     hidden_scales = torch.empty(
         (num_pairs, triton.cdiv(intermediate_size, GROUP)), dtype=torch.float32, device=x.device
     )
@@ -102,11 +102,11 @@ def _run_products(
             TOP_K=weights.shape[1],
             GATED=gated,
             QUANTIZED=quantized,
-            SWAPPED=config.swapped,
+            SWAPPED=config.swapped,  # the weight is the left operand
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
-            STAGES=config.num_stages,
+            STAGES=config.num_stages,  # of the pipelined loop over K
             OVERLAP=overlap,
             num_warps=config.num_warps,
             launch_pdl=overlap,
@@ -119,7 +119,7 @@ def _grouped_product(
     x_scales_ptr,
     weight_ptr,
     scales_ptr,
-    order_ptr,
+    order_ptr,  # fields of `SortedPairs`, like the next two
     starts_ptr,
     tiles_ptr,
     weights_ptr,
@@ -127,7 +127,7 @@ def _grouped_product(
     out_scales_ptr,
     x_stride,
     x_scales_stride,
-    x_scales_group_stride,
+    x_scales_group_stride,  # from one group of a row to the next
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -147,7 +147,7 @@ def _grouped_product(
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_column_blocks: tl.constexpr = (N + 127) // 128
     num_depth_groups: tl.constexpr = (K + 127) // 128
-    num_halves: tl.constexpr = 2 if GATED else 1
+    num_halves: tl.constexpr = 2 if GATED else 1  # gate and up
     ks = tl.arange(0, BLOCK_K)[None, :]
     num_tiles = tl.load(tiles_ptr)
     for work_item in tl.range(tl.program_id(0), num_tiles * column_tiles, tl.num_programs(0)):
@@ -212,6 +212,7 @@ def _sum_pairs(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Add up one token's pair results and its residual, for BLOCK columns."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -219,7 +220,7 @@ def _sum_pairs(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
     total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(TOP_K):
+    for slot in tl.static_range(TOP_K):  # slot: index of an expert among the token's experts
         total += tl.load(pair_results_ptr + (token * TOP_K + slot) * N + columns, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)

@@ -1,11 +1,11 @@
 """Runs block FP8 experts for one token on CUDA: matrix-vector products without tensor cores.
 
-Each program loads as much of a few columns at once as fits its registers. Tensor cores would use only one of their 64
-rows.
+Each program computes a few columns, and loads as many groups of K at once as its registers hold. Tensor cores would use
+only one of their 64 rows.
 
 The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. With this proof,
-ptxas 12.8 and 12.9 merge an uninitialised register into the word (F2FP.E4M3.PACK_AB_MERGE_C), which gives garbage or
-NaN. ptxas 12.8 to 13.0 turn the upper half of such a word into 0x0008.
+ptxas 12.8 and 12.9 merge an uninitialised register into the packed word (F2FP.E4M3.PACK_AB_MERGE_C), which gives
+garbage or NaN. ptxas 12.8 to 13.0 turn the upper half of such a word into 0x0008.
 """
 
 import torch
@@ -24,9 +24,9 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     """See the package's `fused_experts`. Writes into `out` [1, H]."""
     top_k = chosen.ids.shape[1]
     _, hidden_size, intermediate_size = experts.w2.shape
-    overlap = can_overlap_launches(x.device)
-    hidden = torch.empty((top_k, intermediate_size), dtype=x.dtype, device=x.device)
-    config = matvec_config(hidden_size, 2)
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
+    hidden = torch.empty((top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
+    config = matvec_config(hidden_size, 2)  # 2: a gate row and an up row per column
     _gate_up[(triton.cdiv(intermediate_size, config.block_n), top_k)](
         x,
         experts.w13,
@@ -37,7 +37,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         N=intermediate_size,
         K=hidden_size,
         BLOCK_N=config.block_n,
-        GROUPS=config.num_groups,
+        GROUPS=config.num_groups,  # groups of 128 along K that are loaded at once
         OVERLAP=overlap,
         num_warps=config.num_warps,
         launch_pdl=overlap,
@@ -76,10 +76,10 @@ def _quantize(x):
 @triton.jit
 def _multiply_groups(
     x_ptr,
-    weight_rows_ptr,
+    weight_rows_ptr,  # pointers to the gate's rows [BLOCK_N, 1, 1]
     scales_ptr,
     columns,
-    k,
+    k,  # runtime value of K
     first_group: tl.constexpr,
     GROUPS: tl.constexpr,
     N: tl.constexpr,
@@ -109,8 +109,8 @@ def _gate_up(
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    out_ptr,
-    k,
+    out_ptr,  # [top_k, N]
+    k,  # runtime value of K
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,7 +121,7 @@ def _gate_up(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    slot = tl.program_id(1)
+    slot = tl.program_id(1)  # index of an expert among the token's experts
     expert = tl.load(ids_ptr + slot).to(tl.int64)
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -153,14 +153,14 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    x_ptr,
+    x_ptr,  # `hidden`
     weight_ptr,
     scales_ptr,
     ids_ptr,
     weights_ptr,
     residual_ptr,
     out_ptr,
-    k,
+    k,  # runtime value of K
     top_k,
     N: tl.constexpr,
     K: tl.constexpr,

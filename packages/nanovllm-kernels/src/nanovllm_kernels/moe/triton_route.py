@@ -16,13 +16,13 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
     num_tokens, num_experts = logits.shape
     if routing.shared == "gated":
         num_experts -= 1
-    num_slots = routing.top_k + (routing.shared != "none")
+    num_slots = routing.top_k + (routing.shared != "none")  # experts per token
     weights = torch.empty((num_tokens, num_slots), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, num_slots), dtype=torch.int32, device=logits.device)
-    # If a token may choose from all groups, the groups do not matter.
+    # If tokens choose from all groups, one group gives the same result.
     num_groups = routing.num_groups if routing.top_groups < routing.num_groups else 1
     group_size = num_experts // num_groups
-    overlap = can_overlap_launches(logits.device)
+    overlap = can_overlap_launches(logits.device)  # programmatic dependent launch
     _route[(num_tokens,)](
         logits,
         logits if bias is None else bias,
@@ -33,7 +33,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
         NUM_GROUPS=num_groups,
         GROUP_SIZE=group_size,
         PADDED_GROUPS=triton.next_power_of_2(num_groups),
-        PADDED_SIZE=triton.next_power_of_2(group_size),
+        PADDED_SIZE=triton.next_power_of_2(group_size),  # of a group
         TOP_GROUPS=routing.top_groups if num_groups > 1 else 1,
         TOP_K=routing.top_k,
         SLOTS=num_slots,
@@ -42,7 +42,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
         SIGMOID=routing.scoring == "sigmoid",
         BIAS=bias is not None,
         RENORMALIZE=routing.renormalize,
-        GATED=routing.shared == "gated",
+        GATED=routing.shared == "gated",  # the last logit is the gate of the shared expert
         OVERLAP=overlap,
         num_warps=1,
         launch_pdl=overlap,
@@ -81,7 +81,7 @@ def _route(
     minus_inf: tl.constexpr = float("-inf")
     num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     groups = tl.arange(0, PADDED_GROUPS)
-    members = tl.arange(0, PADDED_SIZE)
+    members = tl.arange(0, PADDED_SIZE)  # indices of experts within a group
     experts = groups[:, None] * GROUP_SIZE + members[None, :]
     is_expert = (groups < NUM_GROUPS)[:, None] & (members < GROUP_SIZE)[None, :]
     logits = tl.load(logits_ptr + token * logits_stride + experts, mask=is_expert, other=minus_inf).to(tl.float32)
@@ -102,7 +102,7 @@ def _route(
         best_members = tl.min(tl.where(choice_scores == group_scores[:, None], members[None, :], PADDED_SIZE), 1)
         if GROUP_SIZE > 1:
             group_scores += tl.max(tl.where(members[None, :] == best_members[:, None], minus_inf, choice_scores), 1)
-        is_kept = groups < 0
+        is_kept = groups < 0  # no group yet
         for _ in tl.static_range(TOP_GROUPS):
             remaining = tl.where(is_kept, minus_inf, group_scores)
             group = tl.min(tl.where(remaining == tl.max(remaining, 0), groups, PADDED_GROUPS), 0)

@@ -17,7 +17,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 # Maximum number of pairs that one program sorts alone.
 MAX_SINGLE_PART_PAIRS = 2048
-# More pairs are split into small parts, or into large parts if MAX_SMALL_PARTS small parts are too few.
+# More pairs are split into up to MAX_SMALL_PARTS small parts, or else into large parts.
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
 LARGE_PART_PAIRS = 2048
@@ -41,7 +41,7 @@ class SortedPairs(NamedTuple):
 
 def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
     """Sort the pairs of `ids`, int32 [T, k], by expert, into tiles of at most `block_m` pairs."""
-    num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)
+    num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)  # programmatic dependent launch
     int32_options = {"dtype": torch.int32, "device": ids.device}
     order, starts = torch.empty(num_pairs, **int32_options), torch.empty(num_experts + 1, **int32_options)
     tiles = torch.empty((max_tiles(num_pairs, num_experts, block_m) + 1, 2), **int32_options)
@@ -51,11 +51,11 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         part_pairs = triton.next_power_of_2(num_pairs)
     num_parts, padded_experts = triton.cdiv(num_pairs, part_pairs), triton.next_power_of_2(num_experts + 1)
     counts = torch.empty((num_parts, padded_experts), **int32_options)
-    # A single part does not use this tensor.
+    # Index of each pair among its part's pairs of the same expert. A single part does not use this tensor.
     ranks = order if is_single_part else torch.empty_like(order)
     launch_options = {
         "PADDED_EXPERTS": padded_experts,
-        "BLOCK": part_pairs,
+        "BLOCK": part_pairs,  # pairs per part, one part per program
         "OVERLAP": overlap,
         "num_warps": 8,
         "launch_pdl": overlap,
@@ -66,13 +66,13 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         ids,
         counts,
         ranks,
-        torch.empty((num_parts, 2, padded_experts), **int32_options),
+        torch.empty((num_parts, 2, padded_experts), **int32_options),  # scratch
         order,
         starts,
         tiles,
         num_pairs,
         num_experts,
-        BLOCK_M=block_m,
+        BLOCK_M=block_m,  # pairs per tile
         PARTS_PER_LOAD=PARTS_PER_LOAD,
         SINGLE_PART=is_single_part,
         **launch_options,
@@ -90,7 +90,7 @@ def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(counts_ptr, ids, mask, PADDED_EXPERTS: tl.constexpr):
-    """Count each expert's pairs, and return each pair's rank within its expert."""
+    """Count each expert's pairs, and return each pair's rank: its index among the pairs of the same expert."""
     tl.store(counts_ptr + tl.arange(0, PADDED_EXPERTS), tl.zeros((PADDED_EXPERTS,), tl.int32))
     # All threads must see the zeros before any thread counts.
     tl.debug_barrier()
@@ -136,7 +136,7 @@ def _sort_pairs(
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, PADDED_EXPERTS)
     pairs, mask, ids = _load_ids(ids_ptr, num_pairs, BLOCK)
-    earlier_counts = tl.zeros((PADDED_EXPERTS,), tl.int32)
+    earlier_counts = tl.zeros((PADDED_EXPERTS,), tl.int32)  # each expert's pairs in earlier parts
     if SINGLE_PART:
         ranks = _count(counts_ptr, ids, mask, PADDED_EXPERTS)
         tl.debug_barrier()
@@ -153,7 +153,7 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # Index of this part's first pair of each expert, in `order` and in tiles padded to BLOCK_M pairs.
+    # Row of this part's first pair of each expert: in `order`, and in `order` with tiles padded to BLOCK_M rows.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)
@@ -161,11 +161,11 @@ def _sort_pairs(
     sorted_rows = tl.load(first_rows_ptr + ids, mask=mask, other=0) + ranks
     padded_rows = tl.load(first_rows_ptr + PADDED_EXPERTS + ids, mask=mask, other=0) + ranks
     tl.store(order_ptr + sorted_rows, pairs, mask=mask)
-    entry_ptrs = tiles_ptr + 2 * (1 + padded_rows // BLOCK_M)
+    entry_ptrs = tiles_ptr + 2 * (1 + padded_rows // BLOCK_M)  # the tile's row in `SortedPairs.tiles`
     is_tile_start = mask & (padded_rows % BLOCK_M == 0)
     tl.store(entry_ptrs, ids, mask=is_tile_start)
     tl.store(entry_ptrs + 1, sorted_rows, mask=is_tile_start)
     if part == 0:
         tl.store(tiles_ptr, tl.sum(num_expert_tiles, 0))
-        # The entry after the last expert is the number of pairs.
+        # The start after the last expert's start is the number of pairs.
         tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)

@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def load_weight(weight_ptr, columns, ks, N: tl.constexpr, K: tl.constexpr):
-    """Load elements [n, k] of a weight [N, K], at `columns` [n] and `ks` [1, k]. Elements outside are 0."""
+    """Load elements [n, k] of a weight [N, K], at `columns` [n] and `ks` [1, k]. Outside the weight: 0."""
     mask = (columns < N)[:, None] & (ks < K)
     return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
 
 
 @triton.jit
 def add_product(sums, x, weight, scales, SCALED: tl.constexpr, SWAPPED: tl.constexpr):
-    """Return `sums + x @ weight.T`. If SCALED, multiply by `scales` [rows]. If SWAPPED, `sums` are transposed."""
+    """Return `sums + x @ weight.T`. SCALED: multiply the product by `scales` [rows]. SWAPPED: `sums` are transposed."""
     if SWAPPED:
         left = weight
         right = x.T

@@ -2,7 +2,7 @@
 
 A program computes a tile of columns of one expert for all tokens, with zeros for tokens that did not choose the expert.
 The extra products cost nothing, because the loads of weights take longer. The programs of all experts share a tile of
-columns. The last of these programs adds up the experts' results in a fixed order.
+columns. The program that finishes last adds up the experts' results in a fixed order.
 """
 
 import torch
@@ -23,12 +23,12 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     w13, w2, scales13, scales2, counters = experts
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, intermediate_size = w2.shape
-    grid_by_expert = num_tokens * top_k > num_experts
+    grid_by_expert = num_tokens * top_k > num_experts  # one program per expert, else per (token, expert) pair
     num_expert_programs = min(num_tokens * top_k, num_experts)
     quantized = scales13 is not None
-    rows = max(16, triton.next_power_of_2(num_tokens))
-    overlap = can_overlap_launches(x.device)
-    hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)
+    rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
+    overlap = can_overlap_launches(x.device)  # programmatic dependent launch
+    hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
     launch_options = {
         "TOP_K": top_k,
@@ -55,8 +55,8 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         K=hidden_size,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        SWAPPED=config.swapped,
-        STAGES=config.num_stages,
+        SWAPPED=config.swapped,  # the weight is the left operand
+        STAGES=config.num_stages,  # of the pipelined loop over K
         num_warps=config.num_warps,
         **launch_options,
     )
@@ -99,8 +99,8 @@ def _find_expert(
     """Find the expert of this program.
 
     Returns: (expert, chosen_slots, is_owner).
-        chosen_slots: [ROWS], index of the expert among each token's experts. TOP_K or more if the token has others.
-        is_owner: whether this program computes the expert. The program of the expert's first pair does.
+        chosen_slots: [ROWS], index of the expert among each token's experts, or at least TOP_K if not chosen.
+        is_owner: whether this program computes the expert. Of several programs, that of the first pair is the owner.
     """
     program = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
@@ -124,7 +124,7 @@ def _gate_up(
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    out_ptr,
+    out_ptr,  # `hidden`
     num_tokens,
     x_stride,
     N: tl.constexpr,
@@ -178,15 +178,15 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down(
-    x_ptr,
+    x_ptr,  # `hidden`
     weight_ptr,
     scales_ptr,
     ids_ptr,
     weights_ptr,
     residual_ptr,
     out_ptr,
-    partial_ptr,
-    counter_ptr,
+    partial_ptr,  # weighted sums' terms: `pair_results`
+    counter_ptr,  # finished programs, per column tile
     num_tokens,
     residual_stride,
     N: tl.constexpr,
