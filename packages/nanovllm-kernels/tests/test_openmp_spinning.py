@@ -171,4 +171,4 @@ def test_busy_seconds_count_only_own_cores(tmp_path, monkeypatch, priority, tick
     monkeypatch.setattr(openmp_spinning, "PROC_STAT", file)
     monkeypatch.setattr(openmp_spinning.os, "sched_getaffinity", lambda _: {0}, raising=False)
     monkeypatch.setattr(openmp_spinning.os, "getpriority", lambda *_: priority)
-    assert openmp_spinning._busy_seconds() == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
+    assert openmp_spinning._read_busy_seconds() == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,36 +1,36 @@
 """Converts keys and values to FP8 and back, in plain torch.
 
-N pages of P tokens have e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P]. A scale is a power of two, stored as its
-biased float32 exponent (uint8, E8M0).
+A cache of N pages of P tokens has e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P], for Hkv key heads and as many
+value heads. A scale is a power of two, stored as its biased float32 exponent (uint8, E8M0).
 """
 
 import torch
 from torch import Tensor
 
-DTYPE = torch.float8_e4m3fn
+DTYPE = torch.float8_e4m3fn  # of quantised values
 # Bytes of scales per token and head.
 SCALE_BYTES = 1
-EXPONENT_BIAS = 127
+EXPONENT_BIAS = 127  # of float32
 E4M3_EXPONENT_BIAS = 7
 # The largest e4m3 value is 1.75 * 2^8. Adding CARRY_ABOVE_MAX_SIGNIFICAND to float32 bits carries into the exponent
 # exactly if the significand is above 1.75.
 MAX_E4M3 = 448.0
 MAX_E4M3_EXPONENT = 8
 CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
-# Kernels divide by scales. The smallest scale is therefore 2^-40 instead of 0.
+# Biased exponent of the smallest scale. The smallest scale is 2^-40 instead of 0, because kernels divide by scales.
 MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
-# Block FP8 computes a group's scale from at least this magnitude, so that no scale is 0.
+# Block FP8 computes the scale of a group of elements from at least this magnitude, so that no scale is 0.
 MIN_GROUP_MAGNITUDE = 1e-10
 
 
 def make_scales(kv_cache: Tensor) -> Tensor:
-    """Return scales of 1 for a cache [N, P, 2 Hkv, D]."""
+    """Return scales of 1, uint8 [N, 2 Hkv, P], for a cache [N, P, 2 Hkv, D]."""
     num_pages, page_size, num_heads, _ = kv_cache.shape
     return torch.full((num_pages, num_heads, page_size), EXPONENT_BIAS, dtype=torch.uint8, device=kv_cache.device)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` [..., D] to e4m3. Returns the values and uint8 exponents [...] of the smallest possible scales."""
+    """Round `x` [..., D] to e4m3. Returns the values, and the exponents (uint8 [...]) of the smallest usable scales."""
     x = x.float()
     exponents = (x.abs().amax(-1).view(torch.int32) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23
     exponents = (exponents - MAX_E4M3_EXPONENT).clamp_(min=MIN_SCALE_EXPONENT)
@@ -39,7 +39,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Invert `quantize`. The result is exact in float32 and bfloat16. NaN becomes a number."""
+    """Invert `quantize`. float32 and bfloat16 results are exact. NaN becomes a number."""
     # float16 cannot hold the smallest scales.
     product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     scales = (exponents.int() << 23).view(torch.float32).to(product_dtype)
@@ -47,7 +47,7 @@ def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert e4m3 to float32 or bfloat16, on a CPU four times as fast as torch's own conversion."""
+    """Convert e4m3 to float32 or bfloat16. On a CPU, torch's own conversion takes four times as long."""
     int_dtype, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
     # The shift puts exponent and mantissa in place. The mask clears four bits that sign extension has set.
     bits = values.view(torch.int8).to(int_dtype).bitwise_left_shift_(shift).bitwise_and_(~(0x78 << (shift + 4)))

@@ -19,10 +19,12 @@ from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
+# Names to show for the vector instructions, by LLVM feature. The widest vectors come first.
 _VECTOR_NAMES = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4.2": "SSE4.2", "sve": "SVE", "neon": "NEON"}
-_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+_CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 VECTOR_INSTRUCTIONS = next(
-    (name for feature, name in _VECTOR_NAMES.items() if f"+{feature}" in _FEATURES), f"vectors of {_platform.machine()}"
+    (name for feature, name in _VECTOR_NAMES.items() if f"+{feature}" in _CPU_FEATURES),
+    f"vectors of {_platform.machine()}",
 )
 # Number of float32 values per vector.
 LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
@@ -30,7 +32,7 @@ LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 # Fast-math flags that let the compiler reorder sums, as vectorised sums require. They support NaN and infinities.
 _FAST_MATH = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-# `exp` clamps its input to this range.
+# `exp` clamps its input to this range, whose results are finite and positive in float32.
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
 # ln 2 is the sum of LN2_PARTS.
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
@@ -52,10 +54,10 @@ OPENMP_TABLE_PTR: int = _OPENMP_FUNCTIONS.ctypes.data
 
 
 def _can_cache() -> bool:
+    """Whether Numba finds a writable directory for compiled kernels."""
     try:
         numba.njit(cache=True)(_can_cache)
     except RuntimeError:
-        # No directory is writable.
         return False
     return True
 
@@ -64,7 +66,7 @@ _CAN_CACHE = _can_cache()
 
 
 def kernel(function: Function) -> Function:
-    """Compile `function` to run without the interpreter lock. Another kernel may call the result."""
+    """Compile `function` to run without the interpreter lock. Kernels may call each other."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_FAST_MATH)(function)
 
 
@@ -74,7 +76,7 @@ def ordered_sum_kernel(function: Function) -> Function:
 
 
 def compile_region(function: Callable[[int], None]) -> int:
-    """Compile `function` for `run_region`. Returns the address of the compiled function.
+    """Compile `function` as an OpenMP parallel region for `run_region`. Returns the compiled function's address.
 
     function: takes the address of an int64 array. The first element of the array must be OPENMP_TABLE_PTR.
     """
@@ -108,7 +110,7 @@ def bits_of_float(_typing: Any, number: Any) -> Any:
 
 @intrinsic
 def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -> Any:
-    """Run a function from `compile_region` on `num_threads` threads. args: the argument of the function."""
+    """Run a function from `compile_region` on `num_threads` threads. args: the address that the function takes."""
     if (region_address, args, num_threads) != (types.int64,) * 3:
         return None
 
@@ -118,7 +120,7 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
         function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, byte_pointer, int32, int32])
         pointers = [builder.inttoptr(address, byte_pointer) for address in (region, args_address)]
         arguments = [*pointers, builder.trunc(count, int32), int32(0)]
-        builder.call(_openmp_function(builder, args_address, 0, function_type), arguments)
+        builder.call(_load_openmp_function(builder, args_address, 0, function_type), arguments)
         return context.get_dummy_value()
 
     return types.void(region_address, args, num_threads), lower
@@ -126,13 +128,13 @@ def run_region(_typing: Any, region_address: Any, args: Any, num_threads: Any) -
 
 @intrinsic
 def thread_index(_typing: Any, args: Any) -> Any:
-    """Return the index of the calling thread. args: the argument of `run_region`."""
+    """Return the index of the calling thread. args: the same address as for `run_region`."""
     return _emit_openmp_call(args, 1)
 
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
-    """Return the number of threads, which may be fewer than requested. args: the argument of `run_region`."""
+    """Return the number of threads, at most the requested number. args: the same address as for `run_region`."""
     return _emit_openmp_call(args, 2)
 
 
@@ -143,14 +145,14 @@ def _emit_openmp_call(args: Any, table_index: int) -> Any:
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         function_type = ir.FunctionType(ir.IntType(32), [])
         return builder.sext(
-            builder.call(_openmp_function(builder, values[0], table_index, function_type), []), ir.IntType(64)
+            builder.call(_load_openmp_function(builder, values[0], table_index, function_type), []), ir.IntType(64)
         )
 
     return types.int64(args), lower
 
 
-def _openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
-    """Emit code that loads a function pointer from the table. args: the argument of `run_region`."""
+def _load_openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
+    """Emit code that loads a function pointer from the OpenMP table. args: the same address as for `run_region`."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
     address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))
@@ -193,7 +195,7 @@ def from_bf16(bits):
 
 @kernel
 def to_bf16(number):
-    """Round float32 to bf16, to nearest even. Returns the bits as uint16."""
+    """Round float32 to the nearest bf16, and ties to even. Returns the bits as uint16."""
     if number != number:
         return np.uint16(0x7FC0)
     bits = bits_of_float(number)

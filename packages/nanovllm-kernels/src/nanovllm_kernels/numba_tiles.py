@@ -1,6 +1,6 @@
 """Numba intrinsics that multiply rows by a weight on a CPU, in float32. A panel is PANEL_WIDTH columns of the weight.
 
-Each sum runs over K in order, so that a row's result does not depend on the other rows.
+Sums over the inner dimension K run in order, so that a row's result does not depend on the other rows.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, L
 # Number of columns in a panel. A row of a bf16 panel fills a cache line.
 PANEL_WIDTH = 32
 LINE_BYTES = 64
-# Number of columns in a group. Each vector has half of them. In a bf16 panel, column i + LANES follows column i.
+# Number of columns in a group, which is two vectors. In a bf16 panel, column i + LANES follows column i.
 GROUP_WIDTH = 2 * LANES
-NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH
-# Maximum number of rows in a tile. The sums fill 12 of AVX2's 16 registers.
+NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH  # per panel
+# Maximum number of rows that a multiplier takes at once. The sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
-# Number of k per iteration of the unrolled inner loop.
+# Number of products per sum in an iteration of the unrolled inner loop.
 UNROLL = 4
-# Number of rows, and of columns, that `transpose_keys` transposes.
+# Number of rows and number of columns of the square that `transpose_keys` transposes.
 TRANSPOSED_SIZE = 8
 
 _INT64 = ir.IntType(64)
@@ -49,11 +49,11 @@ def make_multiplier(
     sums_ptr: float32 [num_rows, sums_stride].
     continues_sums: 0 to overwrite the sums, else products are added to the sums.
     prefetch_ptr: first address to prefetch. Each iteration prefetches `num_prefetches` cache lines.
-    step_bytes: number of bytes by which the address grows per iteration.
+    step_bytes: number of bytes by which the address to prefetch grows per iteration.
     """
 
     @intrinsic
-    def tile(
+    def multiply(
         _typing: Any,
         rows_ptr: Any,
         panel_ptr: Any,
@@ -72,7 +72,7 @@ def make_multiplier(
 
         return types.void(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes), lower
 
-    return tile
+    return multiply
 
 
 def _typed_pointer(builder: Any, address: Any, element_type: Any, offset: int = 0) -> Any:
@@ -80,7 +80,7 @@ def _typed_pointer(builder: Any, address: Any, element_type: Any, offset: int = 
 
 
 def _convert_pairs(builder: Any, words: Any) -> list[Any]:
-    """Emit code that converts pairs of bf16 to float32. Returns the numbers in the low halves, then the high halves."""
+    """Emit code that converts words of two bf16 to float32. Returns the vectors of low halves and of high halves."""
     low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
     high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]
@@ -96,52 +96,52 @@ def _emit_multiplier(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_multiplier`. strides: (elements between a row's values, elements between rows)."""
+    """Emit the code of `make_multiplier`. strides: elements between a row's values, and elements between rows."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes = values
     num_vectors = 2 * num_groups
-    k_bytes = 2 * PANEL_WIDTH if has_bf16_panel else 4 * GROUP_WIDTH
+    panel_row_bytes = 2 * PANEL_WIDTH if has_bf16_panel else 4 * GROUP_WIDTH
     zero = ir.Constant(_FLOAT_VECTOR, [0.0] * LANES)
-    sum_ptrs = [
+    result_ptrs = [
         _typed_pointer(builder, sums_ptr, _FLOAT_VECTOR, 4 * (row * sums_stride + vector * LANES))
         for row in range(num_rows)
         for vector in range(num_vectors)
     ]
-    sums = [cgutils.alloca_once_value(builder, zero) for _ in sum_ptrs]
+    accumulator_ptrs = [cgutils.alloca_once_value(builder, zero) for _ in result_ptrs]
     with builder.if_then(builder.icmp_signed("!=", continues_sums, _INT64(0))):
-        for total, element_ptr in zip(sums, sum_ptrs, strict=True):
-            builder.store(builder.load(element_ptr, align=4), total)
+        for sum_ptr, element_ptr in zip(accumulator_ptrs, result_ptrs, strict=True):
+            builder.store(builder.load(element_ptr, align=4), sum_ptr)
     function_type = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fmuladd.v{LANES}f32")
     with cgutils.for_range(builder, builder.udiv(depth, _INT64(UNROLL))) as loop:
         rows_address = builder.add(rows_ptr, builder.mul(loop.index, _INT64(4 * UNROLL * strides[0])))
-        panel_address = builder.add(panel_ptr, builder.mul(loop.index, _INT64(UNROLL * k_bytes)))
+        panel_address = builder.add(panel_ptr, builder.mul(loop.index, _INT64(UNROLL * panel_row_bytes)))
         prefetch_address = builder.add(prefetch_ptr, builder.mul(loop.index, step_bytes))
         for line in range(num_prefetches):
             prefetch_line(builder, builder.add(prefetch_address, _INT64(line * LINE_BYTES)))
         for k in range(UNROLL):
-            columns: list[Any] = []
+            column_vectors: list[Any] = []
             if has_bf16_panel:
                 for group in range(num_groups):
                     element_ptr = _typed_pointer(
-                        builder, panel_address, _INT_VECTOR, k * k_bytes + group * 2 * GROUP_WIDTH
+                        builder, panel_address, _INT_VECTOR, k * panel_row_bytes + group * 2 * GROUP_WIDTH
                     )
-                    columns += _convert_pairs(builder, builder.load(element_ptr, align=4))
+                    column_vectors += _convert_pairs(builder, builder.load(element_ptr, align=4))
             else:
                 for vector in range(num_vectors):
                     element_ptr = _typed_pointer(
-                        builder, panel_address, _FLOAT_VECTOR, k * k_bytes + 4 * vector * LANES
+                        builder, panel_address, _FLOAT_VECTOR, k * panel_row_bytes + 4 * vector * LANES
                     )
-                    columns.append(builder.load(element_ptr, align=4))
+                    column_vectors.append(builder.load(element_ptr, align=4))
             for row in range(num_rows):
                 element_ptr = _typed_pointer(
                     builder, rows_address, ir.FloatType(), 4 * (k * strides[0] + row * strides[1])
                 )
                 x = _broadcast(builder, builder.load(element_ptr))
                 for vector in range(num_vectors):
-                    total = sums[row * num_vectors + vector]
-                    builder.store(builder.call(fma, [x, columns[vector], builder.load(total)]), total)
-    for total, element_ptr in zip(sums, sum_ptrs, strict=True):
-        builder.store(builder.load(total), element_ptr, align=4)
+                    sum_ptr = accumulator_ptrs[row * num_vectors + vector]
+                    builder.store(builder.call(fma, [x, column_vectors[vector], builder.load(sum_ptr)]), sum_ptr)
+    for sum_ptr, element_ptr in zip(accumulator_ptrs, result_ptrs, strict=True):
+        builder.store(builder.load(sum_ptr), element_ptr, align=4)
 
 
 @intrinsic
@@ -175,11 +175,11 @@ def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         keys, key_stride_bytes, out = values
         scalars = (ir.FloatType(), ir.IntType(32), ir.IntType(16))
-        float_vector, int_vector, half_vector = (ir.VectorType(scalar, TRANSPOSED_SIZE) for scalar in scalars)
+        float_vector, int_vector, int16_vector = (ir.VectorType(scalar, TRANSPOSED_SIZE) for scalar in scalars)
         rows: list[Any] = []
         for i in range(TRANSPOSED_SIZE):
             element_ptr = _typed_pointer(
-                builder, builder.add(keys, builder.mul(key_stride_bytes, _INT64(i))), half_vector
+                builder, builder.add(keys, builder.mul(key_stride_bytes, _INT64(i))), int16_vector
             )
             bits = builder.zext(builder.load(element_ptr, align=2), int_vector)
             rows.append(
@@ -210,10 +210,10 @@ def convert_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
     """Convert GROUP_WIDTH bf16 values to float32."""
 
     def lower(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        half_vector = ir.VectorType(ir.IntType(16), LANES)
+        int16_vector = ir.VectorType(ir.IntType(16), LANES)
         for i in range(2):
             bits = builder.zext(
-                builder.load(_typed_pointer(builder, values[0], half_vector, 2 * LANES * i), align=2), _INT_VECTOR
+                builder.load(_typed_pointer(builder, values[0], int16_vector, 2 * LANES * i), align=2), _INT_VECTOR
             )
             numbers = builder.bitcast(builder.shl(bits, ir.Constant(_INT_VECTOR, [16] * LANES)), _FLOAT_VECTOR)
             builder.store(numbers, _typed_pointer(builder, values[1], _FLOAT_VECTOR, 4 * LANES * i), align=4)
@@ -294,7 +294,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 
 def _emit_exp(builder: Any, x: Any) -> Any:
-    """Emit the code of `numba_jit.exp` for a vector."""
+    """Emit code like `numba_jit.exp` for a vector."""
 
     def constant(number: Any) -> Any:
         return ir.Constant(_FLOAT_VECTOR, [float(number)] * LANES)

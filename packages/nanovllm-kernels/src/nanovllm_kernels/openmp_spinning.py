@@ -1,7 +1,7 @@
 """Shortens the spinning of torch's threads at barriers while other processes need the cores.
 
-GCC's OpenMP runtime spins for milliseconds at each barrier. While another process uses a core, a thread may reach a
-barrier a time slice late, and the other threads spin. A decode step has hundreds of barriers.
+GCC's OpenMP runtime spins for milliseconds at each barrier. If another process uses a core, one thread may reach a
+barrier late by a time slice. The other threads spin meanwhile. A decode step has hundreds of barriers.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
     """Limits spinning at a barrier to microseconds, from construction until `__exit__`. Threads sleep afterwards.
 
     GCC's runtime spins briefly if it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). This
-    object makes the runtime start additional threads, which sleep.
+    object makes the runtime start additional threads, which sleep until `__exit__`.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
 
     def _run_team(self) -> None:
         library = ctypes.CDLL(None)
-        num_extra = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
+        num_additional_threads = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
         # The runtime requires a function to call: free(NULL) does nothing.
         no_op = ctypes.cast(library.free, ctypes.c_void_p)
-        library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_extra, 1) + 1), ctypes.c_uint(0))
+        library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_additional_threads, 1) + 1), ctypes.c_uint(0))
         self._has_started.set()
         self._stop.wait()
 
@@ -68,6 +68,7 @@ class SpinControl:
     """Shortens spinning while other processes need the cores, from construction until `close`.
 
     A thread samples the use of the cores even during a step, because one step with long spins can take seconds.
+    is_on: if False, nothing is sampled and spinning never changes.
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
@@ -114,10 +115,10 @@ class SpinControl:
 
 def _sample_cpu_use() -> tuple[float, float]:
     """Return the current time and the CPU time of other processes on this process's cores, in seconds."""
-    return time.monotonic(), _busy_seconds() - time.process_time()
+    return time.monotonic(), _read_busy_seconds() - time.process_time()
 
 
-def _busy_seconds() -> float:
+def _read_busy_seconds() -> float:
     """Return the seconds for which this process's cores have been busy."""
     # Processes with low priority hardly delay a process with normal priority.
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}

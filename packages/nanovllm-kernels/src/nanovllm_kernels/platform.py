@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-# Major compute capability for which FlashAttention is enabled: Hopper.
+# Only GPUs with this major compute capability (Hopper) use FlashAttention.
 FLASH_ATTENTION_MAJOR = 9
-MIN_CAPABILITY = (8, 0)
-# Number of SMs for which launches are planned in Triton's interpreter.
+MIN_CAPABILITY = (8, 0)  # Ampere
+# Number of SMs that launches assume in Triton's interpreter, which reports 0 SMs.
 INTERPRETER_SMS = 8
-# Maximum number of rows that Numba kernels multiply in float32 on a CPU with bf16 instructions.
+# On a CPU with bf16 instructions, Numba kernels multiply at most this number of rows in float32.
 MAX_FLOAT32_ROWS = 8
 # Below this hidden size, kernel launches limit the speed of decodes, and a float32 residual stream costs nothing.
 MIN_WIDE_HIDDEN_SIZE = 1024
@@ -121,17 +121,17 @@ def can_overlap_launches(device: torch.device) -> bool:
 
 @functools.cache
 def can_pack_bf16() -> bool:
-    """Whether oneDNN uses bf16 instructions of this CPU and accepts packed weights."""
+    """Whether oneDNN uses bf16 instructions of this CPU and accepts packed (reordered) weights."""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 - torch has no public name for the probe
-        and _bf16_instructions() is not None
+        and _name_bf16_instructions() is not None
     )
 
 
-def _bf16_instructions() -> str | None:
-    """Return the name of oneDNN's bf16 instructions on this CPU, or None if oneDNN emulates bf16."""
+def _name_bf16_instructions() -> str | None:
+    """Return the name of the bf16 instructions that oneDNN uses on this CPU, or None if oneDNN emulates bf16."""
     # torch's own probe also accepts x86 CPUs that have AVX-512 but no bf16 instructions.
     if platform.machine() not in ("x86_64", "AMD64"):
         return "BF16"
@@ -160,7 +160,7 @@ def runs_in_float32(num_rows: int) -> bool:
 
 
 def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Describe for users how `device` computes products with weights of `dtype`."""
+    """Describe for users in which precision and by which library `device` multiplies by weights of `dtype`."""
     dtype_name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         return dtype_name
@@ -174,5 +174,5 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
         float32_text = f"float32 from bfloat16 weights, {VECTOR_INSTRUCTIONS} (Numba)"
     if not can_pack_bf16():
         return float32_text
-    bf16_text = f"bfloat16, {_bf16_instructions()} (oneDNN)"
+    bf16_text = f"bfloat16, {_name_bf16_instructions()} (oneDNN)"
     return f"{bf16_text}; up to {MAX_FLOAT32_ROWS} tokens {float32_text}" if has_numba() else bf16_text

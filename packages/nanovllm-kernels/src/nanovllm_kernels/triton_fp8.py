@@ -15,7 +15,7 @@ MIN_SCALE_EXPONENT = tl.constexpr(fp8.MIN_SCALE_EXPONENT)
 
 @triton.jit
 def quantize_groups(x, axis: tl.constexpr):
-    """Round each group of float32 `x` along `axis` to e4m3. Returns the values and the groups' float32 scales."""
+    """Round float32 `x` to e4m3, with one scale per vector along `axis`. Returns the values and the float32 scales."""
     magnitude = tl.maximum(tl.max(tl.abs(x), axis), MIN_GROUP_MAGNITUDE)
     factor = divide_max_e4m3(magnitude)
     return (x * tl.expand_dims(factor, axis)).to(tl.float8e4nv), magnitude * INVERSE_MAX_E4M3
@@ -28,7 +28,7 @@ def divide_max_e4m3(magnitude):
     `tl.div_rn` rounds equally but branches, which slows an MoE layer with one token by 15 %.
     Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
     """
-    # Triton's "/" is inexact on a GPU. One pair of `fma` corrects the inverse, the other pair the quotient.
+    # Triton's "/" is inexact on a GPU. The first two `fma` correct the inverse, and the last two the quotient.
     inverse = 1.0 / magnitude
     inverse = tl.fma(tl.fma(-inverse, magnitude, 1.0), inverse, inverse)
     quotient = inverse * MAX_E4M3
@@ -36,8 +36,8 @@ def divide_max_e4m3(magnitude):
 
 
 @triton.jit
-def scale_exponents(magnitude):
-    """Return the biased exponents of the scales that `fp8.quantize` chooses for heads with these largest magnitudes."""
+def choose_scale_exponents(magnitude):
+    """Return the biased exponents of the scales that `fp8.quantize` chooses. magnitude: each vector's largest."""
     exponents = ((magnitude.to(tl.int32, bitcast=True) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23) - MAX_E4M3_EXPONENT
     return tl.maximum(exponents, MIN_SCALE_EXPONENT)
 

@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.elementwise.rotation import Rotation
 from nanovllm_kernels.platform import can_overlap_launches
-from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
+from nanovllm_kernels.triton_fp8 import choose_scale_exponents, inverse_scales
 
 # Query heads per program. Only the rotated end of each head is read.
 HEADS_PER_PROGRAM = 16
@@ -102,7 +102,7 @@ def _latent_rope_and_cache(
         slot = tl.load(slot_mapping_ptr + token)
         if QUANTIZE:
             max_magnitude = tl.maximum(tl.max(tl.abs(rotated_first), 0), tl.max(tl.abs(rotated_second), 0))
-            exponent = scale_exponents(tl.maximum(max_magnitude, tl.max(tl.abs(latent), 0)))
+            exponent = choose_scale_exponents(tl.maximum(max_magnitude, tl.max(tl.abs(latent), 0)))
             tl.store(kv_scales_ptr + slot, exponent.to(tl.uint8))
             inverse = inverse_scales(exponent)
             latent *= inverse

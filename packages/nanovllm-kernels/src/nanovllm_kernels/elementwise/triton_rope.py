@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation
 from nanovllm_kernels.platform import can_overlap_launches
-from nanovllm_kernels.triton_fp8 import inverse_scales, scale_exponents
+from nanovllm_kernels.triton_fp8 import choose_scale_exponents, inverse_scales
 
 # Heads per program. A larger number gives decodes too few programs. A smaller number gives programs too few loads.
 HEADS_PER_PROGRAM = 8
@@ -154,7 +154,7 @@ def _rope_and_cache(
             tl.store(v_source_ptrs, v, mask=mask & (is_finite == 0))
         if QUANTIZE:
             v = v.to(tl.float32)
-            exponents = scale_exponents(tl.max(tl.abs(v), 1))
+            exponents = choose_scale_exponents(tl.max(tl.abs(v), 1))
             v *= inverse_scales(exponents)[:, None]
             scale_ptrs = kv_scales_ptr + (NUM_KV_HEADS + heads) * PAGE_SIZE
             tl.store(scale_ptrs, exponents.to(tl.uint8), mask=heads < NUM_KV_HEADS)
@@ -216,7 +216,7 @@ def _rotate_heads(
         max_magnitude = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))
         if 2 * HALF < HEAD_DIM:
             max_magnitude = tl.maximum(max_magnitude, tl.max(tl.abs(remaining), 1))
-        exponents = scale_exponents(max_magnitude)
+        exponents = choose_scale_exponents(max_magnitude)
         tl.store(scales_ptr + heads * PAGE_SIZE, exponents.to(tl.uint8), mask=head_mask)
         inverse = inverse_scales(exponents)[:, None]
         rotated_first *= inverse

@@ -25,7 +25,7 @@ def build_inputs(
         a request may have no tokens.
     page_table: int32 [R, max_pages], page numbers of each table row.
     page_size: tokens per page.
-    num_tokens: number of tokens in the step. On CUDA, it may include padding: token 0 at position 0 in slot 0.
+    num_tokens: number of tokens in the step. On CUDA, padding tokens count: token 0 at position 0 in cache slot 0.
     num_page_columns: number of columns of `page_table` to copy, enough for every token. None: all columns.
     """
     num_page_columns = page_table.shape[1] if num_page_columns is None else num_page_columns
@@ -46,7 +46,7 @@ def commit_tokens(
     tables: TokenTables,
     token_counts: Tensor | None,
 ) -> None:
-    """Add each request's tokens of the step to `num_computed`, and write its sampled token after its computed tokens.
+    """Add each request's token count of the step to `num_computed`, and write sampled tokens after computed tokens.
 
     Never waits for the device. A sampled token is not written if the request's row of `tokens` is full.
 
@@ -54,7 +54,7 @@ def commit_tokens(
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
     sampled: int32 [B], each request's new token.
     is_sampled: int32 [B], 0 to ignore the request's new token.
-    token_counts: int32 [R, V], counts of each token id, incremented for sampled tokens. None: no counts.
+    token_counts: int32 [R, V], occurrences of each token id, incremented for sampled tokens. None: nothing is counted.
     """
     if table_rows.is_cuda:
         _commit_tokens_op(table_rows, query_start_loc, sampled, is_sampled, *tables, token_counts)
@@ -76,8 +76,8 @@ def _build_inputs_op(
     from nanovllm_kernels.request_tables import triton_request_tables
 
     tables = TokenTables(tokens, num_computed)
-    shape = page_size, num_tokens, num_page_columns
-    return triton_request_tables.build_inputs(table_rows, query_start_loc, tables, page_table, *shape)
+    sizes = page_size, num_tokens, num_page_columns
+    return triton_request_tables.build_inputs(table_rows, query_start_loc, tables, page_table, *sizes)
 
 
 @_build_inputs_op.register_fake

@@ -50,9 +50,9 @@ def commit_tokens(
     """See the package's `commit_tokens`."""
     tables.num_computed.index_add_(0, table_rows, query_start_loc.diff())
     positions = tables.num_computed.index_select(0, table_rows)
-    is_used = is_sampled.bool()
-    fits = is_used & (positions < tables.tokens.shape[1])
-    tables.tokens[table_rows[fits], positions[fits]] = sampled[fits]
+    has_token = is_sampled.bool()
+    is_written = has_token & (positions < tables.tokens.shape[1])
+    tables.tokens[table_rows[is_written], positions[is_written]] = sampled[is_written]
     if token_counts is not None:
         increment = torch.ones((), dtype=token_counts.dtype, device=token_counts.device)
-        token_counts.index_put_((table_rows[is_used], sampled[is_used]), increment, accumulate=True)
+        token_counts.index_put_((table_rows[has_token], sampled[has_token]), increment, accumulate=True)

@@ -7,33 +7,34 @@ from torch import Tensor
 
 from nanovllm_kernels.request_tables.tables import BatchInputs, TokenTables
 
+# Number of elements that a program processes per iteration.
 BLOCK = 256
 
 
 def build_inputs(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     tables: TokenTables,
-    block_table: Tensor,
+    page_table: Tensor,
     page_size: int,
     num_tokens: int,
-    num_pages: int,
+    num_page_columns: int,
 ) -> BatchInputs:
     """See the package's `build_inputs`."""
     tokens, num_computed = tables
-    num_reqs = rows.shape[0]
+    num_reqs = table_rows.shape[0]
     input_ids = tokens.new_empty((num_tokens,))
     positions = tokens.new_empty((num_tokens,), dtype=torch.int64)
     slot_mapping = torch.empty_like(positions)
     seq_lens = num_computed.new_empty((num_reqs,))
     last_token_indices = positions.new_empty((num_reqs,))
-    block_tables = block_table.new_empty((num_reqs, num_pages))
+    block_tables = page_table.new_empty((num_reqs, num_page_columns))
     _build_inputs[(num_reqs + 1,)](
-        rows,
+        table_rows,
         query_start_loc,
         tokens,
         num_computed,
-        block_table,
+        page_table,
         input_ids,
         positions,
         seq_lens,
@@ -41,8 +42,8 @@ def build_inputs(
         last_token_indices,
         block_tables,
         tokens.stride(0),
-        block_table.stride(0),
-        num_pages,
+        page_table.stride(0),
+        num_page_columns,
         num_tokens,
         PAGE_SIZE=page_size,
         BLOCK=BLOCK,
@@ -52,28 +53,28 @@ def build_inputs(
 
 
 def commit_tokens(
-    rows: Tensor,
+    table_rows: Tensor,
     query_start_loc: Tensor,
     sampled: Tensor,
     is_sampled: Tensor,
     tables: TokenTables,
-    counts: Tensor | None,
+    token_counts: Tensor | None,
 ) -> None:
     """See the package's `commit_tokens`."""
     tokens, num_computed = tables
     _commit_tokens[(1,)](
-        rows,
+        table_rows,
         query_start_loc,
         sampled,
         is_sampled,
         tokens,
         num_computed,
-        tokens if counts is None else counts,
-        rows.shape[0],
+        tokens if token_counts is None else token_counts,
+        table_rows.shape[0],
         tokens.shape[1],
         tokens.stride(0),
-        0 if counts is None else counts.stride(0),
-        COUNTS_TOKENS=counts is not None,
+        0 if token_counts is None else token_counts.stride(0),
+        COUNTS_TOKENS=token_counts is not None,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -101,7 +102,7 @@ def _build_inputs(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the tokens and the pages of one request per program. One more program fills the padding."""
+    """Gather the tokens and the page numbers of one request per program. The last program fills the padding tokens."""
     request = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if request == tl.num_programs(0) - 1:

@@ -47,7 +47,7 @@ def apply_penalties(
 
     logits: [B, V].
     rows: int32 [B], each request's row in `counts`, `repetition`, `presence` and `frequency`.
-    counts: int32 [R, V], number of times that each token id was generated, plus IN_PROMPT_BIT if the prompt has it.
+    counts: int32 [R, V], number of times that each token id was generated, plus IN_PROMPT_BIT for tokens of the prompt.
     repetition: float32 [R], 1 for off. For tokens in the prompt or the output, positive logits are divided by this
         factor, and negative logits are multiplied by it (Keskar et al. 2019).
     presence: float32 [R], 0 for off. Subtracted from the logit of each token that was generated at least once.
@@ -67,7 +67,7 @@ def apply_bias_(
     positions: int32 or int64 [B], position of each next token.
     bias_ids: int32 [R, K], token ids. The biases of equal ids add up.
     bias_values: float32 [R, K], the biases. -inf forbids a token.
-    bias_until: int32 [R, K]. A bias applies at positions below this number. 0 for unused entries.
+    bias_until: int32 [R, K]. A bias applies at positions below this number. 0 disables the bias.
     """
     if logits.is_cuda:
         _apply_bias_op(logits, rows, positions, bias_ids, bias_values, bias_until)
@@ -78,7 +78,7 @@ def apply_bias_(
 def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
     """Write -inf to the logits of tokens that masks forbid, in place.
 
-    Logits of allowed tokens are raised to at least MIN_ALLOWED_LOGIT, because biases may have set all of them to -inf.
+    Logits of allowed tokens are raised to at least MIN_ALLOWED_LOGIT, because biases may have set all logits to -inf.
 
     logits: float32 [B, V].
     mask_rows: int32 [M], the row of `logits` that each mask applies to. Rows are unique. -1 for an unused mask.

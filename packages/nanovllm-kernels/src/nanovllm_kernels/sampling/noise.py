@@ -19,6 +19,7 @@ FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 # Clears bit 31 (the sign) and bit 7. If bit 7 were kept, float32 would round 2^31 - 1 up to 2^31: the uniform number
 # would be 1, and the exponential draw infinite.
 UNIFORM_MASK = 0x7FFFFF7F
+# A uniform number is masked bits * UNIFORM_SCALE + UNIFORM_OFFSET.
 UNIFORM_SCALE = 2.0**-31
 UNIFORM_OFFSET = 2.0**-32
 

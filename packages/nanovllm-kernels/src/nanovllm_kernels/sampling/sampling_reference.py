@@ -11,7 +11,7 @@ from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_L
 NUM_FIRST_CANDIDATES = 128
 # If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16
-# Additional candidates for ties with the k-th largest logit.
+# Number of additional candidates, which may tie with the k-th largest logit.
 NUM_TIE_CANDIDATES = 64
 # Number of logits that `_draw` processes at once. This number fits the CPU's cache.
 DRAW_ELEMENTS = 1 << 18
@@ -26,10 +26,10 @@ def apply_penalties(
         penalty.index_select(0, rows).unsqueeze(1) for penalty in (repetition, presence, frequency)
     )
     out = logits.to(torch.float32, copy=True)
-    repeated = torch.where(out > 0, out / repetition, out * repetition)
-    out = torch.where(row_counts != 0, repeated, out)
-    generated = row_counts.bitwise_and_(IN_PROMPT_BIT - 1)
-    return out.sub_(presence * (generated > 0)).sub_(frequency * generated)
+    penalized = torch.where(out > 0, out / repetition, out * repetition)
+    out = torch.where(row_counts != 0, penalized, out)
+    generated_counts = row_counts.bitwise_and_(IN_PROMPT_BIT - 1)
+    return out.sub_(presence * (generated_counts > 0)).sub_(frequency * generated_counts)
 
 
 def apply_bias_(
@@ -67,8 +67,8 @@ def forbid_sequences_(
     is_generated = recent_positions >= num_prompt_tokens.index_select(0, rows).unsqueeze(1)
     generated = torch.where(is_generated, recent_tokens, -2).unsqueeze(1)
     is_matched = ((prefixes == generated) | (prefixes == -1)).all(-1) & (last_tokens >= 0)
-    values = torch.zeros_like(last_tokens, dtype=torch.float32).masked_fill_(is_matched, -torch.inf)
-    logits.scatter_add_(1, last_tokens.clamp(min=0).long(), values)
+    logit_changes = torch.zeros_like(last_tokens, dtype=torch.float32).masked_fill_(is_matched, -torch.inf)
+    logits.scatter_add_(1, last_tokens.clamp(min=0).long(), logit_changes)
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy: bool, any_filter: bool) -> Tensor:
@@ -90,14 +90,14 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
     """Draw each row's token with the smallest Exp(1) / probability (exponential race). temperature: [B, 1].
 
-    The Gumbel-max trick would give the same token, but needs another logarithm.
+    This token also minimizes weight / -Exp(1). The Gumbel-max trick gives the same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
     drawn_tokens = []
-    rows_per_block = max(1, DRAW_ELEMENTS // vocab_size)
-    for begin in range(0, logits.shape[0], rows_per_block):
-        rows = slice(begin, begin + rows_per_block)
+    rows_per_pass = max(1, DRAW_ELEMENTS // vocab_size)
+    for begin in range(0, logits.shape[0], rows_per_pass):
+        rows = slice(begin, begin + rows_per_pass)
         scaled = logits[rows].float() / temperature[rows]
         weights = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
         bits = noise.hash_tokens(token_ids, first_keys[rows], second_keys[rows])
@@ -144,7 +144,8 @@ def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
 def _count_kept(scaled: Tensor, values: Tensor, top_k: int, top_p: float, min_p: float) -> int:
     """Return how many of `values` the filters keep.
 
-    values: the largest elements of `scaled`, in descending order. If all are kept, filters may keep more elements.
+    values: the largest elements of `scaled`, in descending order. If the filters keep all values, they may keep
+        further elements of `scaled` too.
     """
     weights = (values - values[0]).exp_().double()
     num_kept = values.shape[0]

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT
 
+# Number of tokens per program.
 BLOCK = 2048
-BIASES_PER_BLOCK = 128
-SEQUENCES_PER_BLOCK = 128
+BIASES_PER_PROGRAM = 128
+SEQUENCES_PER_PROGRAM = 128
 
 
 def apply_penalties(
@@ -40,8 +41,8 @@ def apply_bias_(
     logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
 ) -> None:
     """See the package's `apply_bias_`."""
-    num_entries = bias_ids.shape[1]
-    _apply_bias[(logits.shape[0], triton.cdiv(num_entries, BIASES_PER_BLOCK))](
+    num_biases = bias_ids.shape[1]
+    _apply_bias[(logits.shape[0], triton.cdiv(num_biases, BIASES_PER_PROGRAM))](
         logits,
         rows,
         positions,
@@ -52,8 +53,8 @@ def apply_bias_(
         bias_ids.stride(0),
         bias_values.stride(0),
         bias_until.stride(0),
-        num_entries,
-        BLOCK=BIASES_PER_BLOCK,
+        num_biases,
+        BLOCK=BIASES_PER_PROGRAM,
         num_warps=4,
     )
 
@@ -79,7 +80,7 @@ def forbid_sequences_(
 ) -> None:
     """See the package's `forbid_sequences_`."""
     _, num_sequences, length = sequences.shape
-    _forbid_sequences[(logits.shape[0], triton.cdiv(num_sequences, SEQUENCES_PER_BLOCK))](
+    _forbid_sequences[(logits.shape[0], triton.cdiv(num_sequences, SEQUENCES_PER_PROGRAM))](
         logits,
         rows,
         positions,
@@ -91,7 +92,7 @@ def forbid_sequences_(
         sequences.stride(0),
         num_sequences,
         LENGTH=length,
-        BLOCK=SEQUENCES_PER_BLOCK,
+        BLOCK=SEQUENCES_PER_PROGRAM,
         num_warps=4,
     )
 
@@ -111,22 +112,22 @@ def _apply_penalties(
     IN_PROMPT_BIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
+    logits_row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    repetition = tl.load(repetition_ptr + row)
-    presence = tl.load(presence_ptr + row)
-    frequency = tl.load(frequency_ptr + row)
-    logits = tl.load(logits_ptr + index * logits_stride + tokens, mask=mask, other=0.0).to(tl.float32)
+    table_row = tl.load(rows_ptr + logits_row).to(tl.int64)
+    repetition = tl.load(repetition_ptr + table_row)
+    presence = tl.load(presence_ptr + table_row)
+    frequency = tl.load(frequency_ptr + table_row)
+    logits = tl.load(logits_ptr + logits_row * logits_stride + tokens, mask=mask, other=0.0).to(tl.float32)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
-        row_counts = tl.load(counts_ptr + row * counts_stride + tokens, mask=mask, other=0)
-        repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
-        logits = tl.where(row_counts != 0, repeated, logits)
-        generated = (row_counts & (IN_PROMPT_BIT - 1)).to(tl.float32)
-        logits -= tl.where(generated > 0, presence, 0.0)
-        logits -= generated * frequency
-    tl.store(out_ptr + index * vocab_size + tokens, logits, mask=mask)
+        row_counts = tl.load(counts_ptr + table_row * counts_stride + tokens, mask=mask, other=0)
+        penalized = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
+        logits = tl.where(row_counts != 0, penalized, logits)
+        generated_counts = (row_counts & (IN_PROMPT_BIT - 1)).to(tl.float32)
+        logits -= tl.where(generated_counts > 0, presence, 0.0)
+        logits -= generated_counts * frequency
+    tl.store(out_ptr + logits_row * vocab_size + tokens, logits, mask=mask)
 
 
 @triton.jit
@@ -141,19 +142,19 @@ def _apply_bias(
     ids_stride,
     values_stride,
     until_stride,
-    num_entries,
+    num_biases,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
-    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    position = tl.load(positions_ptr + index)
-    until = tl.load(until_ptr + row * until_stride + entries, mask=entries < num_entries, other=0)
-    is_active = (entries < num_entries) & (position < until)
-    ids = tl.load(ids_ptr + row * ids_stride + entries, mask=is_active, other=0)
-    values = tl.load(values_ptr + row * values_stride + entries, mask=is_active, other=0.0)
+    logits_row = tl.program_id(0).to(tl.int64)
+    bias_indices = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    table_row = tl.load(rows_ptr + logits_row).to(tl.int64)
+    position = tl.load(positions_ptr + logits_row)
+    until = tl.load(until_ptr + table_row * until_stride + bias_indices, mask=bias_indices < num_biases, other=0)
+    is_active = (bias_indices < num_biases) & (position < until)
+    ids = tl.load(ids_ptr + table_row * ids_stride + bias_indices, mask=is_active, other=0)
+    values = tl.load(values_ptr + table_row * values_stride + bias_indices, mask=is_active, other=0.0)
     # Ids may repeat, and their biases add up.
-    tl.atomic_add(out_ptr + index * out_stride + ids, values, mask=is_active)
+    tl.atomic_add(out_ptr + logits_row * out_stride + ids, values, mask=is_active)
 
 
 @triton.jit
@@ -167,13 +168,13 @@ def _apply_masks(
     MIN_ALLOWED_LOGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
+    mask_index = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    row = tl.load(mask_rows_ptr + index).to(tl.int64)
+    row = tl.load(mask_rows_ptr + mask_index).to(tl.int64)
     if row < 0:
         return
-    words = tl.load(masks_ptr + index * masks_stride + tokens // 32, mask=mask, other=0)
+    words = tl.load(masks_ptr + mask_index * masks_stride + tokens // 32, mask=mask, other=0)
     logits = tl.load(out_ptr + row * out_stride + tokens, mask=mask, other=0.0)
     is_allowed = ((words >> (tokens % 32)) & 1) != 0
     logits = tl.where(is_allowed, tl.maximum(logits, MIN_ALLOWED_LOGIT), float("-inf"))
@@ -195,22 +196,24 @@ def _forbid_sequences(
     LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
+    logits_row = tl.program_id(0).to(tl.int64)
     sequences = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    sequences_ptr += row * sequences_stride + sequences * LENGTH
+    table_row = tl.load(rows_ptr + logits_row).to(tl.int64)
+    sequences_ptr += table_row * sequences_stride + sequences * LENGTH
     last_tokens = tl.load(sequences_ptr + LENGTH - 1, mask=sequences < num_sequences, other=-1)
     is_matched = last_tokens >= 0
     if tl.max(is_matched.to(tl.int32), 0) == 0:
         return
-    position = tl.load(positions_ptr + index).to(tl.int32)
-    num_prompt_tokens = tl.load(num_prompt_ptr + row)
+    position = tl.load(positions_ptr + logits_row).to(tl.int32)
+    num_prompt_tokens = tl.load(num_prompt_ptr + table_row)
     for distance in tl.range(1, LENGTH):
         recent_position = position - distance
         # Prompt tokens are replaced by -2, which no sequence contains. A sequence's padding, -1, matches any token.
         generated = tl.load(
-            tokens_ptr + row * tokens_stride + recent_position, mask=recent_position >= num_prompt_tokens, other=-2
+            tokens_ptr + table_row * tokens_stride + recent_position,
+            mask=recent_position >= num_prompt_tokens,
+            other=-2,
         )
         expected = tl.load(sequences_ptr + LENGTH - 1 - distance, mask=is_matched, other=-1)
         is_matched &= (expected == generated) | (expected == -1)
-    tl.store(out_ptr + index * out_stride + last_tokens, float("-inf"), mask=is_matched)
+    tl.store(out_ptr + logits_row * out_stride + last_tokens, float("-inf"), mask=is_matched)

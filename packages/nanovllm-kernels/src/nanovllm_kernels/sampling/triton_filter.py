@@ -1,8 +1,9 @@
-"""Draws the token with the best noisy logit among the tokens that a row's filters keep, without sorting.
+"""Draws the token with the best noisy logit (Gumbel noise) among the tokens that a row's filters keep, without sorting.
 
 The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the best noisy logit if the
 filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. Candidates are
-tokens of segments with a large maximum. If they are not enough, all tokens of the row are candidates.
+the tokens of segments (adjacent tokens) with a large maximum. If the filters may keep other tokens too, all tokens of
+the row are candidates. A token's value is its logit divided by the temperature.
 """
 
 import triton
@@ -10,10 +11,10 @@ import triton.language as tl
 
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
-# Replaces smaller maxima of a row, finite even when divided by a temperature. A row without finite logits would give
-# infinity minus infinity.
+# Lower bound of a row's maximum logit: a row without finite logits would give infinity minus infinity. The bound stays
+# finite when divided by a temperature.
 MIN_MAX_LOGIT = tl.constexpr(-1.0e30)
-NO_TOKEN = tl.constexpr(2**31 - 1)
+NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than every token id
 
 
 @triton.jit
@@ -41,17 +42,17 @@ def _raise_cut(values, low, max_value, min_count, max_count):
     """Raise `low` by bisection until at least `min_count` and at most `max_count` of `values` are >= `low`.
 
     If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
-    `values`, because ties could otherwise prolong the search.
+    `values`: with other bounds, ties could prolong the search.
     max_value: the largest of `values`.
     Returns: `low`, and the number of values that are at least `low`.
     """
     count = tl.sum((values >= low).to(tl.int32), 0)
     while (count > max_count) & (low < max_value):
         pivot = _pivot_between(low, max_value)
-        num_reached = tl.sum((values >= pivot).to(tl.int32), 0)
-        if num_reached >= min_count:
+        pivot_count = tl.sum((values >= pivot).to(tl.int32), 0)
+        if pivot_count >= min_count:
             low = tl.min(tl.where(values >= pivot, values, float("inf")), 0)
-            count = num_reached
+            count = pivot_count
         else:
             max_value = tl.maximum(tl.max(tl.where(values >= pivot, float("-inf"), values), 0), low)
     return low, count
@@ -73,10 +74,10 @@ def _weigh_tokens_above(
     for first in tl.range(0, vocab_size, BLOCK):
         logits = load_logits(logits_ptr, first + lanes, first + lanes < vocab_size)
         scaled = _divide_by_temperature(logits, temperature)
-        is_inside = scaled >= low if INCLUSIVE else scaled > low
-        count += is_inside.to(tl.int32)
-        mass += tl.where(is_inside, tl.exp2((logits - max_logit) * scale), 0.0)
-        min_value = tl.minimum(min_value, tl.where(is_inside, scaled, float("inf")))
+        is_above = scaled >= low if INCLUSIVE else scaled > low
+        count += is_above.to(tl.int32)
+        mass += tl.where(is_above, tl.exp2((logits - max_logit) * scale), 0.0)
+        min_value = tl.minimum(min_value, tl.where(is_above, scaled, float("inf")))
     return tl.sum(count, 0), tl.sum(mass, 0), tl.min(min_value, 0)
 
 
@@ -97,10 +98,10 @@ def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BL
             num_above += (scaled >= pivot).to(tl.int32)
             min_above = tl.minimum(min_above, tl.where(scaled >= pivot, scaled, float("inf")))
             max_below = tl.maximum(max_below, tl.where(scaled >= pivot, float("-inf"), scaled))
-        num_reached = tl.sum(num_above, 0)
-        if num_reached >= k:
+        pivot_count = tl.sum(num_above, 0)
+        if pivot_count >= k:
             low = tl.min(min_above, 0)
-            count = num_reached
+            count = pivot_count
         else:
             max_value = tl.maximum(tl.max(max_below, 0), low)
     return low
@@ -112,8 +113,8 @@ def _draw_from_row(
 ):
     """Draw the row's token with the best noisy logit among the tokens that the filters keep.
 
-    A kept token's value is at least `low`. Fewer than `count_limit` tokens have larger values, and the mass of these
-    tokens is below `mass_limit`.
+    A kept token's value is at least `low`. Fewer than `count_limit` tokens have larger values. The mass of these tokens
+    (as in `_weigh_tokens_above`) is below `mass_limit`.
     """
     lanes = tl.arange(0, BLOCK)
     token = vocab_size
@@ -144,7 +145,7 @@ def _draw_from_row(
 
 @triton.jit
 def _draw_from_candidates(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
-    """Draw from candidates, like `_draw_from_row`. values: scaled logits, -inf for a token that is no candidate."""
+    """Draw from candidates, like `_draw_from_row`. values: -inf for other tokens. weights: the masses of `tokens`."""
     token = NO_TOKEN
     is_rejected = True
     while is_rejected:
@@ -185,7 +186,7 @@ def draw_filtered(
     segment_maxima_ptr: the largest logit of each segment of SEGMENT_TOKENS tokens.
     candidate_segments_ptr: scratch space for MAX_CANDIDATE_SEGMENTS segment ids.
     max_logit: the largest logit, at least MIN_MAX_LOGIT.
-    total_mass: sum of the row's probabilities, divided by the likeliest token's probability.
+    total_mass: mass of all tokens, 1 / probability of the likeliest token.
     """
     max_value = _divide_by_temperature(max_logit, temperature)
     # Tokens with smaller values are never drawn, and their mass does not change the float32 sum.
@@ -202,7 +203,7 @@ def draw_filtered(
     segments = tl.arange(0, PADDED_SEGMENTS)
     segment_values = tl.load(segment_maxima_ptr + segments, mask=segments < num_segments, other=float("-inf"))
     segment_values = _divide_by_temperature(segment_values, temperature)
-    # Each segment whose maximum reaches the cut has a token that reaches the cut.
+    # If `top_k` segments have a maximum >= cut, at least `top_k` tokens have a value >= cut.
     min_segments = tl.where(has_top_k & (top_k <= MAX_CANDIDATE_SEGMENTS), top_k, MAX_CANDIDATE_SEGMENTS // 2)
     cut, num_candidate_segments = _raise_cut(segment_values, low, max_value, min_segments, MAX_CANDIDATE_SEGMENTS)
     token = -1

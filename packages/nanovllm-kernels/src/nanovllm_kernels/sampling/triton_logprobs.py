@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Number of tokens that a program processes per iteration.
 BLOCK = 4096
 
 

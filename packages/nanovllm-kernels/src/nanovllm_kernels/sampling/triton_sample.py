@@ -1,4 +1,4 @@
-"""Draws tokens on CUDA: programs for chunks of a row store each chunk's best token, and one program chooses a token.
+"""Draws tokens on CUDA. One program per chunk stores the chunk's best token. Then one program per row chooses a token.
 
 Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """
@@ -13,13 +13,13 @@ from nanovllm_kernels.sampling.triton_filter import MIN_MAX_LOGIT, NO_TOKEN, dra
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
 CHUNK_TOKENS = 4096
-# Tokens per segment of a chunk. The float32 logits of a segment are 64 bytes: gathering them wastes no bandwidth.
+# Tokens per segment of a chunk. The float32 logits of a segment are 64 bytes: gathering segments wastes no bandwidth.
 SEGMENT_TOKENS = 16
-NUM_SCAN_WARPS = 4
-NUM_CHOOSE_WARPS = 16
+NUM_SCAN_WARPS = 4  # of `_scan_chunk`
+NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
 # Maximum number of segments whose tokens are candidates. The 8192 candidates fit the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
-# Tokens per block in passes over rows with more candidates.
+# Tokens per iteration if a row has more candidates and the program therefore reads the whole row.
 ROW_BLOCK_TOKENS = 8192
 # Maximum distance of a drawn token's scaled logit from the row's maximum. The noise is between -2.9 and 22.2.
 MAX_DRAWN_DISTANCE = 30.0
@@ -101,7 +101,10 @@ def _scan_chunk(
     SEGMENT_TOKENS: tl.constexpr,
     SEGMENTS_PER_CHUNK: tl.constexpr,
 ):
-    """Store one chunk's best token. For a filtered row, store the chunk's maximum, mass and segment maxima instead."""
+    """Store one chunk's best token. For a filtered row, store the chunk's maximum, mass and segment maxima instead.
+
+    The mass is the sum of the tokens' probabilities, divided by the probability of the chunk's likeliest token.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunk_index = row * tl.num_programs(1) + chunk
