@@ -16,7 +16,7 @@ import nanovllm_models
 from nanovllm_core import ConfigError
 from nanovllm_core.engine.build import build_loop
 from nanovllm_server.cli import parser
-from nanovllm_server.engine_flags import engine_config
+from nanovllm_server.engine_flags import make_engine_config
 
 PAGE = (DEPLOY / "troubleshooting.md").read_text()
 # Flags that make the start fail, by a part of the message. PORT is in use, and EMPTY is a directory without files.
@@ -105,6 +105,6 @@ def test_refused_start_writes_the_message(default_model, tmp_path, message):
 @pytest.mark.parametrize("message", REFUSED_ENGINES)
 async def test_engine_that_cannot_start_gives_the_message(default_model, monkeypatch, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = engine_config(parser().parse_args(REFUSED_ENGINES[message]))
+    config = make_engine_config(parser().parse_args(REFUSED_ENGINES[message]))
     with pytest.raises(ConfigError, match=message):
         await build_loop(nanovllm_models.load(default_model), config)

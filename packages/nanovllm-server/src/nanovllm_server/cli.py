@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_core.config import Device
-from nanovllm_server.engine_flags import add_engine_flags, engine_config
+from nanovllm_server.engine_flags import add_engine_flags, make_engine_config
 from nanovllm_server.flag_types import integer_from, seconds
 
 if TYPE_CHECKING:
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 METRICS_PREFIXES = ("nanovllm", "vllm")
-API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"  # An environment variable.
 
 # The driver creates this file on machines with a GPU. Importing torch only to find a GPU would take seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
+# Default on machines with a GPU: one HTTP worker per CORES_PER_WORKER CPU cores, up to MAX_DEFAULT_WORKERS.
 MAX_DEFAULT_WORKERS = 4
 CORES_PER_WORKER = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
+    """Returns the argument parser of the command line."""
     flags = argparse.ArgumentParser(
         prog="nanovllm-server",
         description="Serve a language model over HTTP with an OpenAI-compatible chat completions API.",
@@ -200,7 +201,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         raise SettingsError(
             f"--body-memory-mib must be at least --max-body-mib, which is {options.max_body_mib}, not {body_memory_mib}"
         )
-    engine = engine_config(options)
+    engine = make_engine_config(options)
     return Settings(
         model=options.model,
         host=options.host,

@@ -15,10 +15,10 @@ _AUTO = "auto"
 _DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)}
 
 
-def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> None:
-    """Adds one flag per field of `EngineConfig` in `names`. A boolean field gets the flag `--no-NAME`."""
+def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]) -> None:
+    """Adds one flag for each of these fields of `EngineConfig`. A boolean field gets the flag `--no-NAME`."""
     hints = get_type_hints(EngineConfig, include_extras=True)
-    for name in names:
+    for name in field_names:
         field_type, description = get_args(hints[name])
         flag = name.replace("_", "-")
         value_type, is_optional = _split_optional(field_type)
@@ -41,13 +41,13 @@ def add_engine_flags(add_flag: Callable[..., object], names: Sequence[str]) -> N
         add_flag(f"--{flag}", help=description.replace("%", "%%"), **options)
 
 
-def engine_config(options: argparse.Namespace, **settings: Any) -> EngineConfig:
-    """Makes the configuration from the flags of `add_engine_flags`. settings: fields that override the flags."""
+def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig:
+    """Makes the configuration from the flags of `add_engine_flags`. overrides: values of fields, instead of flags."""
     for name, value in vars(options).items():
         if name in _DEFAULT_BY_FIELD:
             is_auto = value == _AUTO and _DEFAULT_BY_FIELD[name] is None
-            settings.setdefault(name, None if is_auto else value)
-    return EngineConfig(**settings)
+            overrides.setdefault(name, None if is_auto else value)
+    return EngineConfig(**overrides)
 
 
 def _split_optional(field_type: Any) -> tuple[Any, bool]:

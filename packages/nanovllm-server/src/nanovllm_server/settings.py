@@ -33,9 +33,9 @@ class Settings:
     allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
-    reasoning_parser: name of a format, or "none"; None to detect the format. tool_call_parser: the same for calls.
+    reasoning_parser, tool_call_parser: name of a format, or "none"; None: detect the format from the template.
+    load_format: dummy: random weights instead of the model's.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
-    metrics_prefix: prefix of the names of metrics.
     body_memory_bytes: maximum memory of all large request bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
     worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
@@ -68,7 +68,7 @@ class Settings:
 
 
 def read_template(template_or_path: str) -> str:
-    """Returns the argument if it has a brace or a line break; else the text of the file. Raises SettingsError."""
+    """Returns an argument with a brace or a line break; else reads the file at this path. Raises SettingsError."""
     if any(character in template_or_path for character in "{}\n"):
         return template_or_path
     return _read_text(Path(template_or_path), "the chat template")

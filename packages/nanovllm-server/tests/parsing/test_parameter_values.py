@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm_server.parsing.parameter_values import parameter_json
+from nanovllm_server.parsing.parameter_values import to_parameter_json
 
 SCHEMA = {
     "properties": {
@@ -33,4 +33,4 @@ SCHEMA = {
     ids=lambda value: value[:20],
 )
 def test_text_is_converted_to_the_type_of_the_schema(key, value, expected):
-    assert parameter_json(value, SCHEMA, key) == expected
+    assert to_parameter_json(value, SCHEMA, key) == expected

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nanovllm_server.bench.flags import API_KEY_VARIABLE, DEFAULT_URL, build_parser
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.workload import WorkloadShape
-from nanovllm_server.engine_flags import engine_config
+from nanovllm_server.engine_flags import make_engine_config
 
 if TYPE_CHECKING:
     from nanovllm_models import ModelDirectory
@@ -67,7 +67,7 @@ def _run_offline(flags: argparse.Namespace) -> None:
             model=model.path,
             load_format=flags.load_format,
             # Prompts have only the tokens of --prefix-len in common. Without them, a prefix cache would never hit.
-            config=engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
+            config=make_engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
             peer=_make_peer(flags, model),

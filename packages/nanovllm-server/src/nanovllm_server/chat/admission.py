@@ -1,4 +1,4 @@
-"""Limits the number of sequences in all workers of a server together."""
+"""Limits the total number of sequences in all workers of a server."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from nanovllm_server.protocol.error import ApiError, unavailable
 
 
 class AdmissionControl:
-    """Admits up to `capacity` sequences in all workers together.
+    """Admits sequences while all workers together have at most `capacity` of them.
 
     shutdown_reason: why all requests are refused; None while requests are admitted.
     idle: set while this worker has no sequences.
@@ -32,7 +32,7 @@ class AdmissionControl:
         """Admits sequences. Returns the function that releases these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
-        # Counts before it compares: simultaneous workers may refuse too many sequences, but never admit too many.
+        # Count before the comparison: simultaneous workers may refuse too many sequences, but never admit too many.
         self._active_counter.add(0, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:

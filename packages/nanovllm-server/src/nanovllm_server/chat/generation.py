@@ -14,6 +14,7 @@ from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
 
+# Interval of the empty lists that keep idle streams alive.
 KEEP_ALIVE_INTERVAL_S = 15.0
 
 
@@ -58,7 +59,7 @@ class Generation:
     """One answer. Each choice has a request and an output assembler.
 
     timeout_s: maximum time from the requests' arrival to the end of the answer; None for no limit.
-    make_grammar_error: makes the exception for a grammar that fails during generation. The argument is the reason.
+    make_grammar_error: takes the reason why a grammar fails during generation, and returns the exception to raise.
     prompt_logprobs: None before the first token, or if not requested.
     """
 
@@ -114,12 +115,12 @@ class Generation:
         """Makes `stream_deltas` raise `failure`."""
         self._notifier.raise_in_reader(failure)
 
-    async def stream_deltas(self, idle_s: float = KEEP_ALIVE_INTERVAL_S) -> AsyncGenerator[list[Delta], None]:
-        """Yields new deltas until every choice has ended. Also yields an empty list every `idle_s` seconds.
+    async def stream_deltas(self, keep_alive_s: float = KEEP_ALIVE_INTERVAL_S) -> AsyncGenerator[list[Delta], None]:
+        """Yields new deltas until every choice has ended. Also yields an empty list every `keep_alive_s` seconds.
 
         Raises EngineDeadError, ApiError (a timeout), the error of `make_grammar_error`, or the argument of `fail`.
         """
-        self._start_timers(idle_s)
+        self._start_timers(keep_alive_s)
         try:
             self._open_choices(range(1 if self._reuses_prompt_cache else len(self._assemblers)))
             num_unfinished = len(self._assemblers)
@@ -141,7 +142,7 @@ class Generation:
                     if self._assemblers[index].finish_reason is not None:
                         self._choice_metrics[index].record_finish(self._assemblers[index].num_tokens)
                         num_unfinished -= 1
-                        # The engine does not know stop strings: without `close`, it would continue after them.
+                        # The engine does not know stop strings: without `close`, the sequence would go on.
                         self._open_requests[index].close()
                 if deltas:
                     yield deltas
@@ -161,14 +162,14 @@ class Generation:
 
     @property
     def _reuses_prompt_cache(self) -> bool:
-        # After the first choice's first token, other choices find the prompt in the prefix cache. A prompt of at most
-        # one block is never cached.
+        # After the first choice's first token, other choices find the prompt in the prefix cache. A prompt that fits
+        # into one block (the cache's unit of tokens) is never cached.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 
-    def _start_timers(self, idle_s: float) -> None:
+    def _start_timers(self, keep_alive_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._timers.append(loop.create_task(self._wake_reader_regularly(idle_s)))
+        self._timers.append(loop.create_task(self._wake_reader_regularly(keep_alive_s)))
         if self._timeout_s is not None:
             remaining_s = self._requests[0].arrival_time + self._timeout_s - time.monotonic()
             self._timers.append(loop.call_later(max(remaining_s, 0.0), self._expire, self._timeout_s))
@@ -216,7 +217,7 @@ class Generation:
         if max_tokens is not None:
             self._metrics.max_tokens.observe(max_tokens)
 
-    async def _wake_reader_regularly(self, idle_s: float) -> None:
+    async def _wake_reader_regularly(self, keep_alive_s: float) -> None:
         while True:
-            await asyncio.sleep(idle_s)
+            await asyncio.sleep(keep_alive_s)
             self._notifier.wake_reader()

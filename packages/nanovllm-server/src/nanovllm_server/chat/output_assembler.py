@@ -14,7 +14,7 @@ from nanovllm_server.parsing.parser import Parser
 from nanovllm_server.protocol.bodies import ChoiceFinishReason, TokenLogprob, TopLogprob
 from nanovllm_server.protocol.response import CallDelta, Delta
 
-# Replaces minus infinity, the log-probability of impossible tokens, because JSON has no infinity.
+# Impossible tokens have a log-probability of minus infinity, which JSON can't express: send this number instead.
 MIN_LOGPROB = -9999.0
 
 
@@ -61,7 +61,7 @@ class OutputAssembler:
         self._stop_matcher = StopMatcher(options.stop_strings) if options.stop_strings else None
         self._sampling = sampling
         self._options = options
-        self._reasoning_ended = False
+        self._has_reasoning_ended = False
         # Whether a stop string was found or the only allowed call has ended.
         self._is_stopped = False
         self._logprobs: list[TokenLogprob] = []
@@ -73,6 +73,7 @@ class OutputAssembler:
     def process_output(self, output: RequestOutput) -> Delta | None:
         """Adds an output. Returns the new delta; None if nothing is new. The choice must not have ended."""
         token_ids = output.new_token_ids
+        # A stop token, the last token of an output, is text only if `include_stop` is set.
         num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
@@ -80,14 +81,14 @@ class OutputAssembler:
                 self._token_ids.append(token_id)
             if self._sampling.logprobs is not None and output.logprobs is not None:
                 logprobs = output.logprobs[position]
-                entry = make_logprob_entry(
+                token_logprob = make_token_logprob(
                     self._vocabulary,
                     token_id,
                     logprobs,
                     self._sampling.logprobs,
                     names_by_id=self._options.names_tokens_by_id,
                 )
-                self._logprobs.append(entry)
+                self._logprobs.append(token_logprob)
             if position < num_text_tokens and (text := self._detokenizer.push(token_id)):
                 self._apply_events(self._parser.push(text))
             self._update_reasoning_tokens()
@@ -141,9 +142,9 @@ class OutputAssembler:
             self._text_pieces.append(text)
 
     def _update_reasoning_tokens(self) -> None:
-        if self._parser.has_reasoning and not self._reasoning_ended:
+        if self._parser.has_reasoning and not self._has_reasoning_ended:
             self.num_reasoning_tokens = self.num_tokens
-            self._reasoning_ended = not self._parser.in_reasoning
+            self._has_reasoning_ended = not self._parser.in_reasoning
 
     def _end(self, reason: ChoiceFinishReason, stop_reason: str | int | None = None) -> Delta:
         if self._stop_matcher is not None and self._stop_matcher.matched_stop is not None:
@@ -177,17 +178,17 @@ class OutputAssembler:
 
 def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
     """Joins consecutive pieces of one call's arguments."""
-    for (index, name), group in groupby(calls, lambda call: (call.index, call.name)):
+    for (index, name), pieces in groupby(calls, lambda call: (call.index, call.name)):
         if name is None:
-            yield CallDelta(index, "".join(call.arguments for call in group))
+            yield CallDelta(index, "".join(call.arguments for call in pieces))
         else:
-            yield from group
+            yield from pieces
 
 
-def make_logprob_entry(
+def make_token_logprob(
     vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int, *, names_by_id: bool = False
 ) -> TokenLogprob:
-    """Makes OpenAI's object for a token, with the `num_top` likeliest tokens at the same position.
+    """Returns OpenAI's object with the log-probabilities of a token and of the `num_top` likeliest tokens in its place.
 
     names_by_id: write a token as "token_id:ID" instead of as text.
     """
@@ -195,8 +196,8 @@ def make_logprob_entry(
         _serialize_logprob(vocabulary, top_id, logprob, names_by_id=names_by_id)
         for top_id, logprob in logprobs.top[:num_top]
     ]
-    entry = _serialize_logprob(vocabulary, token_id, logprobs.logprob, names_by_id=names_by_id)
-    return {**entry, "top_logprobs": top_logprobs}
+    token_logprob = _serialize_logprob(vocabulary, token_id, logprobs.logprob, names_by_id=names_by_id)
+    return {**token_logprob, "top_logprobs": top_logprobs}
 
 
 def _serialize_logprob(vocabulary: TextVocabulary, token_id: int, logprob: float, *, names_by_id: bool) -> TopLogprob:

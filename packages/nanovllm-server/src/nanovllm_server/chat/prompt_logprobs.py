@@ -18,24 +18,26 @@ def serialize_prompt_logprobs(
     prompt_logprobs: one element for each token except the first.
     """
     # Serialising one token at a time takes less memory and shortens the pauses of the event loop.
-    entries = (orjson.dumps(entry) for entry in iterate_entries(vocabulary, token_ids, prompt_logprobs))
-    return orjson.Fragment(b"[" + b",".join(entries) + b"]")
+    dictionaries = (orjson.dumps(entries) for entries in iterate_entries(vocabulary, token_ids, prompt_logprobs))
+    return orjson.Fragment(b"[" + b",".join(dictionaries) + b"]")
 
 
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields None for the first token. For each further token, yields its entry and the entries of likely tokens."""
+    """Yields a dictionary per prompt token: by id, the log-probabilities of this token and of likely tokens there.
 
-    def make_entry(token_id: int, logprob: float, rank: int) -> PromptLogprob:
+    The first token has no log-probability, and yields None.
+    """
+
+    def make_logprob(token_id: int, logprob: float, rank: int) -> PromptLogprob:
         text = vocabulary.token_bytes(token_id).decode(errors="replace")
         return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text}
 
-    # The first token has no probability.
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
-        entries = {str(token_id): make_entry(token_id, logprobs.logprob, logprobs.rank)}
-        # Equally likely tokens also have different ranks.
+        entries = {str(token_id): make_logprob(token_id, logprobs.logprob, logprobs.rank)}
+        # Each token has its own rank, even if another token is equally likely.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
-            entries[str(top_id)] = make_entry(top_id, logprob, rank)
+            entries[str(top_id)] = make_logprob(top_id, logprob, rank)
         yield entries

@@ -19,8 +19,8 @@ from nanovllm_server.protocol.error import ApiError, prompt_too_long
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
-NUM_THREADS = 2
-# Conversations of at least this length share one thread, so that they do not delay shorter conversations.
+NUM_THREADS = 2  # For conversations below MIN_LARGE_CHARACTERS.
+# Conversations of at least this length share one thread, so that shorter conversations need not wait.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ class Prompt:
 class Renderer:
     """Renders conversations for one model, in threads.
 
-    call_format: format of the model's tool calls, for templates that do not show tools or calls; None if unknown.
+    call_format: format in which to write tools and calls that the template does not show; None if unknown.
     """
 
     def __init__(self, tokenizer: Tokenizer, call_format: ToolCallFormat | None = None):
@@ -46,10 +46,10 @@ class Renderer:
         self._call_format = call_format
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
         self._developer_role = "developer" if self._supports_developer_role() else "system"
-        self._needs_text_arguments, self._shows_calls = self._probe_call_support()
+        self._needs_text_arguments, self._shows_calls = self._test_call_support()
         self._shows_tools = self._can_show_tools()
         self._pool = ThreadPoolExecutor(NUM_THREADS, "nanovllm-render")
-        self._large_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
+        self._large_prompt_pool = ThreadPoolExecutor(1, "nanovllm-render-large")
 
     async def render(
         self,
@@ -61,16 +61,16 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: prompts that are certainly longer are refused before they are encoded; None for no limit.
+        max_tokens: prompts that are certainly longer are refused without encoding; None for no limit.
         """
         num_characters = sum(len(message.content or "") + 1 for message in messages)
-        pool = self._large_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
+        pool = self._large_prompt_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
         return await asyncio.get_running_loop().run_in_executor(
             pool, self._render, messages, tools, options, max_tokens
         )
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns each word's token ids at the beginning of a text, and its token ids after a space."""
+        """Encodes each word twice: at the beginning of a text, and after a space. Returns the distinct encodings."""
         variants = [variant for word in words for variant in (word.lstrip(), " " + word.lstrip())]
         encoded = [tuple(self._tokenizer.encode(variant, add_special_tokens=False).tolist()) for variant in variants]
         return tuple(dict.fromkeys(encoded))
@@ -81,7 +81,7 @@ class Renderer:
 
     def close(self) -> None:
         """Ends the threads after their current work."""
-        for pool in (self._pool, self._large_pool):
+        for pool in (self._pool, self._large_prompt_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _try_render(self, *messages: Mapping[str, Any], tools: ToolDefinitions | None = None) -> str | None:
@@ -91,12 +91,12 @@ class Renderer:
             return None
 
     def _supports_developer_role(self) -> bool:
-        # Some templates write any role's name into the prompt, without support for the role.
+        # Some templates write the name of any role into the prompt, even of roles that the model does not know.
         user = {"role": "user", "content": "."}
-        as_developer = self._try_render({"role": "developer", "content": "."}, user)
-        as_unknown_role = self._try_render({"role": "unknown", "content": "."}, user)
-        return as_developer is not None and (
-            as_unknown_role is None or as_developer != as_unknown_role.replace("unknown", "developer")
+        developer_prompt = self._try_render({"role": "developer", "content": "."}, user)
+        unknown_role_prompt = self._try_render({"role": "unknown", "content": "."}, user)
+        return developer_prompt is not None and (
+            unknown_role_prompt is None or developer_prompt != unknown_role_prompt.replace("unknown", "developer")
         )
 
     def _can_show_tools(self) -> bool:
@@ -105,7 +105,7 @@ class Renderer:
         rendered = self._try_render({"role": "user", "content": "."}, tools=[tool])
         return rendered is not None and "any_tool" in rendered
 
-    def _probe_call_support(self) -> tuple[bool, bool]:
+    def _test_call_support(self) -> tuple[bool, bool]:
         """Returns (whether the template needs calls' arguments as text, whether the template shows calls)."""
 
         def shows_arguments(*, as_text: bool) -> bool:
@@ -117,8 +117,8 @@ class Renderer:
             )
             return rendered is not None and "any_value" in rendered
 
-        shows_text, shows_values = shows_arguments(as_text=True), shows_arguments(as_text=False)
-        return shows_text and not shows_values, shows_text or shows_values
+        shows_text_arguments, shows_object_arguments = shows_arguments(as_text=True), shows_arguments(as_text=False)
+        return shows_text_arguments and not shows_object_arguments, shows_text_arguments or shows_object_arguments
 
     def _render(
         self,
@@ -175,7 +175,7 @@ def _to_template_call(call: PastToolCall, *, as_text: bool) -> dict[str, Any]:
     # Some clients send "" for a call without arguments.
     arguments: Any = call.arguments or "{}"
     if not as_text:
-        # If a call was cut off, its arguments are not JSON and stay text.
+        # The arguments of a call that was cut off are not JSON, and stay text.
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

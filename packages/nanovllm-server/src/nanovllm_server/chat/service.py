@@ -26,6 +26,7 @@ from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaul
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.protocol.schema import refused_grammar
 
+# The log shows this many unknown fields of a request, and this many characters of each field's name.
 MAX_LOGGED_FIELDS = 20
 MAX_LOGGED_NAME_LENGTH = 80
 INT64_MAX = (1 << 63) - 1
@@ -38,6 +39,7 @@ class Service:
     allowed_hosts: names that the Host header may have besides local and private names.
     allowed_origins: origins whose pages may read the server's answers.
     body_memory_bytes: maximum memory of all bodies over 64 KiB in this worker.
+    defaults: sampling parameters of requests that set none.
     running: generations that have not ended.
     """
 
@@ -110,13 +112,13 @@ class Service:
         definitions = None if chat.tools is None else chat.tools.definitions
         max_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
         prompt = await self.renderer.render(chat.messages, definitions, chat.template, max_tokens=max_tokens)
-        prompt, budget = await self._prepare_reasoning(chat, prompt)
+        prompt, reasoning_budget = await self._prepare_reasoning(chat, prompt)
         if self.log_prompts:
             self.logger.info("prompt", request_id=exchange.request_id, text=prompt.text)
         reasoning_state = self.model_format.reasoning_state(prompt.text)
         constraint = constrain(chat.answer_rule, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
-        sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=budget)
+        sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=reasoning_budget)
         requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange)
         timeout_s = self._shortest_timeout(chat)
         parameter_types: ParameterTypes = {}
@@ -151,7 +153,7 @@ class Service:
         return token_ids[-num_kept_tokens:]
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt, budget or None). Appends the begin tag of reasoning to the prompt if a budget needs it."""
+        """Returns (prompt, budget or None). Appends the begin tag of reasoning if a budget needs this tag."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
@@ -235,7 +237,7 @@ class Service:
             Request(
                 id=f"{id_prefix}-{index}",
                 token_ids=token_ids,
-                sampling=_choice_sampling(sampling, index),
+                sampling=_make_choice_sampling(sampling, index),
                 # Clients with different API keys share no cached prompts: the salt begins with the key's digest.
                 cache_salt=exchange.key_digest + chat.cache_salt,
                 priority=chat.priority,
@@ -275,7 +277,7 @@ class Service:
                 )
 
 
-def _choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+def _make_choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return sampling
     # Only the first choice returns the log-probabilities of the common prompt.

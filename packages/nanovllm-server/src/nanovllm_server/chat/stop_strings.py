@@ -2,7 +2,7 @@
 
 
 class StopMatcher:
-    """Finds the stop string that ends first (Knuth, Morris, Pratt 1977; one table per string).
+    """Finds the stop string that ends first, by the search of Knuth, Morris and Pratt (1977).
 
     matched_stop: the stop string that was found; None until then.
     """
@@ -10,9 +10,10 @@ class StopMatcher:
     def __init__(self, stop_strings: tuple[str, ...]):
         # Longest first: if several stop strings end at the same character, `push` must match the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
-        self._tables = [_failure_table(stop) for stop in self._stop_strings]
-        # For each stop string: length of its longest prefix with which the text ends.
+        self._failure_tables = [_failure_table(stop) for stop in self._stop_strings]
+        # For each stop string: length of the longest prefix that is also a suffix of the text.
         self._num_matched = [0] * len(stop_strings)
+        # Text that may belong to a stop string.
         self._held_text = ""
         self.matched_stop: str | None = None
 
@@ -24,19 +25,19 @@ class StopMatcher:
                 if self._advance(index, character) == len(stop):
                     self.matched_stop = stop
                     return self._held_text[: end - len(stop)]
-        split = len(self._held_text) - max(self._num_matched)
-        released, self._held_text = self._held_text[:split], self._held_text[split:]
-        return released
+        num_released = len(self._held_text) - max(self._num_matched)
+        released_text, self._held_text = self._held_text[:num_released], self._held_text[num_released:]
+        return released_text
 
     def flush(self) -> str:
         """Returns the text that `push` held back. A later match can't include this text."""
-        released, self._held_text = self._held_text, ""
+        released_text, self._held_text = self._held_text, ""
         self._num_matched = [0] * len(self._stop_strings)
-        return released
+        return released_text
 
     def _advance(self, index: int, character: str) -> int:
-        """Adds a character. Returns the new length of the matched prefix of stop string `index`."""
-        stop, table, num_matched = self._stop_strings[index], self._tables[index], self._num_matched[index]
+        """Adds `character`. Returns the new length of the matched prefix of stop string `index`."""
+        stop, table, num_matched = self._stop_strings[index], self._failure_tables[index], self._num_matched[index]
         while num_matched and stop[num_matched] != character:
             num_matched = table[num_matched - 1]
         num_matched += stop[num_matched] == character
@@ -45,7 +46,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For each prefix of `pattern`, returns the length of its longest proper prefix that is also its suffix."""
+    """Returns for each prefix of `pattern`: length of the longest shorter prefix with which this prefix also ends."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

@@ -15,21 +15,21 @@ TemplateMessage = dict[str, Any]
 def write_tools_as_text(
     messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], call_format: ToolCallFormat
 ) -> list[TemplateMessage]:
-    """Describes the functions and the format of calls in the system message."""
-    example = write_call(call_format, "NAME", {"PARAMETER": "VALUE"})
-    functions = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
+    """Adds text to the system message that describes the functions and the format of calls."""
+    example_call = write_call(call_format, "NAME", {"PARAMETER": "VALUE"})
+    function_lines = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
     text = (
-        f"You may call these functions, described in JSON, one a line:\n{functions}\n\n"
-        f"To call one, answer in this form, with its name and its parameters:\n{example}"
+        f"You may call these functions, described in JSON, one a line:\n{function_lines}\n\n"
+        f"To call one, answer in this form, with its name and its parameters:\n{example_call}"
     )
     if messages and messages[0]["role"] == "system":
-        system = messages[0]
-        return [{**system, "content": f"{system['content']}\n\n{text}".lstrip()}, *messages[1:]]
+        system_message = messages[0]
+        return [{**system_message, "content": f"{system_message['content']}\n\n{text}".lstrip()}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
 def write_history_as_text(messages: Sequence[TemplateMessage], call_format: ToolCallFormat) -> list[TemplateMessage]:
-    """Turns calls into text of the assistant, and results into text of the user."""
+    """Rewrites calls as text of the assistant, and results as text of the user."""
     rewritten: list[TemplateMessage] = []
     for message in messages:
         text_message = _to_text_message(message, call_format)
@@ -42,7 +42,7 @@ def write_history_as_text(messages: Sequence[TemplateMessage], call_format: Tool
 
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """Writes a call in the model's format. arguments: a string if the call was cut off."""
+    """Writes a call in the model's format. arguments: an object, or the text of arguments that were cut off."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:

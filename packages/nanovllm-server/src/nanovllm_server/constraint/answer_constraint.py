@@ -21,9 +21,9 @@ from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_server.constraint.call_grammar import (
     MAX_CALLS,
     call_beginnings,
-    calls_format,
-    needs_no_opening_tag,
-    text_with_calls,
+    calls_grammar,
+    can_omit_opening_tag,
+    text_and_calls_grammar,
 )
 from nanovllm_server.parsing.model_format import ModelFormat, ReasoningState
 from nanovllm_server.protocol.answer import AnswerRule, ChoiceAnswer, GrammarAnswer, JsonAnswer, RegexAnswer, TagAnswer
@@ -40,6 +40,7 @@ LINE_BREAKS = regex(r"\n{0,2}")
 class AnswerConstraint:
     """The constraint on an answer.
 
+    spec: grammar of the whole answer.
     field_grammars: (path, grammar) of each request field that `spec` uses, to find the wrong field if `spec` fails.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. The grammars must still be valid.
     calls_only_at_start: only an answer that begins with a call can have calls.
@@ -59,9 +60,9 @@ class AnswerConstraint:
 def constrain(
     answer_rule: AnswerRule | None, tools: Toolbox | None, model_format: ModelFormat, reasoning_state: ReasoningState
 ) -> AnswerConstraint | None:
-    """Returns the constraint on the answer; None for free text. reasoning_state: state at the end of the prompt.
+    """Returns the constraint on the answer; None for free text. Raises ApiError (400) if a grammar is too large.
 
-    The engine converts JSON schemas to grammars later. Raises ApiError (400) if a grammar is too large.
+    answer_rule: format that the client requests for content. reasoning_state: state at the end of the prompt.
     """
     call_form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):
@@ -97,15 +98,15 @@ def _content_and_calls_format(
     """Returns (format of content and calls, `AnswerConstraint.calls_only_at_start`)."""
     max_calls = MAX_CALLS if tools.allows_parallel_calls else 1
     if tools.mode != "auto":
-        return calls_format(form, functions, max_calls), True
+        return calls_grammar(form, functions, max_calls), True
     match answer_rule:
         case None:
-            return text_with_calls(form, functions, max_calls), needs_no_opening_tag(form)
+            return text_and_calls_grammar(form, functions, max_calls), can_omit_opening_tag(form)
         case TagAnswer():
             # The client's structural tag itself defines where calls may come.
             return _content_tag_format(answer_rule), False
         case _:
-            return either([calls_format(form, functions, max_calls), _content_tag_format(answer_rule)]), True
+            return either([calls_grammar(form, functions, max_calls), _content_tag_format(answer_rule)]), True
 
 
 def _reasoning_formats(
@@ -115,8 +116,8 @@ def _reasoning_formats(
     if form is None or reasoning_state == "closed":
         return
     # A call within reasoning would end the reasoning and escape the constraint.
-    excludes = call_beginnings(call_form) if call_form is not None and call_form.ends_reasoning else ()
-    body = sequence(any_text((form.end, *excludes)), literal(form.end), LINE_BREAKS)
+    excluded_texts = call_beginnings(call_form) if call_form is not None and call_form.ends_reasoning else ()
+    body = sequence(any_text((form.end, *excluded_texts)), literal(form.end), LINE_BREAKS)
     yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 
 
@@ -151,8 +152,8 @@ def _json_spec(schema: JSON, path: str) -> GrammarSpec:
 
 
 def _tag_spec(tag_format: TagFormat) -> GrammarSpec:
-    tag = {"type": "structural_tag", "format": tag_format}
-    return GrammarSpec("structural_tag", orjson.dumps(tag).decode())
+    structural_tag = {"type": "structural_tag", "format": tag_format}
+    return GrammarSpec("structural_tag", orjson.dumps(structural_tag).decode())
 
 
 def _with_checked_size(constraint: AnswerConstraint) -> AnswerConstraint:

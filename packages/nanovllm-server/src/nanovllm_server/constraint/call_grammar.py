@@ -27,7 +27,7 @@ MAX_CALLS = 16
 MAX_LEADING_SPACES = 4
 
 
-def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
+def calls_grammar(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
     """Returns the grammar of one to `max_calls` calls without other text."""
     match form:
         case JsonCalls():
@@ -44,15 +44,15 @@ def calls_format(form: ToolCallFormat, functions: Sequence[Function], max_calls:
             return _one_or_more(sequence(begin, call, end), "\n", max_calls)
 
 
-def text_with_calls(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
+def text_and_calls_grammar(form: ToolCallFormat, functions: Sequence[Function], max_calls: int) -> TagFormat:
     """Returns the grammar of text with up to `max_calls` calls. Text that begins like a call must be a call.
 
     If calls need no opening tag, the answer is either text or calls.
     """
     if isinstance(form, JsonCalls) and form.may_omit_begin:
-        return either([calls_format(form, functions, max_calls), optional(_text_that_begins_no_call(form))])
+        return either([calls_grammar(form, functions, max_calls), optional(_text_without_calls_grammar(form))])
     text = any_text(call_beginnings(form))
-    return sequence(text, repeated(sequence(calls_format(form, functions, 1), text), max_calls))
+    return sequence(text, repeated(sequence(calls_grammar(form, functions, 1), text), max_calls))
 
 
 def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
@@ -60,8 +60,8 @@ def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
     return (form.begin,) if isinstance(form, JsonCalls) else (form.begin, form.call_begin)
 
 
-def needs_no_opening_tag(form: ToolCallFormat) -> bool:
-    """Returns whether calls need no opening tag. In this case, only an answer that begins with a call has calls."""
+def can_omit_opening_tag(form: ToolCallFormat) -> bool:
+    """Returns whether calls need no opening tag. Then only an answer that begins with a call has calls."""
     return isinstance(form, JsonCalls) and form.may_omit_begin
 
 
@@ -69,7 +69,8 @@ def _one_or_more(call: TagFormat, separator: str, max_calls: int) -> TagFormat:
     return call if max_calls == 1 else sequence(call, repeated(sequence(literal(separator), call), max_calls - 1))
 
 
-def _text_that_begins_no_call(form: JsonCalls) -> TagFormat:
+def _text_without_calls_grammar(form: JsonCalls) -> TagFormat:
+    # The text may not begin with { or with the first two characters of the opening tag.
     first, second = form.begin[0], form.begin[1]
     begin = rf"[ \n]{{0,{MAX_LEADING_SPACES}}}([^{{\s{first}]|{first}[^{second}])"
     return sequence(regex(begin), any_text())
@@ -82,20 +83,20 @@ def _json_arguments(function: Function) -> TagFormat:
 
 
 def _json_call(form: JsonCalls, functions: Sequence[Function]) -> TagFormat:
-    key = orjson.dumps(form.argument_keys[0]).decode()
+    arguments_key = orjson.dumps(form.argument_keys[0]).decode()
 
-    def build(function: Function) -> TagFormat:
-        begin = literal(f'{{"name": "{function.name}", {key}: ')
+    def build_call(function: Function) -> TagFormat:
+        begin = literal(f'{{"name": "{function.name}", {arguments_key}: ')
         return sequence(begin, _json_arguments(function), literal("}"))
 
-    call = either([build(function) for function in functions])
+    call = either([build_call(function) for function in functions])
     if form.end is None:
         return call
     return sequence(literal(f"{form.begin}\n"), call, literal(f"\n{form.end}"))
 
 
 def _fenced_call(form: FencedCalls, functions: Sequence[Function]) -> TagFormat:
-    def build(function: Function) -> TagFormat:
+    def build_call(function: Function) -> TagFormat:
         begin = literal(f"{function.name}\n{form.fence_begin}\n")
         return sequence(begin, _json_arguments(function), literal(f"\n{form.fence_end}"))
 
@@ -103,13 +104,13 @@ def _fenced_call(form: FencedCalls, functions: Sequence[Function]) -> TagFormat:
         literal(form.call_begin),
         literal(form.kind),
         literal(form.name_begin),
-        either([build(function) for function in functions]),
+        either([build_call(function) for function in functions]),
         literal(form.call_end),
     )
 
 
 def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
-    def build(function: Function) -> TagFormat:
+    def build_call(function: Function) -> TagFormat:
         parameters = XmlParameters(
             begin=form.parameter_begin,
             key_end=form.key_end,
@@ -120,5 +121,5 @@ def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
         )
         return sequence(literal(f"{function.name}{form.name_end}\n"), msgspec.to_builtins(parameters))
 
-    call = either([build(function) for function in functions])
+    call = either([build_call(function) for function in functions])
     return sequence(literal(form.call_begin), call, literal(form.call_end), literal("\n"))

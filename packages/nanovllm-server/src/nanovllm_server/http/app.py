@@ -17,7 +17,7 @@ from nanovllm_server.chat.service import Service
 from nanovllm_server.http.body_memory import BodyMemory, BodyShare
 from nanovllm_server.http.cross_origin import CrossOriginPolicy
 from nanovllm_server.http.event_stream import ChatStream
-from nanovllm_server.http.header_checks import check_content_type, check_framing, check_key
+from nanovllm_server.http.header_checks import check_content_type, check_key, refuse_ambiguous_request
 from nanovllm_server.http.host_check import HostCheck
 from nanovllm_server.http.page import read_page
 from nanovllm_server.http.status_routes import add_status_routes, json_response
@@ -27,7 +27,7 @@ from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope
 
-BODY_TIMEOUT_S = 60
+BODY_TIMEOUT_S = 60  # From the start of reading a body to its end.
 # A thread parses bodies of at least this size, which would block the event loop for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
@@ -43,13 +43,13 @@ def create_app(service: Service) -> Quart:
     app.config.update(RESPONSE_TIMEOUT=None)
     body_memory = BodyMemory(service.body_memory_bytes)
     # Parse one large body at a time: the parsed values may take many times the memory of the body.
-    large_body_slot = asyncio.Semaphore()
+    large_body_semaphore = asyncio.Semaphore()
 
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
         check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-        async with body_memory.hold(_max_body_bytes(service)) as share:
-            chat = await _read_request(service, exchange, share, large_body_slot)
+        async with body_memory.hold(_max_body_bytes(service)) as body_share:
+            chat = await _read_request(service, exchange, body_share, large_body_semaphore)
             generation = await service.start_generation(chat, exchange)
             # Free the text of the messages now, because the answer may take long.
             chat = replace(chat, messages=())
@@ -117,7 +117,7 @@ def _add_access_checks(app: Quart, service: Service) -> None:
 
     async def check_access() -> Response | None:
         exchange = get_exchange(cast(HTTPScope, request.scope))
-        check_framing(request.scope["raw_path"], request.headers)
+        refuse_ambiguous_request(request.scope["raw_path"], request.headers)
         host_check.check(exchange.host)
         if (headers := origin_policy.preflight_headers(request.method, request.headers)) is not None:
             return Response(b"", 204, headers=headers)
@@ -150,7 +150,7 @@ def _add_static_routes(app: Quart, service: Service) -> None:
 
 
 def _max_body_bytes(service: Service) -> int:
-    """Returns Content-Length, or the limit for a chunked body. Raises RequestEntityTooLarge."""
+    """Returns Content-Length; the server's limit for a chunked body. Raises RequestEntityTooLarge."""
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:
@@ -159,18 +159,18 @@ def _max_body_bytes(service: Service) -> int:
 
 
 async def _read_request(
-    service: Service, exchange: HttpExchange, share: BodyShare, large_body_slot: asyncio.Semaphore
+    service: Service, exchange: HttpExchange, body_share: BodyShare, large_body_semaphore: asyncio.Semaphore
 ) -> ChatRequest:
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             data = await exchange.body.read(service.max_body_bytes)
     except TimeoutError as error:
         raise RequestTimeout from error
-    share.shrink(len(data))
+    body_share.shrink(len(data))
     if len(data) < MIN_THREADED_BODY_BYTES:
         chat = parse_chat_request(data, service.limits, service.defaults)
     else:
-        async with large_body_slot:
+        async with large_body_semaphore:
             chat = await asyncio.to_thread(parse_chat_request, data, service.limits, service.defaults)
     if exchange.has_generated_id and chat.request_id is not None:
         exchange.request_id = chat.request_id

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from nanovllm_server.protocol.error import unavailable
 
-# Smaller bodies do not count, because large bodies that arrive slowly must not delay small requests.
+# Smaller bodies do not count: small requests must not wait for large bodies that arrive slowly.
 MIN_COUNTED_BYTES = 64 << 10
-MAX_WAIT_S = 10.0
+MAX_WAIT_S = 10.0  # A request that waits longer for memory is refused.
 
 
 class BodyShare:
@@ -50,29 +50,29 @@ class BodyMemory:
             share.shrink(0)
 
     def give_back(self, num_bytes: int) -> None:
-        """Frees `num_bytes`, and grants them to waiting requests."""
+        """Frees `num_bytes`, and grants free bytes to waiting requests."""
         self.num_free_bytes += num_bytes
-        self._serve_waiting()
+        self._grant_to_waiting()
 
     async def _take(self, num_bytes: int) -> None:
         if num_bytes == 0 or (not self._waiting and num_bytes <= self.num_free_bytes):
             self.num_free_bytes -= num_bytes
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (num_bytes, granted)
-        self._waiting.append(entry)
+        waiter = (num_bytes, granted)
+        self._waiting.append(waiter)
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                # `_serve_waiting` granted the bytes just before the cancellation.
+                # `_grant_to_waiting` granted the bytes just before the cancellation.
                 self.give_back(num_bytes)
             else:
-                self._waiting.remove(entry)
-                self._serve_waiting()
+                self._waiting.remove(waiter)
+                self._grant_to_waiting()
             raise
 
-    def _serve_waiting(self) -> None:
+    def _grant_to_waiting(self) -> None:
         while self._waiting and self._waiting[0][0] <= self.num_free_bytes:
             num_bytes, granted = self._waiting.popleft()
             self.num_free_bytes -= num_bytes

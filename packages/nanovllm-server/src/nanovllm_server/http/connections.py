@@ -18,7 +18,7 @@ from hypercorn.typing import ASGIFramework
 
 from nanovllm_server.protocol.error import ApiError
 
-BACKLOG = 2048
+BACKLOG = 2048  # Maximum number of connections that this worker has not accepted yet.
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
 # By default, event loops read up to 256 KiB from a connection at once: too much for a thousand connections.
@@ -39,8 +39,8 @@ class StrictConnection(h11.Connection):
         """Returns the next event. Raises RemoteProtocolError for invalid HTTP."""
         if self.their_state is h11.IDLE:
             received, _ = self.trailing_data
-            end = received.find(b"\r\n\r\n")
-            if AMBIGUOUS_LINE.search(received, 0, len(received) if end < 0 else end):
+            head_end = received.find(b"\r\n\r\n")
+            if AMBIGUOUS_LINE.search(received, 0, len(received) if head_end < 0 else head_end):
                 raise h11.RemoteProtocolError("a line of the head does not end with CRLF, or is folded")
         return super().next_event()
 
@@ -76,7 +76,7 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
-        # A `StreamReader` that holds over twice its limit pauses the connection. Here, one full part is enough.
+        # A `StreamReader` that holds over twice its limit pauses the connection: here, over half of `MAX_READ_BYTES`.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
         self.pause_writing = self._stream.pause_writing
@@ -104,7 +104,7 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
 
 
 class HttpConnection(TCPServer):
-    """Serves one client. Closes the connection when the client disconnects, not after the idle timeout."""
+    """Serves one client. Closes the connection when the client disconnects, without waiting for the idle timeout."""
 
     write_timeout_s = WRITE_TIMEOUT_S
     _is_client_gone = False

@@ -10,6 +10,7 @@ ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 # Time for which browsers may cache the response to a preflight request.
 PREFLIGHT_AGE_S = 600
+# Headers that pages may send, if the preflight request names none, and headers that pages may read.
 DEFAULT_ALLOWED_HEADERS = "Authorization, Content-Type"
 EXPOSED_HEADERS = "Retry-After, X-Request-Id"
 
@@ -18,7 +19,7 @@ class CrossOriginPolicy:
     """Allows pages of the given origins to read this server's answers. origins: `*` allows all origins."""
 
     def __init__(self, origins: Sequence[str]):
-        self._origins = frozenset(origins)
+        self._allowed_origins = frozenset(origins)
 
     def preflight_headers(self, method: str, request_headers: Headers) -> dict[str, str] | None:
         """Returns the headers of the response to an allowed preflight request; None for all other requests."""
@@ -37,10 +38,10 @@ class CrossOriginPolicy:
 
     def response_headers(self, request_headers: Headers) -> dict[str, str]:
         """Returns the CORS headers of the response to a request with `request_headers`."""
-        if not self._origins:
+        if not self._allowed_origins:
             return {}
         origin = request_headers.get("Origin", "")
-        if origin not in self._origins and not (origin and ANY_ORIGIN in self._origins):
+        if origin not in self._allowed_origins and not (origin and ANY_ORIGIN in self._allowed_origins):
             return {"Vary": "Origin"}
         return {
             "Vary": "Origin",
@@ -50,7 +51,7 @@ class CrossOriginPolicy:
 
 
 def parse_allowed_origins(values: Sequence[str]) -> tuple[str, ...]:
-    """Splits values at commas, and writes origins as browsers do. Raises ValueError for a value that is no origin."""
+    """Splits values at commas, and writes origins as browsers do. Raises ValueError for an invalid origin."""
     return tuple(_parse_origin(origin) for value in values for origin in map(str.strip, value.split(",")) if origin)
 
 

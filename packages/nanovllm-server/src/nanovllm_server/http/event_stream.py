@@ -16,7 +16,7 @@ from nanovllm_server.protocol.response import Delta, Envelope, make_chunk_choice
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-# Marks the position of the choice in a serialised chunk. JSON escapes quotes: no string can contain this marker.
+# Marks the choice's position in a serialised chunk. JSON escapes quotes: no string can contain this marker.
 CHOICE_PLACEHOLDER = cast(ChunkChoice, ["nanovllm"])
 
 
@@ -33,8 +33,9 @@ def serialize_error_event(error: ApiError) -> bytes:
 class ChatStream:
     """The server-sent events of one answer.
 
-    include_usage: the last chunk has the usage.
-    has_continuous_usage: every chunk with a choice has the usage up to this chunk.
+    envelope: fields that all chunks of the answer share.
+    include_usage: the last chunk has the token counts.
+    has_continuous_usage: every chunk with a choice has the token counts up to this chunk.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class ChatStream:
         self._has_continuous_usage = has_continuous_usage
         self._started_choices: set[int] = set()
         # Chunks differ only in their choices: serialise the other fields once per stream.
-        template = serialize_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
-        self._chunk_begin, self._chunk_end = template.split(orjson.dumps(CHOICE_PLACEHOLDER))
+        event_template = serialize_event(envelope.chunk([CHOICE_PLACEHOLDER], None, with_usage=include_usage))
+        self._chunk_begin, self._chunk_end = event_template.split(orjson.dumps(CHOICE_PLACEHOLDER))
         self._delta_batches = generation.stream_deltas()
         self._first_deltas: list[Delta] = []
-        self._must_send_prompt_ids = envelope.prompt_token_ids is not None
+        self._must_send_prompt_token_ids = envelope.prompt_token_ids is not None
 
     async def wait_for_first_deltas(self) -> None:
         """Waits for the first deltas. A failure during this wait can still set the HTTP status."""
@@ -89,8 +90,8 @@ class ChatStream:
         return b"".join([self._serialize_choice(choice, usage) for choice in choices])
 
     def _serialize_choice(self, choice: ChunkChoice, usage: CompletionUsage | None) -> bytes:
-        if self._must_send_prompt_ids or usage is not None:
-            with_prompt, self._must_send_prompt_ids = self._must_send_prompt_ids, False
+        if self._must_send_prompt_token_ids or usage is not None:
+            with_prompt, self._must_send_prompt_token_ids = self._must_send_prompt_token_ids, False
             return serialize_event(
                 self._envelope.chunk([choice], usage, with_usage=self._include_usage, with_prompt=with_prompt)
             )

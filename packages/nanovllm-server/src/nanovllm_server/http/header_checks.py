@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from nanovllm_server.protocol.error import ApiError
 
 
-def check_framing(raw_path: bytes, headers: Container[str]) -> None:
+def refuse_ambiguous_request(raw_path: bytes, headers: Container[str]) -> None:
     """Refuses requests that a proxy and this server may read differently. Raises ApiError (400)."""
     if not raw_path.startswith(b"/"):
         raise _invalid_http("the first line must have a path, such as /v1/chat/completions, instead of a URL")

@@ -25,9 +25,9 @@ class HostCheck:
 
     def __init__(self, names: Iterable[str]):
         normalized_names = [_normalize(name) for name in names]
-        self._allows_all = ANY_NAME in normalized_names
+        self._allows_all_names = ANY_NAME in normalized_names
         self._names = frozenset(normalized_names)
-        self._suffixes = (*PRIVATE_SUFFIXES, *(name[1:] for name in normalized_names if name.startswith("*.")))
+        self._allowed_suffixes = (*PRIVATE_SUFFIXES, *(name[1:] for name in normalized_names if name.startswith("*.")))
 
     def check(self, header: str | None) -> None:
         """Checks the Host header. None passes, because HTTP/1.0 needs no Host header. Raises ApiError (400, 403)."""
@@ -38,7 +38,7 @@ class HostCheck:
             message = f"the Host header must be a name or an address with an optional port, not {show(header)}"
             raise ApiError(400, message, code="invalid_http")
         name = _normalize(match[1])
-        if not (self._allows_all or self._is_allowed(name)):
+        if not (self._allows_all_names or self._is_allowed(name)):
             raise ApiError(
                 403,
                 f"this server does not allow the name {show(name)} in the Host header: use an IP address, or start the "
@@ -48,11 +48,11 @@ class HostCheck:
 
     def _is_allowed(self, name: str) -> bool:
         # Web sites can own only names with dots. DNS can't redirect an IP address.
-        return "." not in name or name in self._names or name.endswith(self._suffixes) or _is_ip_address(name)
+        return "." not in name or name in self._names or name.endswith(self._allowed_suffixes) or _is_ip_address(name)
 
 
 def parse_allowed_hosts(values: Sequence[str]) -> tuple[str, ...]:
-    """Splits values at commas. Raises ValueError for a value that is not a name, a pattern or an address."""
+    """Splits values of --allowed-hosts at commas. Raises ValueError unless each is a name, a pattern or an address."""
     names = tuple(name for value in values for name in map(str.strip, value.split(",")) if name)
     for name in names:
         match = HOST_HEADER.fullmatch(name.removeprefix("*."))

@@ -1,6 +1,6 @@
 """Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
 
-A reader reports a call when the call's arguments begin. If the text before is not a call's, the text is content.
+A reader reports a call when the call's arguments begin. Text that resembles a call up to there is content.
 Malformed arguments stay unchanged.
 """
 
@@ -12,7 +12,7 @@ import orjson
 
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
 from nanovllm_server.parsing.events import WHITESPACE, EventCollector
-from nanovllm_server.parsing.parameter_values import declared_parameters, object_json, parameter_json
+from nanovllm_server.parsing.parameter_values import list_declared_parameters, to_object_json, to_parameter_json
 from nanovllm_server.parsing.source import MAX_NAME_LENGTH, ReadGenerator, Source
 from nanovllm_server.protocol.json import JSON
 
@@ -46,7 +46,7 @@ class CallReader(ABC, Generic[CallFormat]):
         has_opening_tag: whether the format's opening tag precedes the call.
         """
 
-    def read_block(self, fallback: TextSink) -> ReadGenerator[bool]:
+    def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
         """Reads consecutive calls. Returns whether there is a call; if not, passes what was read to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
@@ -57,8 +57,8 @@ class CallReader(ABC, Generic[CallFormat]):
                 self.source.stop_recording()
                 return True
             # A block has several calls only between an opening tag and a closing tag.
-            is_block_over = has_calls and not (has_opening_tag and self.form.end)
-            if is_block_over or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
+            has_all_calls = has_calls and not (has_opening_tag and self.form.end)
+            if has_all_calls or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
                 sink(self.source.stop_recording())
                 return has_calls
             sink, has_calls = self.collector.add_content, True
@@ -102,10 +102,10 @@ class JsonReader(CallReader[JsonCalls]):
         """The opening tag, and { if the format allows calls without an opening tag."""
         return (self.form.begin, "{") if self.form.may_omit_begin else (self.form.begin,)
 
-    def read_block(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """Like `CallReader.read_block`. If an object is no call, the objects inside it are no calls either."""
+    def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
+        """See `CallReader`. If an object is no call, the objects inside it are no calls either."""
         begins_with_object = (yield from self.source.peek()) == "{"
-        if (yield from super().read_block(fallback)):
+        if (yield from super().read_consecutive_calls(fallback)):
             return True
         if begins_with_object:
             yield from self.source.read_rest_of_object(fallback)
@@ -129,7 +129,7 @@ class JsonReader(CallReader[JsonCalls]):
                     yield from self.stream_call(name)
                     yield from self._skip_remaining_keys()
                     return True
-                arguments = object_json((yield from source.read_value()))
+                arguments = to_object_json((yield from source.read_value()))
                 if arguments is None:
                     return (yield from self.report_truncated_call(name))
             # Without an opening tag, an object with other keys than those of a call is content.
@@ -219,8 +219,9 @@ class XmlReader(CallReader[XmlCalls]):
         if (yield from source.read_literal(form.call_end)):
             self.begin_call(name)
             return self._close_call("{}")
+        # Text before the next key: "{" until the first parameter is reported.
         separator, next_key = "{", None
-        missing_keys = declared_parameters(self.schemas.get(name))
+        missing_keys = list_declared_parameters(self.schemas.get(name))
         while next_key is not None or (yield from source.read_literal(form.parameter_begin)):
             key = next_key if next_key is not None else (yield from source.read_name(form.key_end))
             if key is None:
@@ -229,10 +230,10 @@ class XmlReader(CallReader[XmlCalls]):
                 self.begin_call(name)
             key = key.strip()
             missing_keys.discard(key)
-            element = yield from self._read_value(missing_keys)
-            if element is None:
+            value_and_next_key = yield from self._read_parameter_value(missing_keys)
+            if value_and_next_key is None:
                 return True
-            value, next_key = element
+            value, next_key = value_and_next_key
             value_json = self._parameter_json(name, key, value)
             self.collector.add_arguments(f"{separator}{orjson.dumps(key).decode()}: {value_json}")
             separator = ", "
@@ -251,7 +252,7 @@ class XmlReader(CallReader[XmlCalls]):
             self.collector.add_content(text_after_parameter)
         return True
 
-    def _read_value(self, missing_keys: Set[str]) -> ReadGenerator[tuple[str, str | None] | None]:
+    def _read_parameter_value(self, missing_keys: Set[str]) -> ReadGenerator[tuple[str, str | None] | None]:
         """Reads a value and its closing tag; returns None if the answer ends before the tag.
 
         missing_keys: parameters of the function that the call does not have yet.
@@ -273,6 +274,7 @@ class XmlReader(CallReader[XmlCalls]):
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
+        """Ends the arguments with `brace`, and reports the end of the call. Returns True, as `read_call` must."""
         self.collector.add_arguments(brace)
         self.collector.end_call(self.form.separator)
         return True
@@ -280,7 +282,7 @@ class XmlReader(CallReader[XmlCalls]):
     def _parameter_json(self, name: str, key: str, value: str) -> str:
         if self.form.has_line_breaks:
             value = value.removeprefix("\n").removesuffix("\n")
-        return parameter_json(value, self.schemas.get(name), key)
+        return to_parameter_json(value, self.schemas.get(name), key)
 
 
 def make_reader(

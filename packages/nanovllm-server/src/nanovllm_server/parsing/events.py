@@ -50,41 +50,42 @@ class WhitespaceTrimmer:
     def __init__(self, *, holds_trailing: bool, skips_leading: bool):
         self.holds_trailing = holds_trailing
         self.skips_leading = skips_leading
+        # Whether `push` has returned text.
         self.has_text = False
         # Characters that are treated like whitespace until other text comes.
         self.separator_characters = ""
-        self._pending: list[str] = []
+        self._held_pieces: list[str] = []
 
     def push(self, text: str) -> str:
-        """Adds `text`; returns the text that can be passed on."""
-        body = text.rstrip(WHITESPACE) if self.holds_trailing else text
-        if self.separator_characters and not body.strip(WHITESPACE + self.separator_characters):
-            body = ""
-        self._pending.append(body or text)
-        if not body:
+        """Adds `text`; returns the text that is certain now."""
+        trimmed_text = text.rstrip(WHITESPACE) if self.holds_trailing else text
+        if self.separator_characters and not trimmed_text.strip(WHITESPACE + self.separator_characters):
+            trimmed_text = ""
+        self._held_pieces.append(trimmed_text or text)
+        if not trimmed_text:
             return ""
-        passed_text = self._take_pending()
+        certain_text = self._take_held_text()
         if self.skips_leading:
-            passed_text = passed_text.lstrip(WHITESPACE + self.separator_characters)
-        if passed_text:
+            certain_text = certain_text.lstrip(WHITESPACE + self.separator_characters)
+        if certain_text:
             self.has_text, self.skips_leading, self.separator_characters = True, False, ""
-        if len(body) < len(text):
-            self._pending.append(text[len(body) :])
-        return passed_text
+        if len(trimmed_text) < len(text):
+            self._held_pieces.append(text[len(trimmed_text) :])
+        return certain_text
 
     def drop(self) -> None:
         """Discards the whitespace that is held back."""
-        self._pending.clear()
+        self._held_pieces.clear()
 
     def flush(self) -> str:
         """Returns the whitespace that is held back; "" if leading whitespace is skipped."""
-        trimmed_text = self._take_pending()
-        return "" if self.skips_leading else trimmed_text
+        held_text = self._take_held_text()
+        return "" if self.skips_leading else held_text
 
-    def _take_pending(self) -> str:
-        trimmed_text = "".join(self._pending)
-        self._pending.clear()
-        return trimmed_text
+    def _take_held_text(self) -> str:
+        held_text = "".join(self._held_pieces)
+        self._held_pieces.clear()
+        return held_text
 
 
 class EventCollector:

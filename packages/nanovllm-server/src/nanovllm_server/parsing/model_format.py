@@ -33,7 +33,7 @@ class ModelFormat:
         return None if self.chat_format.reasoning is None else self._vocabulary.find_id(self.chat_format.reasoning.end)
 
     def tag_ids(self, tools: SchemasByFunction | None) -> frozenset[int]:
-        """Ids of the special tokens whose names the parser needs in the text. tools: None if it reads no calls."""
+        """Ids of special tokens whose names the parser needs in the text. tools: None if the parser reads no calls."""
         return self._reasoning_tag_ids if tools is None else self._all_tag_ids
 
     def reasoning_state(self, prompt: str) -> ReasoningState:
@@ -44,7 +44,7 @@ class ModelFormat:
         return "open" if prompt.rstrip().endswith(reasoning.begin) else "undecided"
 
     def make_parser(self, prompt: str, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False) -> Parser:
-        """Makes the parser of one answer to `prompt`. tools: functions that the model may call, or None."""
+        """Makes the parser of one answer to `prompt`. tools: None if text that looks like a call is content."""
         return Parser(
             self.chat_format,
             starts_in_reasoning=self.reasoning_state(prompt) == "open",

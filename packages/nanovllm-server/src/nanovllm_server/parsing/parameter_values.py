@@ -11,10 +11,10 @@ from nanovllm_server.protocol.json import JSON
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def object_json(value: str | None) -> str | None:
-    """Returns the arguments of a call as the text of a JSON object; None if `value` does not stand for an object.
+def to_object_json(value: str | None) -> str | None:
+    """Returns the arguments of a call as JSON text of an object; None if `value` does not stand for an object.
 
-    value: JSON text of an object, of a string that contains an object's text, or of null, which stands for {}.
+    value: JSON text of an object, of a string that contains JSON text of an object, or of null, which stands for {}.
     """
     if value is None or value == "null":
         return value and "{}"
@@ -24,31 +24,31 @@ def object_json(value: str | None) -> str | None:
     return value if value.startswith("{") else None
 
 
-def parameter_json(value: str, schema: JSON, key: str) -> str:
+def to_parameter_json(value: str, schema: JSON, key: str) -> str:
     """Converts the text `value` of the parameter `key` to JSON. schema: the schema of all parameters.
 
     If the parameter has no schema or may be a string, the text becomes a string. Exception: "null" becomes null if the
     parameter may also be null. For other parameters, JSON text stays unchanged, and other text becomes a string.
     """
-    parameter_schema = _property(schema, key)
+    parameter_schema = _find_parameter_schema(schema, key)
     if not isinstance(parameter_schema, dict):
         return orjson.dumps(value).decode()
     types = declared_types(parameter_schema, schema)
-    word = value.strip()
-    if word in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
-        return PYTHON_WORDS[word]
+    stripped = value.strip()
+    if stripped in PYTHON_WORDS and ({"boolean", "null"} & types) and "string" not in types:
+        return PYTHON_WORDS[stripped]
     if "string" in types:
-        return "null" if word == "null" and "null" in types else orjson.dumps(value).decode()
-    return word if _is_json(word) else orjson.dumps(value).decode()
+        return "null" if stripped == "null" and "null" in types else orjson.dumps(value).decode()
+    return stripped if _is_json(stripped) else orjson.dumps(value).decode()
 
 
-def declared_parameters(schema: JSON) -> set[str]:
+def list_declared_parameters(schema: JSON) -> set[str]:
     """Returns the names of the declared parameters. schema: the schema of all parameters."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return {*properties} if isinstance(properties, dict) else set()
 
 
-def _property(schema: JSON, key: str) -> JSON:
+def _find_parameter_schema(schema: JSON, key: str) -> JSON:
     if not isinstance(schema, dict):
         return None
     properties = schema.get("properties")
@@ -66,8 +66,8 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _loads_or_none(text: str) -> JSON:

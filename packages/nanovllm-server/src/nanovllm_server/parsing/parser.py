@@ -1,6 +1,6 @@
 """Parses the text of an answer, which arrives in pieces, into events.
 
-Where the pieces end affects only how text is divided among events. No text raises an exception.
+The ends of the pieces affect only how events divide the text. Parsing never raises an exception.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
@@ -16,7 +16,7 @@ class Parser:
     """Parses one answer.
 
     starts_in_reasoning: the prompt ends within reasoning.
-    tools: functions that the model may call; None: text that looks like a call is content.
+    tools: schemas of the functions that the model may call; None: text that looks like a call is content.
     calls_only_at_start: if the answer does not begin with a call, text that looks like a call is content.
     """
 
@@ -77,16 +77,16 @@ class Parser:
         self._collector.finish()
         return self._collector.take_events()
 
-    def _read(self, reasoning: ReasoningFormat | None, starts_in_reasoning: bool) -> ReadGenerator[None]:
-        if reasoning is not None:
-            yield from self._read_reasoning(reasoning, starts_in_reasoning)
+    def _read(self, reasoning_format: ReasoningFormat | None, starts_in_reasoning: bool) -> ReadGenerator[None]:
+        if reasoning_format is not None:
+            yield from self._read_reasoning(reasoning_format, starts_in_reasoning)
         self._is_in_content = True
         begin_texts = () if self._call_reader is None else self._call_reader.begin_texts
         if self._calls_only_at_start and not (yield from self._begins_with(begin_texts)):
             begin_texts = ()
         while (yield from self._source.read_until(begin_texts, self._collector.add_content)) is not None:
             if self._call_reader is not None:
-                yield from self._call_reader.read_block(self._collector.add_content)
+                yield from self._call_reader.read_consecutive_calls(self._collector.add_content)
 
     def _begins_with(self, tags: tuple[str, ...]) -> ReadGenerator[bool]:
         """Reads whitespace as content; returns whether one of `tags` follows."""
@@ -98,12 +98,12 @@ class Parser:
                 return True
         return False
 
-    def _read_reasoning(self, form: ReasoningFormat, starts_in_reasoning: bool) -> ReadGenerator[None]:
+    def _read_reasoning(self, reasoning_format: ReasoningFormat, starts_in_reasoning: bool) -> ReadGenerator[None]:
         source, collector = self._source, self._collector
         source.start_recording()
         yield from source.skip_whitespace()
         # Some models repeat the tag with which the prompt ends.
-        has_begin_tag = yield from source.read_literal(form.begin)
+        has_begin_tag = yield from source.read_literal(reasoning_format.begin)
         recorded_text = source.stop_recording()
         if not (has_begin_tag or starts_in_reasoning):
             collector.add_content(recorded_text)
@@ -112,13 +112,13 @@ class Parser:
         call_reader = self._call_reader
         if call_reader is not None and not call_reader.form.ends_reasoning:
             call_reader = None
-        tags = (form.end, *call_reader.begin_texts) if call_reader is not None else (form.end,)
+        tags = (reasoning_format.end, *call_reader.begin_texts) if call_reader is not None else (reasoning_format.end,)
         while (tag := (yield from source.read_until(tags, collector.add_reasoning))) is not None:
-            if tag == form.end:
+            if tag == reasoning_format.end:
                 yield from source.read_literal(tag)
                 collector.end_reasoning()
                 break
-            if call_reader is not None and (yield from call_reader.read_block(collector.add_reasoning)):
+            if call_reader is not None and (yield from call_reader.read_consecutive_calls(collector.add_reasoning)):
                 break
         else:
             return

@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 # A generator that yields when it needs more text, and finally returns the value that it has read.
 ReadGenerator: TypeAlias = Generator[None, None, Value]
 
-MAX_NAME_LENGTH = 256
+MAX_NAME_LENGTH = 256  # Characters of a function's or parameter's name.
 # Characters of JSON's numbers, true, false and null.
 SCALAR_CHARACTERS = frozenset("+-.0123456789truefalsnE")
 # Characters that JSON allows only in strings. Tags, code fences and separators of calls begin with one of these.
@@ -22,7 +22,7 @@ STRING_ONLY_CHARACTERS = "<`;"
 
 
 class NestingCounter:
-    """Counts the open brackets and strings of a text, even if the text is not valid JSON."""
+    """Counts the open brackets and strings (`depth`) of a text, even if the text is not valid JSON."""
 
     def __init__(self, depth: int = 0):
         self.depth = depth
@@ -51,7 +51,7 @@ class NestingCounter:
 
 
 class Source:
-    """Holds the text that has arrived and is not yet read. Can record the text that is read."""
+    """Holds the text that has arrived but is still unread. Can record the text that the parser reads."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -117,9 +117,9 @@ class Source:
     def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
         """Passes text to `sink` up to the tag that comes first. Returns the unread tag; None if no tag comes."""
         while True:
-            found = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
-            if found:
-                index, tag = min(found)
+            tag_positions = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
+            if tag_positions:
+                index, tag = min(tag_positions)
                 sink(self._read_to(index))
                 return tag
             sink(self._read_to(len(self._text) if self._has_ended else self._find_possible_tag(tags)))
@@ -176,11 +176,11 @@ class Source:
         max_length: maximum length; None for no limit. With a limit, reading also stops before a line break in a string.
         """
         nesting, length = NestingCounter(), 0
-        string_stops = "" if max_length is None else "\n"
+        stops_in_strings = "" if max_length is None else "\n"
         while True:
             text = self._text
             for index in range(self._position, len(text)):
-                if text[index] in (string_stops if nesting.in_string else STRING_ONLY_CHARACTERS):
+                if text[index] in (stops_in_strings if nesting.in_string else STRING_ONLY_CHARACTERS):
                     sink(self._read_to(index))
                     return False
                 nesting.step(text[index])
@@ -195,7 +195,7 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes an object without its { to `sink`. Stops after its } or before a line that begins with {."""
+        """Passes an object to `sink`, except its first {. Stops after its } or before a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text
