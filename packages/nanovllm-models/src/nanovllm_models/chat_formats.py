@@ -11,8 +11,7 @@ class ReasoningFormat:
     """Reasoning at the beginning of an answer, between two tags.
 
     name: value of the flag --reasoning-parser.
-    begin: tag before the reasoning. Some templates write this tag into the prompt.
-    end: tag after the reasoning.
+    begin, end: tags around the reasoning. Some templates write `begin` into the prompt.
     """
 
     name: str
