@@ -10,7 +10,8 @@ from nanovllm_models.fields import read_fields
 class ReasoningFormat:
     """Reasoning at the beginning of an answer, between two tags.
 
-    begin: tag before the reasoning. Some templates write this tag into the prompt.
+    name: value of the flag --reasoning-parser.
+    begin, end: tags around the reasoning. Some templates write `begin` into the prompt.
     """
 
     name: str
@@ -22,6 +23,7 @@ class ReasoningFormat:
 class _CallFormat:
     """The fields of all formats of tool calls.
 
+    name: value of the flag --tool-call-parser.
     template_markers: texts that every chat template of this format contains.
     separator: text that may stand between two calls, besides whitespace.
     ends_reasoning: whether the tag `begin` also ends reasoning that lacks its own end tag.
@@ -51,12 +53,12 @@ class JsonCalls(_CallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencedCalls(_CallFormat):
-    """Tool calls in one block. Each call has a kind, the function's name, and the arguments as fenced JSON.
+    """Tool calls between two tags. Each call has a type, the function's name, and the arguments as fenced JSON.
 
-    begin, end: tags around the block.
+    begin, end: tags around all calls.
     call_begin, call_end: tags around one call.
-    kind: text after `call_begin`.
-    name_begin: tag between the kind and the function's name. The name ends at the end of its line.
+    kind: type of every call, written after `call_begin`.
+    name_begin: tag between the type and the function's name. The name ends at the end of its line.
     fence_begin, fence_end: lines around the JSON of the arguments.
     """
 
@@ -72,9 +74,9 @@ class FencedCalls(_CallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlCalls(_CallFormat):
-    """Tool calls as XML elements in a block, with one element per parameter.
+    """Tool calls as XML elements, with one element per parameter.
 
-    begin, end: tags around a block.
+    begin, end: tags around a block of one or several calls.
     call_begin, name_end, call_end: texts before the function's name, after the name, and after the call.
     parameter_begin, key_end, parameter_end: texts before a parameter's name, after the name, and after the value.
     has_line_breaks: whether a line break precedes and follows each value.
@@ -172,9 +174,9 @@ LLAMA = JsonCalls(
 
 REASONING_FORMATS = {reasoning.name: reasoning for reasoning in (THINK,)}
 
-# The order matters: a template of QWEN3_CODER may also contain the markers of HERMES.
+# `detect_format` takes the first match. A template of QWEN3_CODER may also contain the markers of HERMES.
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
-    calls.name: calls for calls in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
+    call_format.name: call_format for call_format in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
 # Formats of tool calls by architecture, for chat templates that do not mention tools.
@@ -191,14 +193,14 @@ def detect_format(architecture: str | None, template: str) -> ChatFormat:
     template: the chat template that the model is served with; "" for none.
     """
     reasoning = next((known for known in REASONING_FORMATS.values() if known.end in template), None)
-    calls = next(
+    tool_calls = next(
         (known for known in TOOL_CALL_FORMATS.values() if all(marker in template for marker in known.template_markers)),
         None,
     )
-    # A template that mentions tools shows the model a format. If the format is unknown here, no other format applies.
-    if calls is None and "tool" not in template:
-        calls = FORMAT_BY_ARCHITECTURE.get(architecture or "", HERMES)
-    return ChatFormat(reasoning, calls)
+    # A template that mentions tools shows the model its format of calls, so no default applies.
+    if tool_calls is None and "tool" not in template:
+        tool_calls = FORMAT_BY_ARCHITECTURE.get(architecture or "", HERMES)
+    return ChatFormat(reasoning, tool_calls)
 
 
 def read_format(path: Path, template: str) -> ChatFormat:

@@ -32,7 +32,7 @@ class CheckpointWeights:
 
         Raises WeightError if the tensors do not fit the model, ModelError if a file can't be read.
 
-        can_skip: returns whether the module does not need a tensor. Takes the name of a tensor that the module lacks.
+        can_skip: takes the name of a tensor that the module lacks; returns whether to ignore the tensor.
         """
         load_weights(module, self.tensors(), can_skip)
 
@@ -80,7 +80,7 @@ class RandomWeights:
         fill_random(module, self.seed)
 
     def names(self) -> frozenset[str]:
-        """Return no names, so that the model is built without optional weights."""
+        """Return no names: there is no checkpoint."""
         return frozenset()
 
 
@@ -88,7 +88,7 @@ WeightSource = CheckpointWeights | RandomWeights
 
 
 def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
-    """Find the safetensors files of a model directory. Raises ModelError if there is no file, or if a file is missing.
+    """Find the safetensors files of a model directory. Raises ModelError if there are none, or if one is missing.
 
     progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """

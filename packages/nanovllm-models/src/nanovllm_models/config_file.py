@@ -9,10 +9,11 @@ from nanovllm_core.layers.rotary import Llama3Scaling, RotaryConfig, YarnScaling
 from nanovllm_models.fields import JsonFields, read_fields
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# MiniMax's checkpoints have the second name.
+# Names of the number format e4m3 in config.json. MiniMax's checkpoints have the second name.
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
+# Characters of globs and regular expressions, which modules' names do not contain.
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
-# The default of transformers.
+# Base of the rotary frequencies, the default of transformers.
 DEFAULT_ROPE_THETA = 10000.0
 
 
@@ -28,7 +29,7 @@ def parse_dtype(config: JsonFields) -> torch.dtype:
 def parse_quantization(config: JsonFields) -> BlockFP8 | None:
     """Return the quantisation of the linear weights; None if they are not quantised.
 
-    Raises ModelError for a quantisation other than e4m3 in blocks of 128 x 128.
+    Raises ModelError for a quantisation other than e4m3 with one scale per 128 x 128 weights.
     """
     if not config.has("quantization_config"):
         return None
@@ -68,7 +69,7 @@ def parse_rotary(
 
     max_position: maximum length of a sequence, in tokens.
     default_theta: base of the frequencies if config.json has none.
-    head_dim: size of a head, for a family that can rotate only a part of each head; None for other families.
+    head_dim: size of a head if the family may rotate a part of each head; None for other families.
     default_fraction: fraction of each head to rotate if config.json does not give the fraction.
     """
     rope = config.nested("rope_scaling" if config.has("rope_scaling") else "rope_parameters")

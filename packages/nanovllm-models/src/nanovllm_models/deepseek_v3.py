@@ -22,6 +22,7 @@ from nanovllm_models.fields import JsonFields
 from nanovllm_models.model_spec import DecoderWithHead, make_model_spec
 from nanovllm_models.mtp import has_mtp_heads
 
+# Name of the shared experts' module in checkpoints.
 SHARED_EXPERT_NAMES = SharedExpertNames("shared_experts")
 
 
@@ -100,8 +101,8 @@ def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -
         raise config.error("qk_rope_head_dim", "even")
     scale = (key_dim + rope_dim) ** -0.5
     if isinstance(rotary.scaling, YarnScaling):
-        # The factor applies to queries and to keys, so it is squared. The rotary table can't include the factor: the
-        # table scales only the rotated part of a head.
+        # YaRN multiplies queries and keys by a factor, so scores have its square. The rotary table can't include the
+        # factor: the table scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
     return LatentAttentionConfig(
         num_heads=num_heads,
@@ -146,7 +147,7 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
 class DeepseekV3MoE(nn.Module):
     """Routed experts and shared experts.
 
-    `shared_experts` holds all shared experts as one dense layer, unless they are fused with the routed experts.
+    `shared_experts` is one dense layer for all shared experts; None if `experts` also computes the shared experts.
 
     name: name of this module in the checkpoint.
     """
@@ -222,7 +223,8 @@ class MTPOutputHead(nn.Module):
 class MTPLayer(DeepseekV3Layer):
     """A layer for multi-token prediction. Nothing runs it yet.
 
-    `eh_proj` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
+    `eh_proj` projects the concatenation of a token's embedding and the previous token's hidden state. `enorm` norms the
+    embedding, `hnorm` the hidden state.
     """
 
     def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
@@ -244,7 +246,7 @@ def run_between(
 
 
 class DeepseekV3Model(nn.Module):
-    """The decoder: the model without its output head. `layers` ends with the layers for multi-token prediction."""
+    """The decoder: the model without its output head. `layers` has the decoder layers, then the MTP layers."""
 
     def __init__(self, config: DeepseekV3Config, build: BuildContext):
         super().__init__()
@@ -256,13 +258,13 @@ class DeepseekV3Model(nn.Module):
         self.layers = nn.ModuleList(decoder_layers + mtp_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
-        # A compiled function serves only layers of one kind: with experts or without.
+        # One compiled function for layers without experts, one for layers with experts. Index: has_experts.
         self._run_between = tuple(
             compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for _ in range(2)
         )
 
     def decoder_layers(self) -> list[DeepseekV3Layer]:
-        """Return the layers that `forward` runs. The layers for multi-token prediction are not included."""
+        """Return the layers that `forward` runs. The MTP layers are not included."""
         return [*self.layers][: self._num_layers]
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:

@@ -25,8 +25,9 @@ SOURCE_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE_BYTES = 98_362_432
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+# Name of the file that lists sizes and checksums of the converted files.
 MANIFEST_NAME = "manifest.json"
-# Increase this number when the conversion changes: directories with a lower number are rebuilt.
+# Increase this number when the conversion changes: directories with another number are rebuilt.
 MANIFEST_VERSION = 2
 WORK_DIRECTORY_PREFIX = ".building-"
 

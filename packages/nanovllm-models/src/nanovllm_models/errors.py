@@ -2,12 +2,12 @@
 
 
 class ModelError(ValueError):
-    """A model directory that can't be served. The message names the file or field."""
+    """A model directory can't be served. The message names the file or field."""
 
 
 class TemplateError(ModelError):
-    """A conversation that the chat template refuses, or a model without a chat template."""
+    """The chat template refuses a conversation, or the model has no chat template."""
 
 
 class TemplateValueError(TemplateError):
-    """A template variable from the caller with a reserved name."""
+    """A template variable of the caller has a reserved name."""

@@ -19,7 +19,7 @@ MAX_VALUE_CHARACTERS = 100
 class JsonFields:
     """The fields of one JSON object. A field with the value null counts as absent.
 
-    Methods that read a field raise ModelError if the field is invalid, or if the field is absent without a default.
+    Methods that read a field raise ModelError for an invalid field, and for an absent field that has no default.
 
     source: name of the JSON object in error messages.
     """

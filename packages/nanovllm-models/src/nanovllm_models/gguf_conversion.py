@@ -28,11 +28,12 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# GGUF permutes the rows of these modules. Values: metadata keys of the number of heads.
+# Modules whose rows GGUF permutes, with the metadata key of each module's number of heads.
 HEAD_COUNT_KEYS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 
 # Metadata of a GGUF file, by key.
 Metadata = dict[str, Any]
+# Keys of the metadata that `convert` checks before it converts a model.
 MODEL_KIND_KEYS = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
 
 
@@ -55,10 +56,10 @@ def convert(file: Path, directory: Path, *, progress: bool | None = None) -> Non
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     for name, content in {
-        "config.json": _config(metadata),
+        "config.json": _make_config(metadata),
         # Greedy decoding is the default: at temperature 1, the answers of this 4-bit model lose the topic.
-        "generation_config.json": {**_special_token_ids(metadata), "do_sample": False},
-        "tokenizer_config.json": _tokenizer_config(metadata),
+        "generation_config.json": {**_read_special_token_ids(metadata), "do_sample": False},
+        "tokenizer_config.json": _make_tokenizer_config(metadata),
     }.items():
         (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -95,12 +96,12 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def _unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
-    # GGUF interleaves the halves of each head's rotary dimensions; Hugging Face stores the halves in sequence.
+    # GGUF interleaves the two halves of a head's rotary dimensions; Hugging Face stores one half after the other.
     rows, columns = values.shape
     return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _config(metadata: Metadata) -> dict[str, Any]:
+def _make_config(metadata: Metadata) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -119,11 +120,11 @@ def _config(metadata: Metadata) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": True,
-        **_special_token_ids(metadata),
+        **_read_special_token_ids(metadata),
     }
 
 
-def _special_token_ids(metadata: Metadata) -> dict[str, int]:
+def _read_special_token_ids(metadata: Metadata) -> dict[str, int]:
     return {
         "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
         "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
@@ -131,7 +132,7 @@ def _special_token_ids(metadata: Metadata) -> dict[str, int]:
     }
 
 
-def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+def _make_tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -14,9 +14,10 @@ from nanovllm_models.errors import ModelError
 
 # `organisation/name`, optionally `@revision`: a branch, a tag or a commit.
 REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+# Globs of the files to download: configuration and tokenizer, and weights.
 METADATA_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHT_FILES = ("*.safetensors",)
-# Copies of the weights in other layouts.
+# Globs of copies of the weights in other layouts.
 IGNORED_FILES = ("*/*", "consolidated*")
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,12 @@ class ModelDirectory:
 
 
 def is_repository(model: str) -> bool:
-    """Return whether `find_model` looks for `model` on the hub, because `model` is not an existing path."""
+    """Return whether `model` names a repository: `find_model` then downloads it. An existing path is no repository."""
     return REPOSITORY.fullmatch(model) is not None and not os.path.lexists(_expand_home(model))
 
 
 def find_model(model: str | None, *, with_weights: bool = True, progress: bool | None = None) -> ModelDirectory:
-    """Find a model's directory. Download a repository of the hub unless huggingface_hub has cached the files.
+    """Find a model's directory. Downloads the files of a repository that the cache of huggingface_hub lacks.
 
     huggingface_hub reads its environment variables, such as HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
     Raises ModelError if neither a directory nor a repository is found, if a local directory has no config.json, or if
@@ -51,7 +52,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         return ModelDirectory(path, path.name)
     path = Path(_expand_home(model))
     if os.path.isdir(_expand_home(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
-        # Checked before the engine and the tokenizer load side by side: they would report this fault differently.
+        # Checked here, because the engine and the tokenizer load concurrently and would report this fault differently.
         check_has_config(path)
         return ModelDirectory(path, path.resolve().name)
     match = REPOSITORY.fullmatch(model)
@@ -64,7 +65,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         )
     files = (*METADATA_FILES, *WEIGHT_FILES) if with_weights else METADATA_FILES
     is_shown = sys.stderr.isatty() if progress is None else progress
-    with _progress_bars(is_shown):
+    with _show_progress_bars(is_shown):
         return ModelDirectory(_download(match["name"], match["revision"], files, log_start=not is_shown), match["name"])
 
 
@@ -120,32 +121,32 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_st
                 "pass a directory"
             ) from error
         if isinstance(error.__cause__, HfHubHTTPError):
-            raise ModelError(f"{hub} refused to send {name}: {_one_line(error.__cause__)}") from error
+            raise ModelError(f"{hub} refused to send {name}: {_to_one_line(error.__cause__)}") from error
         raise ModelError(
             f"{name} is not a directory, and {hub} can't be reached to download a repository of this name: check the "
             "network and HF_ENDPOINT, or pass a directory"
         ) from error
     except HFValidationError as error:
-        raise ModelError(f"{name} is not a valid name of a repository: {_one_line(error)}") from error
+        raise ModelError(f"{name} is not a valid name of a repository: {_to_one_line(error)}") from error
     except HfHubHTTPError as error:
-        raise ModelError(f"{hub} refused to send {name}: {_one_line(error)}") from error
+        raise ModelError(f"{hub} refused to send {name}: {_to_one_line(error)}") from error
     except HTTPError as error:
         raise ModelError(
-            f"the download of {name} from {hub} broke off: {_one_line(error)} (start again to continue the download)"
+            f"the download of {name} from {hub} broke off: {_to_one_line(error)} (start again to continue the download)"
         ) from error
     except OSError as error:
         raise ModelError(
-            f"can't store {name} in {cache}: {_one_line(error)} (set HF_HOME to use another directory)"
+            f"can't store {name} in {cache}: {_to_one_line(error)} (set HF_HOME to use another directory)"
         ) from error
     return Path(path)
 
 
-def _one_line(error: Exception) -> str:
+def _to_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
-def _progress_bars(is_shown: bool) -> Generator[None]:
+def _show_progress_bars(is_shown: bool) -> Generator[None]:
     """Hide the progress bars of huggingface_hub unless `is_shown`."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -12,10 +12,10 @@ MAX_COMPOSED_CHARACTERS = 4
 
 
 class LengthBound(NamedTuple):
-    """Computes a lower bound of the number of tokens.
+    """Computes a lower bound of the number of a text's tokens.
 
     max_token_characters: maximum number of the text's characters that become one token.
-    dropped_characters: characters that have no token.
+    dropped_characters: characters that become no token.
     """
 
     max_token_characters: int

@@ -98,7 +98,8 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
     if defaults.head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
         raise config.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
     head_dim = config.positive_integer("head_dim", defaults.head_dim or hidden_size // num_heads)
-    partly_rotated_dim = head_dim if defaults.allows_partial_rotation else None
+    # `parse_rotary` takes head_dim only for families that may rotate a part of each head.
+    partial_head_dim = head_dim if defaults.allows_partial_rotation else None
     max_position = config.positive_integer("max_position_embeddings", defaults.max_position_embeddings)
     attention_bias = config.boolean("attention_bias", False)
     return LlamaConfig(
@@ -111,7 +112,7 @@ def parse_llama_fields(config: JsonFields, defaults: ConfigDefaults) -> LlamaCon
         head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=config.positive_number("rms_norm_eps", 1e-6),
-        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, head_dim=partly_rotated_dim),
+        rotary=parse_rotary(config, max_position, default_theta=defaults.rope_theta, head_dim=partial_head_dim),
         attention_bias=attention_bias,
         o_proj_bias=attention_bias,
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
@@ -130,12 +131,12 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
+        projections = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
         name = f"model.layers.{index}.self_attn"
-        qkv_quantization = find_quantization(config.quantization, name, *(part.name for part in parts))
+        qkv_quantization = find_quantization(config.quantization, name, *(linear.name for linear in projections))
         o_quantization = find_quantization(config.quantization, name, "o_proj")
         self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, build, quantization=qkv_quantization)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, projections, build, quantization=qkv_quantization)
         self.o_proj = RowParallelLinear(
             num_heads * head_dim, config.hidden_size, build, bias=config.o_proj_bias, quantization=o_quantization
         )
@@ -194,7 +195,7 @@ def run_between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: Llam
     return x, next_layer.before_attention(x)
 
 
-# Makes the layer with this index: a LlamaLayer, or a module with the same methods and attributes.
+# Takes a layer's index. Makes a LlamaLayer, or a module with the same methods and attributes.
 MakeLayer = Callable[[LlamaConfig, int, BuildContext], nn.Module]
 
 
@@ -208,10 +209,10 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(make_layer(config, index, build) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        # A compiled function serves only layers of one kind: sparse layers (with experts) or dense layers.
+        # One compiled function for layers without experts, one for layers with experts. Keys: has_experts.
         self._run_between = {
-            sparse: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between
-            for sparse in (False, True)
+            has_experts: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between
+            for has_experts in (False, True)
         }
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
@@ -240,7 +241,7 @@ class LlamaForCausalLM(DecoderWithHead):
 
 def can_skip_tensor(name: str, skipped_prefixes: tuple[str, ...] = ()) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
-    # Some checkpoints with a tied head store its weight again. Old checkpoints have rotary frequencies.
+    # Some checkpoints store the weight of a tied head again. Old checkpoints store rotary frequencies.
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
 
 

@@ -88,13 +88,13 @@ class MiniMaxM2Attention(LlamaAttention):
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Attend; returns [T, query heads * head_dim]. qkv: [T, all heads * head_dim], overwritten."""
         heads = self.heads
-        sizes = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        norm_parts(qkv, sizes, (self.q_norm.packed_weight, self.k_norm.packed_weight), self.q_norm.eps)
+        norm_widths = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        norm_parts(qkv, norm_widths, (self.q_norm.packed_weight, self.k_norm.packed_weight), self.q_norm.eps)
         return attend(heads.view_heads(qkv), rotation, ctx, self._index)
 
 
 class MiniMaxM2Layer(nn.Module):
-    """Attention and experts, which callers run like a `LlamaLayer`."""
+    """Attention and experts, with the methods and attributes of a `LlamaLayer`."""
 
     has_experts = True
 
@@ -126,6 +126,7 @@ def build_minimax_m2(
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     num_layers = config.num_hidden_layers
     mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_modules))
+    # Called for its log line only: no published checkpoint has these heads.
     has_mtp_heads(weights, mtp_prefixes, num_mtp_modules)
     make_layer = partial(MiniMaxM2Layer, moe=moe)
     return build_llama(build, config=config, weights=weights, make_layer=make_layer, skipped_prefixes=mtp_prefixes)

@@ -10,8 +10,8 @@ _log = logging.getLogger(__name__)
 def has_mtp_heads(weights: WeightSource, prefixes: tuple[str, ...], num_declared: int) -> bool:
     """Return whether the weights include MTP heads. Raises ModelError if a file can't be read.
 
-    prefixes: prefixes of the names of the heads' tensors.
-    num_declared: number of heads that config.json declares. If the weights have none, a log line says so.
+    prefixes: beginnings of the names of the heads' tensors.
+    num_declared: number of heads that config.json declares. If the weights lack them, a log line says so.
     """
     if isinstance(weights, RandomWeights):
         return num_declared > 0

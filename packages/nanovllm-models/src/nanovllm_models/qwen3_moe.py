@@ -16,6 +16,7 @@ from nanovllm_models.llama import ConfigDefaults, LlamaConfig, LlamaLayer, make_
 class Qwen3MoEConfig:
     """The fields of config.json that define the experts.
 
+    intermediate_size: width of an expert.
     sparse_layers: indices of the layers with experts.
     """
 
@@ -46,7 +47,7 @@ def parse_moe_config(
     num_layers: int,
     default_experts: int = 128,
     default_top_k: int = 8,
-    default_width: int = 768,
+    default_expert_width: int = 768,
     *,
     default_renormalize: bool = False,
 ) -> Qwen3MoEConfig:
@@ -61,7 +62,7 @@ def parse_moe_config(
     dense_layers = config.non_negative_integers("mlp_only_layers")
     return Qwen3MoEConfig(
         num_experts=num_experts,
-        intermediate_size=config.positive_integer("moe_intermediate_size", default_width),
+        intermediate_size=config.positive_integer("moe_intermediate_size", default_expert_width),
         routing=Routing(top_k, renormalize=config.boolean("norm_topk_prob", default_renormalize)),
         sparse_layers=frozenset(i for i in range(num_layers) if (i + 1) % sparse_step == 0 and i not in dense_layers),
     )

@@ -33,6 +33,7 @@ from nanovllm_models.qwen3_moe import Qwen3MoEConfig, parse_moe_config
 
 LAYER_TYPES = LINEAR_ATTENTION, FULL_ATTENTION = ("linear_attention", "full_attention")
 MTP_PREFIX = "mtp."
+# Names of the shared expert and its gate in checkpoints.
 SHARED_EXPERT_NAMES = SharedExpertNames("shared_expert", "shared_expert_gate")
 
 
@@ -41,6 +42,7 @@ class Qwen3NextConfig:
     """The fields of config.json that define the model.
 
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
+    delta: shape of Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
     num_mtp_heads: declared heads for multi-token prediction. Published checkpoints have a head but declare none.
     """
@@ -157,6 +159,7 @@ class GatedAttention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gate_width = self.heads.num_heads * head_dim
         self._projected_widths = (gate_width + 2 * self.heads.num_kv_heads * head_dim, gate_width)
+        # Whether `qkv_proj` also norms. A fused FP8 matmul would return the dtype of the norm's weight, float32.
         self._is_norm_fused = qkv_quantization is None
         self._cache_index = cache_index
 
@@ -175,7 +178,7 @@ class GatedAttention(nn.Module):
 class Qwen3NextMoE(nn.Module):
     """Routed experts and a gated shared expert.
 
-    `shared_expert` is None if the shared expert is fused with the routed experts.
+    `shared_expert` is None if `experts` also computes the shared expert.
 
     name: name of this module in the checkpoint.
     """
@@ -250,7 +253,7 @@ class Qwen3NextLayer(nn.Module):
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
-        # A fused FP8 matmul would return the dtype of the norm's weight, which is float32.
+        # Whether `mlp` also norms, see GatedAttention.
         self._is_norm_fused = mlp_quantization is None
 
     def before_mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,7 +299,7 @@ class Qwen3NextModel(nn.Module):
         rotary_dim = config.rotary.rotary_dim(config.head_dim)
         self._rotary = RotaryEmbedding(config.rotary, rotary_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
-        # Index of the next layer's cache. Keys: has_attention.
+        # Index of the next cache, for each kind of layer. Keys: has_attention.
         cache_indices = {True: 0, False: 0}
         self.layers = nn.ModuleList()
         for index in range(config.num_hidden_layers):
@@ -307,8 +310,8 @@ class Qwen3NextModel(nn.Module):
             )
             cache_indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # Each kind of pair of layers has its own compiled function.
-        kinds = {_pair_kind(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
+        # One compiled function runs parts of two consecutive layers: one function for each combination of their kinds.
+        kinds = {_classify_pair(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._run_between = {
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
         }
@@ -321,20 +324,20 @@ class Qwen3NextModel(nn.Module):
         projected = layer.before_mix(x)
         for next_layer in later_layers:
             mixed = layer.mix(projected, rotation, ctx)
-            x, *inputs = self._run_between[_pair_kind(layer, next_layer)](mixed, x, layer, next_layer)
+            x, *inputs = self._run_between[_classify_pair(layer, next_layer)](mixed, x, layer, next_layer)
             projected = tuple(inputs)
             layer = next_layer
         return self.norm.forward(layer.after_mix(layer.mix(projected, rotation, ctx), x))
 
 
-def _pair_kind(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool, bool, bool]:
+def _classify_pair(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool, bool, bool]:
     return layer.has_attention, layer.has_experts, next_layer.has_attention
 
 
 class MTPHead(nn.Module):
     """A head for multi-token prediction. Nothing runs it yet.
 
-    `fc` projects a concatenation: a token's normed embedding, and the previous token's normed hidden state.
+    `fc` projects the concatenation of a token's normed embedding and the previous token's normed hidden state.
     """
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, *, has_experts: bool):
@@ -368,7 +371,7 @@ def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: W
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
     if has_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
-        # No field of config.json says whether the head has experts.
+        # No field of config.json says whether the head has experts. Random weights have no names.
         names = weights.names()
         has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)
         make_mtp, skipped_prefixes = partial(MTPHead, config, build, has_experts=has_experts), ()

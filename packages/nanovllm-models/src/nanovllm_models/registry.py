@@ -18,7 +18,7 @@ LoadFormat = Literal["auto", "dummy"]
 
 
 class BuildSpec(Protocol):
-    """The function of a family that makes a directory's ModelSpec."""
+    """A family's function that makes the ModelSpec of a directory."""
 
     def __call__(self, path: Path, fields: JsonFields, *, name: str, weights: WeightSource) -> ModelSpec:
         """Return the spec of the checkpoint in `path`, whose config.json is `fields`. Raises ModelError."""

@@ -22,16 +22,17 @@ from nanovllm_models.tokenizer_components import component_states
 MAX_CACHE_BYTES = 64 << 20
 # A segment that exceeds 1 / MIN_SEGMENTS of the cache is not cached, because it would displace many segments.
 MIN_SEGMENTS = 8
-# Overhead of an entry, for the OrderedDict and the header of a bytes object.
+# Memory of a cached segment besides text and ids: for the OrderedDict and the header of a bytes object.
 _ENTRY_OVERHEAD_BYTES = 200
-# Encoding fewer characters than this is faster than reading the exchange.
+# Encoding fewer characters than this is faster than receiving segments of other processes.
 MIN_RECEIVE_CHARACTERS = 1024
 
-# Components of tokenizers that treat each segment independently.
+# Normalizers and pre-tokenizers that treat each segment independently.
 _INDEPENDENT_NORMALIZERS = frozenset({"Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"})
 _INDEPENDENT_PRE_TOKENIZERS = frozenset(
     {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "Whitespace", "WhitespaceSplit"}
 )
+# Texts with which `make_segment_encoder` checks that segments are independent.
 _SAMPLE_TEXTS = ("Hello  world's", " 2024,\n\n", "\tif x:\n    ", "e\u0301 ﬁ ½ 東京 👩‍👩‍👧", "▁a\u00a0", " ", "\n")
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
     # The pattern nests one level for each added token that is a prefix of another added token.
     except RecursionError:
         return None
-    for text in _self_check_texts([*splitting_ids]):
+    for text in _make_check_texts([*splitting_ids]):
         if encoder.encode(text).tolist() != backend.encode(text, add_special_tokens=False).ids:
             logger.warning("the tokenizer's segments depend on each other: prompts are encoded as a whole")
             return None
@@ -176,9 +177,9 @@ def longest_match_pattern(words: Sequence[str]) -> str:
         if word:
             words_by_first_character.setdefault(word[0], []).append(word)
     branches: list[str] = []
-    for group in words_by_first_character.values():
-        prefix = commonprefix(group)  # noqa: RUF071 (these are not paths)
-        branches.append(re.escape(prefix) + longest_match_pattern([word[len(prefix) :] for word in group]))
+    for same_start in words_by_first_character.values():
+        prefix = commonprefix(same_start)  # noqa: RUF071 (these are not paths)
+        branches.append(re.escape(prefix) + longest_match_pattern([word[len(prefix) :] for word in same_start]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")
@@ -198,7 +199,7 @@ def _is_independent(backend: tokenizers.Tokenizer) -> bool:
     )
 
 
-def _self_check_texts(tokens: Sequence[str]) -> list[str]:
+def _make_check_texts(tokens: Sequence[str]) -> list[str]:
     samples = cycle(_SAMPLE_TEXTS)
     texts = ["", *_SAMPLE_TEXTS, "".join(tokens), "".join([token + next(samples) for token in tokens])]
     return texts + [f"{sample}{tokens[0]}{sample}{tokens[-1]}{sample}" for sample in _SAMPLE_TEXTS]

@@ -6,7 +6,7 @@ from nanovllm_models.tokenizer_components import component_types
 
 
 class VocabularyError(ValueError):
-    """A tokenizer whose tokens can't be translated to bytes."""
+    """The tokens of a tokenizer can't be translated to bytes."""
 
 
 class TokenBytes:
@@ -50,4 +50,5 @@ def _map_characters_to_bytes() -> dict[str, int]:
     return table
 
 
+# Byte-level BPE writes each byte as one printable character.
 BYTE_BY_CHARACTER = _map_characters_to_bytes()

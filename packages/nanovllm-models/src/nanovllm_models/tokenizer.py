@@ -33,9 +33,10 @@ class Tokenizer:
     """A model's tokenizer and chat template.
 
     chat_template: Jinja source to use instead of the model's template; None for the model's template.
+    backend: the same tokenizer as an object of the package `tokenizers`.
     vocab_size: number of tokens, including added tokens.
     eos_token_id: id of the token that ends a turn; None if the tokenizer's files name no such token.
-    has_chat_template: whether there is a template, which `render_chat` requires.
+    has_chat_template: whether there is a template; `render_chat` needs one.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerFast", chat_template: str | None = None):
@@ -60,7 +61,7 @@ class Tokenizer:
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Exchange encoded segments with tokenizers of the same model, if this tokenizer caches segments."""
+        """Exchange encoded pieces of text with other processes, if this tokenizer caches such segments."""
         if self._segment_encoder is not None:
             self._segment_encoder.share(exchange)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def component_states(component: Any) -> list[dict[str, Any]]:
-    """Return the states of a component's parts, as in tokenizer.json; [] for None. Flattens nested sequences.
+    """Return a component's state as in tokenizer.json; for a (nested) sequence, the state of each member; [] for None.
 
     Raises an exception of the tokenizers library for a component that is written in Python.
     """
@@ -20,5 +20,5 @@ def component_types(component: Any) -> list[str]:
 def _flatten_sequences(state: dict[str, Any]) -> list[dict[str, Any]]:
     if state["type"] != "Sequence":
         return [state]
-    parts = next(value for key, value in state.items() if key != "type")
-    return [flat_part for part in parts for flat_part in _flatten_sequences(part)]
+    members = next(value for key, value in state.items() if key != "type")
+    return [member_state for member in members for member_state in _flatten_sequences(member)]

@@ -1,4 +1,4 @@
-"""Reads the vocabulary that grammars need from a model directory."""
+"""Reads a model's vocabulary, which grammars need."""
 
 from dataclasses import fields
 from pathlib import Path
