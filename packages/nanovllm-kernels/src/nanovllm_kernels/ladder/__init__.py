@@ -1,4 +1,5 @@
 """Measure how fast the kernels run on this GPU, relative to what its memory and tensor cores can do.
+
     python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
 
 Each figure is the median time of CUDA-graph replays. A graph calls the kernel on copies of the inputs that together
@@ -24,7 +25,7 @@ from nanovllm_kernels.ladder.timing import BenchmarkCase, Figure, measure
 from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
 from nanovllm_kernels.platform import describe_device, has_cuda
 
-__all__ = ["Figure", "Work", "ladder", "main", "measure", "selected"]
+__all__ = ["Figure", "ladder", "main", "measure", "selected"]
 
 
 def ladder() -> Iterator[BenchmarkCase]:

@@ -21,7 +21,7 @@ from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.protocol.error import ApiError, invalid_grammar, prompt_too_long, unavailable, unsupported
-from nanovllm_server.protocol.json import show
+from nanovllm_server.protocol.json import describe_value
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.protocol.schema import refused_grammar
@@ -82,7 +82,7 @@ class Service:
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {show(name)} does not exist; this server has {', '.join(self.model_names)}",
+                f"the model {describe_value(name)} does not exist; this server has {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from nanovllm_server.protocol.error import ApiError
-from nanovllm_server.protocol.json import show
+from nanovllm_server.protocol.json import describe_value
 
 ANY_NAME = "*"
 # A name, or an IPv6 address in brackets. A port may follow (RFC 3986, section 3.2.2).
@@ -35,14 +35,16 @@ class HostCheck:
             return
         match = HOST_HEADER.fullmatch(header.strip())
         if match is None:
-            message = f"the Host header must be a name or an address with an optional port, not {show(header)}"
+            message = (
+                f"the Host header must be a name or an address with an optional port, not {describe_value(header)}"
+            )
             raise ApiError(400, message, code="invalid_http")
         name = _normalize(match[1])
         if not (self._allows_all_names or self._is_allowed(name)):
             raise ApiError(
                 403,
-                f"this server does not allow the name {show(name)} in the Host header: use an IP address, or start the "
-                "server with --allowed-hosts and this name",
+                f"this server does not allow the name {describe_value(name)} in the Host header: use an IP address, or "
+                "start the server with --allowed-hosts and this name",
                 code="host_not_allowed",
             )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from nanovllm_server.protocol.bodies import Error
-from nanovllm_server.protocol.json import JSON, show
+from nanovllm_server.protocol.json import JSON, describe_value
 
 
 class ApiError(Exception):
@@ -38,7 +38,7 @@ class ApiError(Exception):
 
 def bad_field(path: str, expected: str, value: JSON) -> ApiError:
     """Returns a 400 for the field at `path`. expected: text after "must be" in the message."""
-    return ApiError(400, f"{path} must be {expected}, not {show(value)}", param=path, code="invalid_value")
+    return ApiError(400, f"{path} must be {expected}, not {describe_value(value)}", param=path, code="invalid_value")
 
 
 def missing_field(path: str, expected: str) -> ApiError:

@@ -1,5 +1,5 @@
-"""Exports the type of JSON values, and `show`, which shortens a value for error messages."""
+"""Exports the type of JSON values, and `describe_value`, which shortens a value for error messages."""
 
-from nanovllm_core.grammar.schemas.json_values import JSON, show
+from nanovllm_core.grammar.schemas.json_values import JSON, describe_value
 
-__all__ = ["JSON", "show"]
+__all__ = ["JSON", "describe_value"]

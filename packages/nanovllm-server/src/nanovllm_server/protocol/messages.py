@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from nanovllm_server.protocol.error import unsupported
 from nanovllm_server.protocol.field_reader import FieldReader
-from nanovllm_server.protocol.json import show
+from nanovllm_server.protocol.json import describe_value
 
 MAX_MESSAGES = 10_000
 # `function` is OpenAI's former name of the role `tool`.
@@ -88,7 +88,7 @@ def _read_text_part(fields: FieldReader, *, is_from_assistant: bool) -> str:
         raise fields.wrong("type", '"text"')
     if part_type != "text" and not (part_type == "refusal" and is_from_assistant):
         path = fields.path("type")
-        raise unsupported(path, f'{path} must be "text", not {show(part_type)}: this server takes text only')
+        raise unsupported(path, f'{path} must be "text", not {describe_value(part_type)}: this server takes text only')
     text = fields.text(part_type)
     if text is None:
         raise fields.wrong(part_type, "a string")

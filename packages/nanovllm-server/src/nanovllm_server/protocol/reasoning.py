@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from nanovllm_server.protocol.error import bad_field
 from nanovllm_server.protocol.field_reader import FieldReader
-from nanovllm_server.protocol.json import show
+from nanovllm_server.protocol.json import describe_value
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -52,7 +52,7 @@ def parse_reasoning(body: FieldReader) -> ReasoningOptions:
         is_enabled = effort != "none"
     include_reasoning, is_excluded = body.boolean("include_reasoning"), fields.boolean("exclude")
     if include_reasoning is not None and include_reasoning == is_excluded:
-        raise fields.wrong("exclude", f"left out when include_reasoning is {show(include_reasoning)}")
+        raise fields.wrong("exclude", f"left out when include_reasoning is {describe_value(include_reasoning)}")
     return ReasoningOptions(
         effort=effort,
         is_enabled=is_enabled,
