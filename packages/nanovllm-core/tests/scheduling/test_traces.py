@@ -315,7 +315,7 @@ class Trace:
 @pytest.mark.parametrize("block_of_seeds", range(8))
 def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds: int):
     num_preemptions = num_hits = num_resumed = num_restored = 0
-    for seed in range(block_of_seeds * 400, (block_of_seeds + 1) * 400):
+    for seed in range(block_of_seeds * 250, (block_of_seeds + 1) * 250):
         trace = Trace(seed)
         try:
             trace.run()
