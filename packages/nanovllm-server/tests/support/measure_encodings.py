@@ -15,11 +15,12 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 
+from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_models import Tokenizer, default_model_path, load_tokenizer
 from nanovllm_server.chat.rendering import Renderer
 from nanovllm_server.processes.encoding_exchange import RingEncodingExchange, allocate_rings
 from nanovllm_server.processes.rings import RingMemory
-from nanovllm_server.processes.worker_main import NUM_ENCODING_THREADS, return_freed_memory
+from nanovllm_server.processes.worker_main import MAX_HEAP_BLOCK_BYTES, NUM_ENCODING_THREADS
 from nanovllm_server.protocol.messages import Message
 
 NUM_MESSAGES = 80
@@ -80,7 +81,7 @@ async def serve_orders(tokenizer: Tokenizer, orders: Connection) -> None:
 
 
 def run_worker(memory: RingMemory | None, index: int, orders: Connection) -> None:
-    return_freed_memory()
+    limit_malloc_heaps(NUM_ENCODING_THREADS, MAX_HEAP_BLOCK_BYTES)
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     import uvloop
 

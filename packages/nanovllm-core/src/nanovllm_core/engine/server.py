@@ -26,6 +26,7 @@ from nanovllm_core.engine import wire
 from nanovllm_core.engine.parent_watch import exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.errors import GrammarError
+from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.start_phases import log_phase
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 # Returns the model and the settings. The engine's process calls the recipe, because the call may import torch.
 EngineRecipe = Callable[[], tuple["ModelSpec", EngineConfig]]
+
+# Number of malloc heaps. With a heap for each thread that compiles grammars, freed grammars leave more unused memory.
+NUM_HEAPS = 2
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> Non
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    limit_malloc_heaps(NUM_HEAPS)
     remove_socket = partial(_remove_socket, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
     exits_gracefully = exit_with_parent(remove_socket)

@@ -2,19 +2,15 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 from multiprocessing.connection import Connection
 
 from nanovllm_core.engine.parent_watch import exit_with_parent
+from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_server.observability.logs import configure_logs
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 
-# Parameters of `mallopt`, from malloc.h.
-M_MMAP_THRESHOLD = -3
-M_ARENA_MAX = -8
 # malloc allocates larger blocks outside of its heaps.
 MAX_HEAP_BLOCK_BYTES = 1 << 20
 # Number of tokenizer threads and of malloc heaps. With a single heap, encoding takes almost twice as long.
@@ -27,7 +23,7 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logs(arguments.settings.log_format, arguments.settings.log_level)
-    return_freed_memory()
+    limit_malloc_heaps(NUM_ENCODING_THREADS, MAX_HEAP_BLOCK_BYTES)
     # The tokenizer's thread pool reads this variable when the pool starts.
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     # Call this before the slow imports, because the parent may die during them.
@@ -39,12 +35,3 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     # The worker cancels itself when the parent has ended.
     with contextlib.suppress(asyncio.CancelledError):
         uvloop.run(run(arguments, pipe, exits_gracefully))
-
-
-def return_freed_memory() -> None:
-    """Makes glibc return more freed memory to the system: few heaps, and large blocks outside of the heaps."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(M_ARENA_MAX, NUM_ENCODING_THREADS)
-            mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES)

@@ -22,6 +22,9 @@ IDLE_TIMEOUT_S = 120.0
 IDLE_POLL_INTERVAL_S = 0.5
 IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MAX_SHOWN_FAILURES = 10
+# Number of large schemas that all clients together send at the beginning of the warm-up. They fill the server's cache
+# of grammars, 256 MiB.
+NUM_LARGE_SCHEMAS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,7 @@ async def soak(options: SoakOptions) -> SoakResult:
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):
             source = TrafficSource(options.endpoint, model, f"{options.seed}-{index}", options.max_prompt_words)
-            tasks.create_task(_run_client(source, counts, end_time))
+            tasks.create_task(_run_client(source, options, counts, end_time))
         await _sample_memory(options, processes, counts, end_time)
     try:
         busy_gauges = await wait_until_idle(options.endpoint)
@@ -173,7 +176,12 @@ async def soak(options: SoakOptions) -> SoakResult:
     return SoakResult(model, counts, *processes.split_by_lifetime(), busy_gauges)
 
 
-async def _run_client(source: TrafficSource, counts: TrafficCounts, end_time: float) -> None:
+async def _run_client(source: TrafficSource, options: SoakOptions, counts: TrafficCounts, end_time: float) -> None:
+    warm_time = end_time - options.duration_s + options.warm_up_s
+    for _ in range(-(-NUM_LARGE_SCHEMAS // options.num_clients)):
+        if time.monotonic() >= warm_time:
+            break
+        counts.add("large schema", await run_exchange(source, source.large_schema()))
     while time.monotonic() < end_time:
         kind, exchange = source.draw()
         counts.add(kind, await run_exchange(source, exchange))

@@ -19,6 +19,9 @@ EXCHANGE_TIMEOUT_S = 300.0
 OK = frozenset([200])
 REFUSED = frozenset(range(400, 500))
 MAX_OUTPUT_TOKENS = 24
+# The compiled grammar of one large schema takes about 2 MiB of the server's cache of grammars.
+NUM_LARGE_OBJECTS = 40
+NUM_LARGE_OBJECT_FIELDS = 20
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
@@ -77,6 +80,14 @@ class TrafficSource:
         """Returns (kind, exchange). The kind is a key of EXCHANGES."""
         kind = self.random.choice(KINDS)
         return kind, EXCHANGES[kind](self)
+
+    def large_schema(self) -> Exchange:
+        """Builds a request with a large schema that the server does not know."""
+        number = self.random.randrange(1_000_000)
+        fields: JSON = {f"field{index}": {"type": "string"} for index in range(NUM_LARGE_OBJECT_FIELDS)}
+        inner: JSON = {"type": "object", "properties": fields}
+        properties: JSON = {f"object{number}_{index}": inner for index in range(NUM_LARGE_OBJECTS)}
+        return _with_schema(self, {"type": "object", "properties": properties}, OK)
 
     def chat(self, **fields: JSON) -> bytes:
         """Encodes a valid chat completion request. fields: replace or extend the usual fields."""
