@@ -15,7 +15,7 @@ from nanovllm_kernels.platform import describe_device, has_cute, has_flash_atten
 
 __all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
 
-# Page size, in tokens, where a larger page is not faster.
+# Page size, in tokens, unless larger pages make attention faster.
 MIN_PAGE_SIZE = 16
 
 
@@ -39,8 +39,8 @@ def plan_batch(
     block_tables: int32 [B, max_blocks], page numbers of each request, in order. Entries past a request's last page must
         be valid page numbers, but these pages are not read.
     seq_lens: int32 [B], tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. Query i of a
-        request b with n queries has position seq_lens[b] - n + i and sees the tokens up to this position.
+    query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. If request b
+        has n queries, query i of request b has position seq_lens[b] - n + i, and sees the tokens up to this position.
     num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
         graph can then be replayed for any lengths within the bounds. "torch" does not allow None.
     max_query_len: upper bound on the queries of a request. Launches depend on this bound.
@@ -48,22 +48,23 @@ def plan_batch(
     num_heads: number of query heads.
     kv_cache: the cache of any layer; only shape, dtype and device matter.
     backend: "torch" runs everywhere, but waits for the device on CUDA. Other backends need CUDA (or Triton's
-        interpreter), never wait, and allow requests without a query. "flash" needs the extra flash-attn, and does not
-        read FP8 caches. "cutedsl" needs the extra cutedsl.
+        interpreter), never wait, and allow requests without a query. "flash" needs the package's extra flash-attn, and
+        does not read FP8 caches. "cutedsl" needs the package's extra cutedsl.
     dtype: dtype of the queries. None: dtype of the cache.
     num_tokens: upper bound on the tokens of the step. None: B * max_query_len.
     has_only_whole_prompts: whether every request with several queries has all of its tokens in this step. If so,
         FlashAttention reads the step's own keys and values instead of the cache.
     """
     query_dtype = dtype or kv_cache.dtype
+    # Bytes of an element of queries and keys, by which `tile_configs` selects tile sizes.
     work_element_bytes = tile_configs.tile_element_bytes(query_dtype.itemsize, kv_cache.element_size())
     request_tensors = (block_tables, seq_lens, query_start_loc)
     batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
     if backend == "torch":
         is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
         if num_decodes is not None and is_bf16_on_cpu and runs_in_float32(int(query_start_loc[-1])):
-            return replace(batch, reads_cache_in_place=True)
-        return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)
+            return replace(batch, reads_cache_in_place=True)  # For `numba_gqa`.
+        return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)  # For `gqa_reference`.
     return _plan_work_lists(
         _plan_cute_decodes(batch, kv_cache, num_heads, num_decodes, backend, query_dtype),
         kv_cache,
@@ -83,7 +84,7 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Plan requests with one query for the CuTe DSL kernel, if it supports the shape. Return the new batch."""
+    """Plan requests with one query for the CuTe DSL kernel, if this kernel supports the shape. Return the new batch."""
     if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
@@ -95,7 +96,7 @@ def _plan_cute_decodes(
         return batch
     config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=False)
     if num_decodes is None and 1 < batch.max_query_len <= config.block_m // group_size:
-        # The step verifies a few draft tokens per request, which fit a tile of `block_m` rows. One work list suffices.
+        # A request's queries (draft tokens) fit one tile of `block_m` rows. One work list then serves all requests.
         return batch
     decode_lens = _find_decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
     workspace = cute_decode.allocate_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
@@ -121,10 +122,10 @@ def _plan_work_lists(
     *,
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
-    """Plan work lists and FlashAttention for requests that the CuTe DSL kernel does not take. Return the new batch."""
+    """Plan work lists (for Triton) and FlashAttention, except requests of the CuTe DSL kernel. Return the new batch."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
-    # Narrow tiles, then wide tiles. A tile has `block_m` rows: one per query position and query head of the group.
+    # Narrow tiles (few queries), then wide tiles. Each tile has `block_m` rows: one per query and head of the group.
     configs = [
         tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
         for many_queries in (False, True)
@@ -132,7 +133,7 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    request_filter, excluded_query_lens = WorkListFilter(), None
+    request_filter, excluded_query_lens = WorkListFilter(), None  # The filter excludes requests of FlashAttention.
     min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
     uses_flash = (
         bool(query_len_ranges[1])
@@ -159,8 +160,8 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # FlashAttention takes all requests with several queries, and leaves this list empty, if at most `max_excluded`
-        # requests exist and no request can have `min_context` tokens before its queries.
+        # The list is empty if FlashAttention computes all requests: all requests of the list have several queries, at
+        # most `max_excluded` requests exist, and no request can have `min_context` tokens before its queries.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded
@@ -169,7 +170,7 @@ def _plan_work_lists(
         work_lists.append(work if may_have_work else None)
     batch = replace(batch, narrow_work=work_lists[0], wide_work=work_lists[1])
     if request_filter == WorkListFilter() or excluded_query_lens is None:
-        return batch
+        return batch  # The work lists exclude no requests.
     request_tensors = (batch.seq_lens, batch.query_start_loc, batch.block_tables)
     requests = flash_requests.gather_flash_requests(excluded_query_lens, *request_tensors, kv_cache.shape[1])
     return replace(batch, flash_requests=requests)
@@ -187,20 +188,20 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum tokens of a captured step of whole prompts for which attention does not read the cache.
+    """Return the minimum size, in tokens, of a captured step in which whole prompts do not read the cache.
 
-    None: attention of whole prompts always reads the cache.
+    None: whole prompts always read the cache.
     """
-    is_latent = kv_cache.shape[2] == 1
+    is_latent = kv_cache.shape[2] == 1  # MLA's cache has one latent vector per token.
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
     return flash_prefill.MIN_CAPTURED_TOKENS if uses_flash else None
 
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return the number and size of the tiles that the device computes at once, in one round of prompt attention."""
+    """Return a tile's tokens in prompt attention, and how many tiles the device computes at once (in one round)."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
-        return ONE_TOKEN_ROUNDS
+        return ONE_TOKEN_ROUNDS  # For CPUs and the interpreter.
     request_filter = flash_requests.work_list_filter(num_heads, num_sms)
     tile_tokens = max(1, flash_requests.FLASH_TILE_ROWS * num_kv_heads // num_heads)
     return AttentionRounds(tile_tokens, num_sms // num_kv_heads, request_filter.query_limit, request_filter.min_context)
@@ -278,7 +279,7 @@ def _paged_attention_op(
     scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """Run each kernel that the step uses. A list of tensors holds the fields of a kernel's plan, or is empty."""
+    """Run each kernel that the step uses. Each list holds the tensors of one kernel's plan, or is empty."""
     from nanovllm_kernels.attention.gqa import triton_gqa
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -286,7 +287,8 @@ def _paged_attention_op(
     if cute_decode_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
-        # Token b is request b's query. Requests with several queries get zeros here. Their results are written below.
+        # Requests with one query come first, so that token b is the query of request b. The kernel writes zeros for
+        # other requests, and the kernels below overwrite these zeros.
         num_reqs = min(len(cute_decode_lens), len(q))
         decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)

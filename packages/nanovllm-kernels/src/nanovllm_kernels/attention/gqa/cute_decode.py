@@ -35,7 +35,7 @@ class RingSize(NamedTuple):
 
 # Ring sizes by head size. Rings of about 192 KiB per CTA were the fastest on an H200.
 RING_SIZES = {64: RingSize(16, 3), 128: RingSize(8, 3), 256: RingSize(6, 2)}
-# For FP8 caches. FP8 heads of 64 would not fill a row of shared memory.
+# Ring sizes for FP8 caches. FP8 heads of 64 would not fill a row of shared memory.
 FP8_RING_SIZES = {128: RingSize(12, 4), 256: RingSize(6, 4)}
 
 

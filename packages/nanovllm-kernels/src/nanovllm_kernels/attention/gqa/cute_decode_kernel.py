@@ -282,7 +282,7 @@ class DecodeKernel:
 
     @cute.jit
     def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, first step of this part, its end, first request, that request's first step, its end).
+        """Return (steps per part, part's first step, part's end, first request, request's first step, request's end).
 
         Each lane counts the steps of an equal number of requests. Every end is the step after the last step.
         """
@@ -298,7 +298,7 @@ class DecodeKernel:
             lower_steps = arch.shuffle_sync_up(steps_up_to_lane, 1 << i)
             steps_up_to_lane += lower_steps * Int32(lane >= 1 << i)
         total_steps = arch.shuffle_sync(steps_up_to_lane, WARP_SIZE - 1)
-        # Parts with less than one step per warp would cost more time in merges than they save.
+        # Parts with less than one step per warp would cost more time in merges than such parts save.
         part_size = cutlass.max((total_steps + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
         part_begin = part * part_size
         part_end = cutlass.min(part_begin + part_size, total_steps)
@@ -362,14 +362,14 @@ class DecodeKernel:
         return request, begin, end
 
     def load_queries(self, queries, q, query_offset, lane, scale_log2):
-        """Load a group's queries. Return the factor for their products with keys, in base 2."""
+        """Load the queries of one key-value head. Return the factor of query-key products, for scores in base 2."""
         if self.shape.is_fp8:
             return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, q, query_offset, lane)
         cute_tile.load_queries(self.shape, queries, q, query_offset, lane)
         return scale_log2
 
     def attend(self, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale):
-        """Accumulate one step into the running softmax. num_valid: the request's tokens from this step on."""
+        """Accumulate one step into the running softmax. num_valid: number of the request's tokens from this step on."""
         if self.shape.is_fp8:
             cute_tile_fp8.attend(
                 self.shape, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale

@@ -78,7 +78,7 @@ class DecodeShape:
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries from element `offset` of `q` on, as operand A of `mma`. Unused rows are zero."""
+    """Load the queries of one key-value head, from element `offset` on, as operand A of `mma`. Unused rows are zero."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
@@ -158,7 +158,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_log2):
     """Turn the scores of row `lane_row` of a lane into weights, and rescale the previous sums."""
-    own_scores = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]
+    own_scores = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]  # Indices into `scores`.
     block_max = scores[own_scores[0]]
     for i in own_scores[1:]:
         block_max = arch.fmax(block_max, scores[i])

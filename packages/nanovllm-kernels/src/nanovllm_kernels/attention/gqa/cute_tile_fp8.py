@@ -32,7 +32,7 @@ TWICE_EXPONENT_BIAS = 254
 
 @cute.jit
 def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load a group's queries like `cute_tile.load_queries`, divided by a power of two. Return that power of two."""
+    """Load queries like `cute_tile.load_queries`, and divide queries by a power of two. Return this power of two."""
     words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     row = lane >> 2
@@ -71,7 +71,7 @@ def attend(
 ):
     """Add a step to the running softmax, like `cute_tile.attend`.
 
-    scales_address: shared address of the step's key scales, which its value scales follow.
+    scales_address: shared address of the step's key scales. Value scales follow the key scales.
     row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of weights that exclude the value scales.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
@@ -108,7 +108,7 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 
 def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales, and add log2 of value scales. Set `exponents` to those of 1 / (value scale)."""
+    """Multiply scores by key scales, and add log2 of value scales. Store biased exponents of 1 / (value scale)."""
     for half in range(2):
         keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
         values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)

@@ -12,12 +12,12 @@ from nanovllm_kernels.platform import make_cache_directory
 
 # Head sizes that FlashAttention supports in a paged cache.
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
-# Supported (key size, value size) of a head, for keys and values in rows of tensors instead of pages.
+# Supported (key size, value size) of a head, if keys and values are rows of tensors instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum of the argument `max_seqlen_q`. For a smaller number, which fits one tile, FlashAttention would select another
-# kernel, and would compile that kernel on first use.
+# Minimum of FlashAttention's argument `max_seqlen_q`. With a smaller number, which fits one tile, FlashAttention would
+# select another kernel, and would compile this kernel on first use.
 MIN_QUERY_LEN_BOUND = 256
-# Minimum tokens of a captured step with FlashAttention. With fewer tokens, most of the device would be idle.
+# Minimum size, in tokens, of a captured step with FlashAttention. In smaller steps, most of the device would be idle.
 MIN_CAPTURED_TOKENS = 512
 # Page size, in tokens, and head sizes with which the bulk copy engine (TMA) copies pages. Smaller pages are slower.
 TMA_PAGE_SIZE = 128
@@ -37,7 +37,7 @@ def supports_rows(key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
 def attend_to_pages(
     q: Tensor, kv_cache: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
-    """Compute attention of `requests` over their pages, and write their rows of `out` [T, Hq, D].
+    """Compute attention of `requests` over cached pages, and write the results to `out` [T, Hq, D].
 
     The launch depends only on shapes and `max_query_len`, so that a captured graph can be replayed for any lengths.
     """
@@ -60,9 +60,9 @@ def attend_to_pages(
 def attend_to_rows(
     q: Tensor, keys: Tensor, values: Tensor, requests: FlashRequests, scale: float, max_query_len: int, out: Tensor
 ) -> None:
-    """Compute attention of `requests` whose tokens are all in this step. Write their rows of `out`.
+    """Compute attention of `requests` whose tokens are all in this step, and write the results to `out`.
 
-    q: [T, H, D]. keys: [T, Hkv, D]. values: [T, Hkv, V]. The last dimension of each tensor is contiguous.
+    q: [T, Hq, D]. keys: [T, Hkv, D]. values: [T, Hkv, Dv]. out: [T, Hq, Dv]. Last dimensions are contiguous.
     """
     query_len_bound = max(max_query_len, MIN_QUERY_LEN_BOUND)
     _import_forward()(

@@ -1,6 +1,6 @@
 """Computes grouped-query attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes are computed together, one `DecodeGroup` at a time. Prefills are computed one request at a time.
+Requests with one query (decodes) are computed in groups. Other requests (prefills) are computed one at a time.
 A slot of the cache holds `heads_per_slot` heads of one token: all key heads, then all value heads.
 """
 
@@ -32,25 +32,25 @@ def paged_attention(
 def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, dtype: torch.dtype) -> Tensor:
     """Return the cached keys and values of `group`, [tokens, 2 Hkv, D]. FP8 elements are converted to `dtype`.
 
-    If the group has no mask, the result has all slots of each request's pages, including slots past `max_len`.
+    If the group has no mask, the result has all slots of each request's pages, including slots past the last token.
     """
-    if group.mask is None:
+    if group.mask is None:  # `pages_or_slots` holds page numbers. With a mask, this field holds slot numbers.
         return gather_pages(kv_cache, kv_scales, group.pages_or_slots, dtype)
     _, page_size, heads_per_slot, head_dim = kv_cache.shape
     slots = group.pages_or_slots
-    tokens = kv_cache.view(-1, heads_per_slot * head_dim).index_select(0, slots).view(-1, heads_per_slot, head_dim)
+    kv = kv_cache.view(-1, heads_per_slot * head_dim).index_select(0, slots).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
-        return tokens
-    return fp8.dequantize(tokens, kv_scales[slots // page_size, :, slots % page_size], dtype)
+        return kv
+    return fp8.dequantize(kv, kv_scales[slots // page_size, :, slots % page_size], dtype)
 
 
 def gather_pages(kv_cache: Tensor, kv_scales: Tensor | None, pages: Tensor | slice, dtype: torch.dtype) -> Tensor:
     """Return the keys and values in `pages`, [tokens, 2 Hkv, D]. FP8 elements are converted to `dtype`."""
     _, _, heads_per_slot, head_dim = kv_cache.shape
-    tokens = _select_pages(kv_cache, pages).view(-1, heads_per_slot, head_dim)
+    kv = _select_pages(kv_cache, pages).view(-1, heads_per_slot, head_dim)
     if kv_scales is None:
-        return tokens
-    return fp8.dequantize(tokens, _select_pages(kv_scales, pages).transpose(1, 2).reshape(-1, heads_per_slot), dtype)
+        return kv
+    return fp8.dequantize(kv, _select_pages(kv_scales, pages).transpose(1, 2).reshape(-1, heads_per_slot), dtype)
 
 
 def _select_pages(cache: Tensor, pages: Tensor | slice) -> Tensor:

@@ -1,9 +1,9 @@
 """Computes grouped-query attention over a paged bf16 cache on a CPU, in float32. Reads the cache in place.
 
-Blocks of keys are visited in order with an online softmax (Milakov and Gimelshein 2018,
-https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries. Names that end in `_ptr` are
-addresses as integers. A group has GROUP_WIDTH keys or elements of values. Kernels multiply a row tile, up to TILE_ROWS
-queries, by one group at a time.
+Each tile (the queries of consecutive tokens) visits blocks of keys in order, with an online softmax (Milakov and
+Gimelshein 2018, https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries. A row of a
+tile is the query of one token and one head. Kernels multiply a row tile (up to TILE_ROWS rows) by a group (GROUP_WIDTH
+keys, or GROUP_WIDTH elements of values). Names that end in `_ptr` are addresses as integers.
 """
 
 import numba
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
     OPENMP_TABLE_PTR,
-    compile_region,
+    compile_region,  # Compiles a function that all OpenMP threads run.
     exp,
     fetch_and_increment,
     from_bf16,
-    keep_alive,
+    keep_alive,  # Prevents that Numba frees an array before this call.
     kernel,
-    ordered_sum_kernel,
+    ordered_sum_kernel,  # Like `kernel`, but sums keep their order.
     pointer,
     run_region,
 )
@@ -32,19 +32,19 @@ from nanovllm_kernels.numba_tiles import (
     UNROLL,  # A kernel's inner loop runs over a multiple of UNROLL elements.
     convert_group,
     exp_and_sum,
-    largest,
-    make_multiplier,
+    largest,  # Returns the maximum of float32 numbers.
+    make_multiplier,  # Makes an intrinsic: (rows, columns, depth, sums, continues sums, prefetch, step).
     transpose_keys,
 )
 
 # Keys per block. A tile of queries and a float32 copy of a block fit in the processor's first-level cache.
 BLOCK_KEYS = 64
-# Maximum rows of a tile of several tokens. Each token has one row per query head of a key-value head.
+# Maximum rows of a tile with several tokens. Each token has one row per query head of the tile's key-value head.
 MAX_TILE_ROWS = 96
 
-_ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)
+_ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)  # _MASKED_SCORE: score of a key that a query does not see.
 
-# Indices of the arguments of `_attend_items` in an int64 array. _SCALE_PTR: address of a float64.
+# Indices into the int64 array that holds the arguments of `_attend_items`. _SCALE_PTR is the address of a float64.
 _OPENMP_PTR, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
 _OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
 _TOKENS_PER_TILE, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
@@ -105,10 +105,10 @@ def _attend(
     scale,
     num_threads,
 ):
-    """Cut queries into tiles, and run `_attend_items` on all threads."""
+    """Cut queries into tiles, and run `_attend_items`, which `region_address` points to, on all threads."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tokens_per_tile = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Each row of `tiles` is (request, first token). A request's last tile sees the most keys, so it starts first.
+    # Rows of `tiles` are (request, first token). Put a request's last tile first, because this tile sees the most keys.
     tiles = np.empty((num_tokens // tokens_per_tile + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -134,37 +134,39 @@ def _attend(
 
 
 def _attend_items(args_ptr):
-    """Compute items until the threads have taken all items. An item is a pair of a tile and a key-value head."""
+    """Compute items until the threads have taken all items. An item is one tile of queries for one key-value head."""
     args = numba.carray(pointer(args_ptr), (_NUM_ARGS,), np.int64)
     scale = np.float32(numba.carray(pointer(args[_SCALE_PTR]), (1,), np.float64)[0])
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
     num_tiles, tokens_per_tile = args[_NUM_TILES], args[_TOKENS_PER_TILE]
     group_size = args[_NUM_HEADS] // num_kv_heads  # Query heads per key-value head.
-    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)
+    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)  # `args` has no length.
     query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
     # Head sizes of copied keys and values are rounded up for the kernels.
     key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH
-    num_rows = tokens_per_tile * group_size
+    max_rows = tokens_per_tile * group_size
     # `scratch` holds queries, keys, values, scores, outputs, and each row's largest score and sum of weights.
-    scratch_size = num_rows * key_dim + BLOCK_KEYS * (key_dim + value_dim) + num_rows * (BLOCK_KEYS + value_dim + 2)
+    scratch_size = max_rows * key_dim + BLOCK_KEYS * (key_dim + value_dim) + max_rows * (BLOCK_KEYS + value_dim + 2)
     scratch = np.empty(scratch_size + LINE_BYTES // 4, np.float32)
     scratch_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     while True:
         item = fetch_and_increment(args_ptr + 8 * _NEXT_ITEM)
         if item >= num_tiles * num_kv_heads:
             break
-        request, token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
-        num_tokens = min(tokens_per_tile, query_starts[request + 1] - token)
-        first_num_keys = seq_lens[request] - query_starts[request + 1] + token + 1
+        request, first_token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
+        num_tokens = min(tokens_per_tile, query_starts[request + 1] - first_token)
+        first_num_keys = (
+            seq_lens[request] - query_starts[request + 1] + first_token + 1
+        )  # Keys that `first_token` sees.
         kv_head, padded_dims = item % num_kv_heads, (key_dim, value_dim)
-        _attend_tile(args, kv_head, request, token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
+        _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
     keep_alive(scratch)
 
 
 @kernel
 def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
-    """Compute attention of `num_tokens` tokens from `first_token` on, for the query heads of `kv_head`.
+    """Compute attention of one tile: `num_tokens` tokens from `first_token` on, for the query heads of `kv_head`.
 
     first_num_keys: number of keys that the first token sees.
     padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL_WIDTH).
@@ -227,7 +229,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
 
 @ordered_sum_kernel
 def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scale, out_ptr):
-    """Multiply queries by `scale`. Write each row tile to `out_ptr` as [key_dim, rows], with 0 past `head_dim`."""
+    """Multiply queries by `scale`. Write each row tile to `out_ptr` as [key_dim, rows], padded with 0."""
     num_row_tiles = -(-num_rows // TILE_ROWS)
     for row_tile in range(num_row_tiles):
         begin, end = row_tile * num_rows // num_row_tiles, (row_tile + 1) * num_rows // num_row_tiles
@@ -244,7 +246,7 @@ def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scal
 def _copy_keys_and_values(
     cache_ptr, table, start, num_keys, page_size, num_kv_heads, kv_head, head_dim, keys_ptr, values_ptr
 ):
-    """Copy a block of keys and values, and convert them to float32.
+    """Copy a block of keys and values, and convert both to float32. `table` holds the request's page numbers.
 
     keys_ptr: copied keys [BLOCK_KEYS / GROUP_WIDTH, key_dim, GROUP_WIDTH], undefined past `num_keys`.
     values_ptr: copied values [value_dim / GROUP_WIDTH, BLOCK_KEYS, GROUP_WIDTH], 0 past `num_keys`.
@@ -286,7 +288,7 @@ def _copy_keys_and_values(
 
 @kernel
 def _copy_value(values, index, value_ptr, head_dim):
-    """Copy one token's value to token `index` of the block, converted to float32 and padded with zeros."""
+    """Convert one token's value to float32, and pad the value with zeros. Store the value in `values[:, index]`."""
     value = numba.carray(pointer(value_ptr), (head_dim,), np.uint16)
     num_full_groups = head_dim // GROUP_WIDTH
     values_ptr = np.int64(values.ctypes.data) + 4 * index * GROUP_WIDTH
@@ -300,10 +302,11 @@ def _copy_value(values, index, value_ptr, head_dim):
 
 @ordered_sum_kernel
 def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows, value_dim, is_first):
-    """Replace a row's scores in a block by weights. If the largest score grows, rescale the row's outputs.
+    """Turn one row's scores in one block into weights. If the largest score grows, rescale the row's outputs.
 
     num_visible: number of the block's keys that the row sees. Weights of the other keys become 0.
     softmax_ptr: address of two float32 numbers: the row's largest score, and the sum of the row's weights.
+    is_first: whether this is the row's first block.
     """
     softmax_state = numba.carray(pointer(softmax_ptr), (2,), np.float32)
     if num_visible < BLOCK_KEYS:
@@ -340,7 +343,7 @@ def _rescale(outputs_ptr, num_rows, value_dim, factor):
     for panel in range(value_dim // PANEL_WIDTH):
         outputs = numba.carray(pointer(outputs_ptr + 4 * panel * num_rows * PANEL_WIDTH), (PANEL_WIDTH,), np.float32)
         for k in range(PANEL_WIDTH):
-            # Factor 0 clears uninitialised memory, which may hold NaN.
+            # Do not multiply by factor 0: outputs are then uninitialised memory, which may hold NaN.
             outputs[k] = outputs[k] * factor if factor != _ZERO else _ZERO
 
 

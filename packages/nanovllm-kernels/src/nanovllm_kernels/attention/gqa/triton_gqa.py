@@ -1,7 +1,7 @@
 """Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
-A tile holds the query heads of one key-value head at some positions of one request. All rows of a tile share the loads
-of keys and values. A program attends for one part of the list.
+A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
+loads of keys and values. The list cuts the key blocks of all tiles into parts. A program computes one part.
 """
 
 import triton
@@ -29,9 +29,9 @@ from nanovllm_kernels.platform import can_overlap_launches
 def attend_to_pages(
     q: Tensor, requests: PagedRequests, work: WorkList, scale: float, out: Tensor, *, many_queries: bool
 ) -> None:
-    """Attend for the requests of `work` and write their rows of `out`.
+    """Compute attention for the requests of the work list `work`, and write the results to `out`.
 
-    many_queries: the value with which `tile_configs.gqa_tile_config` selected the tile of the work list.
+    many_queries: the value with which `tile_configs.gqa_tile_config` selected the tile size of the work list.
     """
     _, num_heads, head_dim = q.shape
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
@@ -39,9 +39,9 @@ def attend_to_pages(
     group_size = num_heads // num_kv_heads
     element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
     config = tile_configs.gqa_tile_config(head_dim, element_bytes, group_size, many_queries=many_queries)
-    block_q = config.block_m // group_size
-    overlap = can_overlap_launches(q.device)
-    partial = allocate_partial_results(work, num_kv_heads, config.block_m, head_dim, q.device)
+    block_q = config.block_m // group_size  # Query positions per tile.
+    can_overlap = can_overlap_launches(q.device)
+    partial_results = allocate_partial_results(work, num_kv_heads, config.block_m, head_dim, q.device)
     _attend[(num_kv_heads, work.num_parts)](
         q,
         kv_cache,
@@ -51,7 +51,7 @@ def attend_to_pages(
         query_start_loc,
         *work,
         out,
-        *partial,
+        *partial_results,
         scale * LOG2_E,
         q.stride(0),
         block_tables.stride(0),
@@ -65,13 +65,13 @@ def attend_to_pages(
         BLOCK_Q=block_q,
         UNMASKED_LOOP=many_queries,
         QUANTIZED=kv_scales is not None,
-        OVERLAP=overlap,
+        OVERLAP=can_overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
-        launch_pdl=overlap,
+        launch_pdl=can_overlap,
     )
-    merge_parts(partial, query_start_loc, work, group_size, block_q, out)
+    merge_parts(partial_results, query_start_loc, work, group_size, block_q, out)
 
 
 # Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
@@ -107,9 +107,11 @@ def _attend(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend for one part of the work list and the query heads of one key-value head.
+    """Compute one part of the work list, for the query heads of one key-value head.
 
-    UNMASKED_LOOP: whether a first loop visits unmasked keys. For the few blocks of a decode, one loop is faster.
+    tile_first_blocks_ptr, tiles_ptr, parts_ptr: tensors of `WorkList`.
+    UNMASKED_LOOP: whether a first loop, without masks, visits keys that all rows see. For decodes, one loop is faster.
+    QUANTIZED: whether the cache is FP8. OVERLAP: whether to use programmatic dependent launch.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -120,8 +122,9 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
+    # disable_licm: otherwise addresses stay in registers across tiles, and too few registers are left for products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
+        # `partial_slot`: where the tile's partial result goes, or -1 if this part has the whole tile.
         first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
         request, first_query, query_start, query_len, context_len = load_tile(
             tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile
@@ -132,7 +135,7 @@ def _attend(
         q_ptrs = q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * HEAD_DIM + dims[None, :]
         q = tl.load(q_ptrs, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         begin = first_block * BLOCK_N
-        # A tile sees the tokens up to its last query.
+        # A tile sees the keys up to the position of the tile's last query.
         end = tl.minimum(end_block * BLOCK_N, context_len + tl.minimum(first_query + BLOCK_Q, query_len))
         unmasked_end = tl.minimum(end, (context_len + first_query + 1) // BLOCK_N * BLOCK_N)
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride

@@ -1,4 +1,4 @@
-"""Attends for a tile of queries over paged keys and values, in a device function of grouped-query attention."""
+"""Holds the Triton device function that computes attention of one tile of queries over paged keys and values."""
 
 import triton
 import triton.language as tl
@@ -24,9 +24,9 @@ def attend_range(
 ):
     """Attend to keys at positions [begin, end). Return (sums of weighted values, maximum score, sum of weights).
 
-    k_ptr: pointer to the key head in the cache's first slot.
+    k_ptr: pointer to the key head in the cache's first slot. table_ptr: pointer to the request's page numbers.
     unmasked_end: every query sees all keys before this position.
-    UNMASKED_LOOP: whether a first loop visits keys before `unmasked_end` without masks.
+    UNMASKED_LOOP: whether a first loop, without masks, visits the keys before `unmasked_end`.
     """
     dims = tl.arange(0, q.shape[1])
     dim_mask = dims < HEAD_DIM
@@ -37,9 +37,9 @@ def attend_range(
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)
             pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, masked)
-            slots = (pages * PAGE_SIZE + key_positions % PAGE_SIZE) * (2 * NUM_KV_HEADS * HEAD_DIM)
-            k_ptrs = k_ptr + slots[None, :] + dims[:, None]
-            v_ptrs = k_ptr + NUM_KV_HEADS * HEAD_DIM + slots[:, None] + dims[None, :]
+            slot_offsets = (pages * PAGE_SIZE + key_positions % PAGE_SIZE) * (2 * NUM_KV_HEADS * HEAD_DIM)
+            k_ptrs = k_ptr + slot_offsets[None, :] + dims[:, None]
+            v_ptrs = k_ptr + NUM_KV_HEADS * HEAD_DIM + slot_offsets[:, None] + dims[None, :]
             if masked:
                 key_mask = key_positions < end
                 k = tl.load(k_ptrs, mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
@@ -49,7 +49,7 @@ def attend_range(
                 k = tl.load(k_ptrs, mask=dim_mask[:, None], other=0.0)
             scores = tl.dot(q, k, input_precision="ieee") * scale_log2
             if masked:
-                # The causal mask also excludes tokens from `end` on.
+                # The causal mask also excludes keys from `end` on.
                 scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
                 v = tl.load(v_ptrs, mask=key_mask[:, None] & dim_mask[None, :], other=0.0)
             elif q.shape[1] == HEAD_DIM:

@@ -1,4 +1,4 @@
-"""Attends for a tile of queries over an FP8 cache: e4m3 elements, with one scale per token and head (see `fp8`).
+"""Computes attention of a tile of queries over an FP8 cache: e4m3, with one scale per token and head (see `fp8`).
 
 Products are in float32 for float32 queries, otherwise in float16 (`triton_softmax` says why).
 """
@@ -11,8 +11,8 @@ from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Divide `q` by a power of two, convert it to float16, and multiply `scale_log2` by the power. Keep float32 `q`."""
-    # No early return, because Triton would compile the code after it too.
+    """Divide `q` by a power of two, convert `q` to float16 and multiply `scale_log2` by the power. Skip float32 `q`."""
+    # No early return, because Triton would also compile the code after the return.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
         power = floor_to_power_of_2(tl.max(tl.max(tl.abs(q_float32), 1), 0))
@@ -38,7 +38,7 @@ def attend_fp8_range(
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
 ):
-    """Attend like `triton_gqa_tile.attend_range`. `triton_softmax.weigh_scaled_scores` defines the maximum and the sum.
+    """Attend like `triton_gqa_tile.attend_range`. `triton_softmax.weigh_scaled_scores` defines maximum and sum.
 
     q: queries in their original dtype.
     scales_ptr: pointer to the key head's scale in the cache's first slot.
@@ -59,11 +59,11 @@ def attend_fp8_range(
             key_positions = start + tl.arange(0, BLOCK_N)
             key_mask = key_positions < end
             pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, masked)
-            offsets = key_positions % PAGE_SIZE
-            slots = (pages * PAGE_SIZE + offsets) * (2 * NUM_KV_HEADS)
-            k_ptrs = k_ptr + slots[None, :] * HEAD_DIM + dims[:, None]
-            v_ptrs = v_ptr + slots[:, None] * (HEAD_DIM // 2) + dim_pairs[None, :]
-            k_scale_ptrs = scales_ptr + pages * (2 * NUM_KV_HEADS * PAGE_SIZE) + offsets
+            page_offsets = key_positions % PAGE_SIZE
+            first_heads = (pages * PAGE_SIZE + page_offsets) * (2 * NUM_KV_HEADS)  # Index of each slot's first head.
+            k_ptrs = k_ptr + first_heads[None, :] * HEAD_DIM + dims[:, None]
+            v_ptrs = v_ptr + first_heads[:, None] * (HEAD_DIM // 2) + dim_pairs[None, :]
+            k_scale_ptrs = scales_ptr + pages * (2 * NUM_KV_HEADS * PAGE_SIZE) + page_offsets
             v_scale_ptrs = k_scale_ptrs + NUM_KV_HEADS * PAGE_SIZE
             if masked:
                 k = tl.load(k_ptrs, mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
@@ -82,7 +82,7 @@ def attend_fp8_range(
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
             scores = scale_scores(scores, k_exponents, v_exponents)
             if masked:
-                # The causal mask also excludes tokens from `end` on.
+                # The causal mask also excludes keys from `end` on.
                 scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
             weights, rescale, running_max, running_sum = weigh_scaled_scores(
                 scores, running_max, running_sum, v_exponents
