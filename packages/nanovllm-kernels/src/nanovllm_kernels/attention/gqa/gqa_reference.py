@@ -34,7 +34,7 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGrou
 
     If the group has no mask, the result has all slots of each request's pages, including slots past the last token.
     """
-    if group.mask is None:  # `pages_or_slots` holds page numbers. With a mask, this field holds slot numbers.
+    if group.mask is None:  # `pages_or_slots` then holds page numbers, otherwise slot numbers.
         return gather_pages(kv_cache, kv_scales, group.pages_or_slots, dtype)
     _, page_size, heads_per_slot, head_dim = kv_cache.shape
     slots = group.pages_or_slots

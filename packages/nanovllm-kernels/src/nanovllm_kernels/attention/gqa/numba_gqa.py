@@ -17,7 +17,7 @@ from nanovllm_kernels.numba_jit import (
     exp,
     fetch_and_increment,
     from_bf16,
-    keep_alive,  # Prevents that Numba frees an array before this call.
+    keep_alive,  # Keeps Numba from freeing an array before this call.
     kernel,
     ordered_sum_kernel,  # Like `kernel`, but sums keep their order.
     pointer,
@@ -33,7 +33,7 @@ from nanovllm_kernels.numba_tiles import (
     convert_group,
     exp_and_sum,
     largest,  # Returns the maximum of float32 numbers.
-    make_multiplier,  # Makes an intrinsic: (rows, columns, depth, sums, continues sums, prefetch, step).
+    make_multiplier,  # Makes an intrinsic with arguments (rows, columns, depth, sums, adds to sums, 0, 0).
     transpose_keys,
 )
 
@@ -140,7 +140,7 @@ def _attend_items(args_ptr):
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
     num_tiles, tokens_per_tile = args[_NUM_TILES], args[_TOKENS_PER_TILE]
     group_size = args[_NUM_HEADS] // num_kv_heads  # Query heads per key-value head.
-    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)  # `args` has no length.
+    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)  # The true lengths are unknown here.
     query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
     # Head sizes of copied keys and values are rounded up for the kernels.
@@ -156,9 +156,8 @@ def _attend_items(args_ptr):
             break
         request, first_token = tiles[item // num_kv_heads, 0], tiles[item // num_kv_heads, 1]
         num_tokens = min(tokens_per_tile, query_starts[request + 1] - first_token)
-        first_num_keys = (
-            seq_lens[request] - query_starts[request + 1] + first_token + 1
-        )  # Keys that `first_token` sees.
+        # Number of keys that the first token sees.
+        first_num_keys = seq_lens[request] - query_starts[request + 1] + first_token + 1
         kv_head, padded_dims = item % num_kv_heads, (key_dim, value_dim)
         _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr)
     keep_alive(scratch)
