@@ -287,8 +287,7 @@ def _paged_attention_op(
     if cute_decode_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
-        # Requests with one query come first, so that token b is the query of request b. The kernel writes zeros for
-        # other requests, and the kernels below overwrite these zeros.
+        # Token b is the query of request b. Kernels below overwrite the zeros of requests with several queries.
         num_reqs = min(len(cute_decode_lens), len(q))
         decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
