@@ -197,12 +197,12 @@ async def test_stream_whose_request_fails_does_not_block_the_others(client, serv
     assert len(client.errors) == 2
 
 
-async def test_gap_that_spans_the_window_counts_as_touching(client):
+async def test_gap_that_spans_the_interval_counts_as_overlapping(client):
     streams = DecodeStreams(client, [], 1)
-    streams._piece_times = [[1.0, 2.0, 6.0, 7.0], [4.0]]
-    assert streams.gaps_touching(3.0, 5.0) == [4.0]
-    assert streams.gaps_within(3.0, 5.0) == []
-    assert streams.gaps_within(1.0, 6.0) == [1.0, 4.0]
+    streams._piece_times_by_stream = [[1.0, 2.0, 6.0, 7.0], [4.0]]
+    assert streams.list_gaps_overlapping(3.0, 5.0) == [4.0]
+    assert streams.list_gaps_within(3.0, 5.0) == []
+    assert streams.list_gaps_within(1.0, 6.0) == [1.0, 4.0]
 
 
 def count_tokens(messages, per_word=2, per_message=5, per_request=3) -> int:

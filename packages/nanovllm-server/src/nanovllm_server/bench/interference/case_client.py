@@ -15,7 +15,7 @@ STREAM_ENDED_EARLY = "a decoding stream ended before the measurement did: raise 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server that is measured. label: its name in tables."""
+    """A server that is measured. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`."""
 
     label: str
     endpoint: Endpoint
@@ -45,8 +45,8 @@ class CaseClient:
     ) -> TimedAnswer | None:
         """Sends a request after `delay_s`. Returns None if the request failed.
 
-        on_piece: called with the arrival time of each piece.
-        has_timeout: the request fails after `timeout_s`.
+        on_piece: called with the arrival time of each piece (a delta with content).
+        has_timeout: whether the request fails after `timeout_s`.
         """
         await asyncio.sleep(delay_s)
         self.num_sent += 1
@@ -67,45 +67,46 @@ async def connect(
     """Chooses the model, and measures a prompt's token costs. Raises BenchError if the server does not answer."""
     try:
         async with asyncio.timeout(timeout_s):
-            name = model or (await list_models(endpoint))[0]
+            model_name = model or (await list_models(endpoint))[0]
 
             async def count_tokens(messages: list[Message]) -> int:
-                body = chat_request(name, messages, 4, temperature)
+                body = chat_request(model_name, messages, 4, temperature)
                 return (await stream_chat(endpoint, body)).prompt_tokens
 
-            return MeasuredServer(label, endpoint, name, await measure_token_costs(count_tokens))
+            return MeasuredServer(label, endpoint, model_name, await measure_token_costs(count_tokens))
     except (ExchangeError, TimeoutError, LookupError) as error:
         raise BenchError(f"{label}: the server doesn't answer: {error or type(error).__name__}") from error
 
 
 class DecodeStreams:
-    """Streams that decode in the background until the `async with` block ends. Records when their pieces arrive."""
+    """Streams that decode in the background until the `async with` block ends. Times: `time.perf_counter`."""
 
     def __init__(self, client: CaseClient, prompts: Sequence[list[Message]], max_tokens: int):
         self._client = client
-        self._piece_times: list[list[float]] = [[] for _ in prompts]
+        self._piece_times_by_stream: list[list[float]] = [[] for _ in prompts]
+        # A stream's event is set when the stream has two pieces or ends.
         self._decoding_events = [asyncio.Event() for _ in prompts]
         # Set when any stream produces a piece or ends.
-        self._progress = asyncio.Event()
+        self._progress_event = asyncio.Event()
         self._tasks = [
             asyncio.create_task(self._run(index, messages, max_tokens)) for index, messages in enumerate(prompts)
         ]
 
     async def _run(self, index: int, messages: list[Message], max_tokens: int) -> None:
-        times, decoding_event = self._piece_times[index], self._decoding_events[index]
+        piece_times, decoding_event = self._piece_times_by_stream[index], self._decoding_events[index]
 
-        def record(now: float) -> None:
-            times.append(now)
-            self._progress.set()
-            if len(times) == 2:
+        def record_piece(now: float) -> None:
+            piece_times.append(now)
+            self._progress_event.set()
+            if len(piece_times) == 2:
                 decoding_event.set()
 
         try:
-            if await self._client.send(messages, max_tokens, on_piece=record, has_timeout=False) is not None:
+            if await self._client.send(messages, max_tokens, on_piece=record_piece, has_timeout=False) is not None:
                 self._client.errors.append(STREAM_ENDED_EARLY)
         finally:
             decoding_event.set()
-            self._progress.set()
+            self._progress_event.set()
 
     async def wait_until_decoding(self) -> float:
         """Waits until every stream has two pieces or has failed. Returns the current time."""
@@ -117,31 +118,31 @@ class DecodeStreams:
             self._client.errors.append(f"a decoding stream has no tokens after {self._client.timeout_s:g} s")
         return time.perf_counter()
 
-    async def wait_for_pieces_after(self, begin: float) -> None:
-        """Waits until every running stream has a piece later than `begin`, so that the gap around `begin` is known."""
+    async def wait_for_pieces_after(self, gap_time: float) -> None:
+        """Waits until every running stream has a piece after `gap_time`, so that the gap at this time has ended."""
 
-        def any_stream_behind() -> bool:
-            streams = zip(self._tasks, self._piece_times, strict=True)
-            return any(not task.done() and (not times or times[-1] <= begin) for task, times in streams)
+        def has_stream_without_later_piece() -> bool:
+            streams = zip(self._tasks, self._piece_times_by_stream, strict=True)
+            return any(not task.done() and (not times or times[-1] <= gap_time) for task, times in streams)
 
         try:
             async with asyncio.timeout(self._client.timeout_s):
-                while any_stream_behind():
-                    self._progress.clear()
-                    await self._progress.wait()
+                while has_stream_without_later_piece():
+                    self._progress_event.clear()
+                    await self._progress_event.wait()
         except TimeoutError:
             self._client.errors.append(f"a decoding stream has no tokens for {self._client.timeout_s:g} s")
 
-    def gaps_within(self, begin: float, end: float) -> list[float]:
-        """Returns the gaps between a stream's pieces, in seconds, for gaps that lie between `begin` and `end`."""
-        return [after - before for before, after in self._piece_time_pairs() if begin <= before and after <= end]
+    def list_gaps_within(self, start: float, end: float) -> list[float]:
+        """Returns the gaps (seconds between consecutive pieces of a stream) that lie within `start` to `end`."""
+        return [after - before for before, after in self._piece_time_pairs() if start <= before and after <= end]
 
-    def gaps_touching(self, begin: float, end: float) -> list[float]:
-        """Returns the gaps between a stream's pieces, in seconds, for gaps that overlap `begin` to `end`."""
-        return [after - before for before, after in self._piece_time_pairs() if before < end and after > begin]
+    def list_gaps_overlapping(self, start: float, end: float) -> list[float]:
+        """Returns the gaps that overlap `start` to `end`, in seconds."""
+        return [after - before for before, after in self._piece_time_pairs() if before < end and after > start]
 
     def _piece_time_pairs(self) -> list[tuple[float, float]]:
-        return [pair for times in self._piece_times for pair in pairwise(times)]
+        return [pair for times in self._piece_times_by_stream for pair in pairwise(times)]
 
     async def __aenter__(self) -> "DecodeStreams":
         return self

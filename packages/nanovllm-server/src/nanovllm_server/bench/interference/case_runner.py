@@ -16,7 +16,7 @@ from nanovllm_server.bench.report import percentile
 
 # Tokens in the prompt of a decoding stream.
 STREAM_PROMPT_LEN = 64
-# A turn hits the prefix cache if the server reports at least this share of the history as cached.
+# A turn (a new user message) hits the prefix cache if at least this share of the conversation's history is cached.
 MIN_HIT_SHARE = 0.8
 
 
@@ -37,7 +37,7 @@ class CaseResult:
 
     figures: metrics by name, such as `long_ttft_p50_ms`. NaN if no request was answered.
     ttfts_ms: times to the first token of each kind of request.
-    misses: number of turns for which the server did not report the history as cached.
+    misses: number of turns that missed the prefix cache (see MIN_HIT_SHARE).
     """
 
     case: str
@@ -52,11 +52,11 @@ class CaseResult:
         self.ttfts_ms.setdefault(kind, []).extend(1000 * answer.ttft_s for answer in answers if answer is not None)
 
     def summarize_ttfts(self, kind: str) -> None:
-        """Adds to `figures` the percentiles of the recorded times to the first token."""
+        """Adds the percentiles of the recorded times to the first token to `figures`."""
         self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
 
     def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
-        """Adds to `figures` the percentiles and the number of the gaps between pieces."""
+        """Adds the percentiles and the number of the gaps between pieces to `figures`."""
         self.figures |= _percentile_figures(f"{kind}_gap", [1000 * gap for gap in gaps_s])
         self.figures[f"{kind}_gaps"] = len(gaps_s)
 
@@ -129,33 +129,33 @@ class CaseRunner:
         await self._warm_up_streams(client, workload.streams)
         await client.send(self._single_prompt(workload.prompt_len, "burst warm-up"), 1)
         baseline_gaps_s: list[float] = []
-        beside_gaps_s: list[float] = []
-        bursts: list[list[TimedAnswer | None]] = []
-        client_busy: list[float] = []
+        burst_gaps_s: list[float] = []
+        answers_by_burst: list[list[TimedAnswer | None]] = []  # A burst is several prompts that arrive at once.
+        client_core_shares: list[float] = []
         for repetition in range(self._settings.repeat):
             prompts = self._single_prompts(workload.prompt_len, workload.num_prompts, f"burst {repetition}")
             stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.streams, f"burst stream {repetition}")
             async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
-                begin = await streams.wait_until_decoding()
+                baseline_start = await streams.wait_until_decoding()
                 await asyncio.sleep(workload.baseline_s)
-                start, start_cpu = time.perf_counter(), time.process_time()
-                bursts.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
-                end = _last_first_token_time(bursts[-1])
-                client_busy.append((time.process_time() - start_cpu) / (time.perf_counter() - start))
-                await streams.wait_for_pieces_after(end)
-                baseline_gaps_s += streams.gaps_within(begin, start)
-                beside_gaps_s += streams.gaps_touching(start, end)
+                burst_start, start_cpu_s = time.perf_counter(), time.process_time()
+                answers_by_burst.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
+                burst_end = _find_last_first_piece_time(answers_by_burst[-1])
+                client_core_shares.append((time.process_time() - start_cpu_s) / (time.perf_counter() - burst_start))
+                await streams.wait_for_pieces_after(burst_end)
+                baseline_gaps_s += streams.list_gaps_within(baseline_start, burst_start)
+                burst_gaps_s += streams.list_gaps_overlapping(burst_start, burst_end)
         result.summarize_gaps("baseline", baseline_gaps_s)
-        result.summarize_gaps("beside", beside_gaps_s)
-        ttfts_by_burst = [sorted(answer.ttft_s for answer in burst if answer is not None) for burst in bursts]
+        result.summarize_gaps("beside", burst_gaps_s)
+        ttfts_by_burst = [sorted(answer.ttft_s for answer in burst if answer is not None) for burst in answers_by_burst]
         for rank in range(workload.num_prompts):
             name = "last" if rank == workload.num_prompts - 1 else str(rank + 1)
             ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload.num_prompts]
             result.figures[f"prompt_{name}_ttft_p50_ms"] = _median(ttfts_ms)
-        answered = [answer for burst in bursts for answer in burst if answer is not None]
-        result.add_ttfts("prompt", answered)
-        result.figures["prompt_tokens"] = _median(answer.prompt_tokens for answer in answered)
-        result.figures["client_busy_percent"] = 100 * max(client_busy)
+        answers = [answer for burst in answers_by_burst for answer in burst if answer is not None]
+        result.add_ttfts("prompt", answers)
+        result.figures["prompt_tokens"] = _median(answer.prompt_tokens for answer in answers)
+        result.figures["client_busy_percent"] = 100 * max(client_core_shares)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
         workload = self._workload
@@ -183,7 +183,7 @@ class CaseRunner:
     async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
         workload = self._workload
         await self._warm_up_streams(client, workload.turn_streams)
-        histories: list[tuple[list[Message], int]] = []
+        histories: list[tuple[list[Message], int]] = []  # (messages, prompt tokens) of each conversation.
         for index in range(workload.conversations):
             history = self._history_prompt(f"conversation {index}")
             history_answer = await client.send(history, 1)
@@ -205,7 +205,7 @@ class CaseRunner:
                         self._next_turn_prompt(history, f"{seed} {index}")
                         for index, (history, _) in enumerate(histories)
                     ]
-                    answers, new_gaps_s = await self._send_turns_beside(client, streams, prompts, interval_s)
+                    answers, new_gaps_s = await self._send_turns_beside_streams(client, streams, prompts, interval_s)
                 gaps_s += new_gaps_s
                 turn_answers += answers
                 result.add_ttfts(kind, answers)
@@ -215,61 +215,62 @@ class CaseRunner:
             result.summarize_gaps(kind, gaps_s)
         _add_cache_figures(result, turn_answers)
 
-    async def _send_turns_beside(
+    async def _send_turns_beside_streams(
         self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
     ) -> tuple[list[TimedAnswer | None], list[float]]:
         """Returns the answers, and the gaps of the streams until all turns have a first token."""
         start = time.perf_counter()
         output_len, delays_s = self._workload.output_len, [index * interval_s for index in range(len(prompts))]
-        turns = [
+        requests = [
             client.send(prompt, output_len, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
         ]
-        answers = await asyncio.gather(*turns)
-        end = _last_first_token_time(answers)
+        answers = await asyncio.gather(*requests)
+        end = _find_last_first_piece_time(answers)
         await streams.wait_for_pieces_after(end)
-        return answers, streams.gaps_touching(start, end)
+        return answers, streams.list_gaps_overlapping(start, end)
 
     async def _warm_up_streams(self, client: CaseClient, num_streams: int) -> None:
         prompts = self._single_prompts(STREAM_PROMPT_LEN, num_streams, "stream warm-up")
         await asyncio.gather(*(client.send(prompt, self._workload.output_len) for prompt in prompts))
 
-    def _single_prompt(self, num_tokens: int, name: str) -> list[Message]:
-        return single_message(self._server.prompt_token_costs, num_tokens, f"{self._settings.seed} {name}")
+    def _single_prompt(self, num_tokens: int, seed_suffix: str) -> list[Message]:
+        return single_message(self._server.prompt_token_costs, num_tokens, f"{self._settings.seed} {seed_suffix}")
 
-    def _single_prompts(self, num_tokens: int, num_prompts: int, name: str) -> list[list[Message]]:
-        return [self._single_prompt(num_tokens, f"{name} {index}") for index in range(num_prompts)]
+    def _single_prompts(self, num_tokens: int, num_prompts: int, seed_suffix: str) -> list[list[Message]]:
+        return [self._single_prompt(num_tokens, f"{seed_suffix} {index}") for index in range(num_prompts)]
 
-    def _history_prompt(self, name: str) -> list[Message]:
+    def _history_prompt(self, seed_suffix: str) -> list[Message]:
         costs, workload = self._server.prompt_token_costs, self._workload
-        seed = f"{self._settings.seed} {name}"
+        seed = f"{self._settings.seed} {seed_suffix}"
         return conversation(costs, workload.conversation_len, workload.message_len, seed)
 
-    def _next_turn_prompt(self, history: Sequence[Message], name: str) -> list[Message]:
-        costs, seed = self._server.prompt_token_costs, f"{self._settings.seed} {name}"
+    def _next_turn_prompt(self, history: Sequence[Message], seed_suffix: str) -> list[Message]:
+        costs, seed = self._server.prompt_token_costs, f"{self._settings.seed} {seed_suffix}"
         return with_next_turn(costs, history, self._workload.turn_len, seed)
 
 
-def _count_misses(turns: Iterable[TimedAnswer | None], history_tokens: int) -> int:
-    return sum(turn is not None and turn.cached_tokens < MIN_HIT_SHARE * history_tokens for turn in turns)
+def _count_misses(answers: Iterable[TimedAnswer | None], history_tokens: int) -> int:
+    return sum(answer is not None and answer.cached_tokens < MIN_HIT_SHARE * history_tokens for answer in answers)
 
 
-def _add_cache_figures(result: CaseResult, turns: Sequence[TimedAnswer | None]) -> None:
-    answered = [turn for turn in turns if turn is not None]
-    result.figures["turn_prompt_tokens"] = _median(turn.prompt_tokens for turn in answered)
-    result.figures["turn_cached_tokens"] = _median(turn.cached_tokens for turn in answered)
+def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | None]) -> None:
+    answers = [answer for answer in turn_answers if answer is not None]
+    result.figures["turn_prompt_tokens"] = _median(answer.prompt_tokens for answer in answers)
+    result.figures["turn_cached_tokens"] = _median(answer.cached_tokens for answer in answers)
     result.figures["turn_cache_misses"] = result.misses
 
 
-def _last_first_token_time(answers: Iterable[TimedAnswer | None]) -> float:
+def _find_last_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:
+    """Returns when the last answer to begin got its first piece. Returns the current time if there is no answer."""
     return max((answer.piece_times[0] for answer in answers if answer is not None), default=time.perf_counter())
 
 
 def _percentile_figures(name: str, values_ms: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values_ms) or [math.nan]
+    sorted_ms = sorted(values_ms) or [math.nan]
     return {
-        f"{name}_p50_ms": percentile(ordered, 50),
-        f"{name}_p99_ms": percentile(ordered, 99),
-        f"{name}_max_ms": ordered[-1],
+        f"{name}_p50_ms": percentile(sorted_ms, 50),
+        f"{name}_p99_ms": percentile(sorted_ms, 99),
+        f"{name}_max_ms": sorted_ms[-1],
     }
 
 

@@ -8,11 +8,12 @@ from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_
 from nanovllm_server.flag_types import seconds
 
 CASE_NAMES = ("long-alone", "short-beside-long", "decodes-beside-long", "turn", "turns-beside-decodes")
+# Headings of the sizes in --help: the cases that use these sizes.
 _LONG, _DECODES, _TURNS = "long-alone and short-beside-long", "decodes-beside-long", "turn and turns-beside-decodes"
 
 
 def _size(group: str, parse: Callable[[str], Any], default: float, help_text: str, metavar: str | None = None) -> Any:
-    """Declares a field of `WorkloadSizes`. The field's metadata are the group and the options of its flag."""
+    """Declares a field of `WorkloadSizes`. Its metadata are the heading (`group`) and the flag's options."""
     options = {"type": parse, "default": default, "help": help_text, "metavar": metavar}
     return field(metadata={"group": group, "options": options})
 

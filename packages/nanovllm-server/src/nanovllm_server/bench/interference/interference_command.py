@@ -78,7 +78,7 @@ async def measure(options: InterferenceOptions) -> list[ServerResult]:
         for case in options.cases:
             print_message(f"{server.label}: {case}: {settings.workload.describe(case)}")
             case_results.append(await runner.measure(case))
-            _warn(server.label, case_results[-1])
+            _print_warnings(server.label, case_results[-1])
         results.append(ServerResult(server, case_results))
     return results
 
@@ -86,15 +86,13 @@ async def measure(options: InterferenceOptions) -> list[ServerResult]:
 def make_table(results: Sequence[ServerResult]) -> list[list[str]]:
     """Returns a table with one row per case and metric, and one column per server."""
     rows = [["case", "figure", *(result.server.label for result in results)]]
-    # Each iteration has one case: its results on all servers.
-    for server_results in zip(*(result.case_results for result in results), strict=True):
-        values_by_figure = {
-            name: [result.figures[name] for result in server_results] for name in server_results[0].figures
-        }
-        values_by_figure["requests"] = [result.num_requests for result in server_results]
-        values_by_figure["failed"] = [len(result.errors) for result in server_results]
+    # `case_results` holds the results of one case on all servers.
+    for case_results in zip(*(result.case_results for result in results), strict=True):
+        values_by_figure = {name: [result.figures[name] for result in case_results] for name in case_results[0].figures}
+        values_by_figure["requests"] = [result.num_requests for result in case_results]
+        values_by_figure["failed"] = [len(result.errors) for result in case_results]
         rows += [
-            [server_results[0].case, name.replace("_", " "), *(_format_figure(name, value) for value in values)]
+            [case_results[0].case, name.replace("_", " "), *(_format_figure(name, value) for value in values)]
             for name, values in values_by_figure.items()
         ]
     return rows
@@ -106,7 +104,7 @@ def _format_figure(name: str, value: float) -> str:
     return f"{value:.0f}" if isinstance(value, int) or name.endswith("tokens") else f"{value:.2f}"
 
 
-def _warn(label: str, result: CaseResult) -> None:
+def _print_warnings(label: str, result: CaseResult) -> None:
     if result.errors:
         print_message(f"{label}: {result.case}: {len(result.errors)} requests failed, the first: {result.errors[0]}")
     if result.misses:

@@ -38,9 +38,9 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
     add("--repeat", type=integer_at_least_1, default=3, help="repetitions; percentiles are over all of their samples")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
-    for title, sizes in groupby(fields(WorkloadSizes), lambda size: size.metadata["group"]):
+    for title, size_fields in groupby(fields(WorkloadSizes), lambda size: size.metadata["group"]):
         group = parser.add_argument_group(title)
-        for size in sizes:
+        for size in size_fields:
             group.add_argument("--" + size.name.replace("_", "-"), **size.metadata["options"])
 
 

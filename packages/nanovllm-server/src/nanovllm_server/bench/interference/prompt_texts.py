@@ -60,13 +60,13 @@ def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, see
     boundaries = [num_words * index // num_messages for index in range(num_messages + 1)]
     roles = ("user", "assistant")
     return [
-        _message(roles[index % 2], _random_words(random, end - begin))
-        for index, (begin, end) in enumerate(pairwise(boundaries))
+        _message(roles[index % 2], _random_words(random, end_word - first_word))
+        for index, (first_word, end_word) in enumerate(pairwise(boundaries))
     ]
 
 
 def with_next_turn(costs: PromptTokenCosts, history: Sequence[Message], num_tokens: int, seed: str) -> list[Message]:
-    """Appends an answer of the assistant and a message of the user, with `num_tokens` tokens in total."""
+    """Appends an assistant's answer and a user's message, which have `num_tokens` tokens together."""
     random = Random(seed)
     num_words = max(2, round((num_tokens - 2 * costs.per_message) / costs.per_word))
     answer_words = max(1, num_words // 4)
