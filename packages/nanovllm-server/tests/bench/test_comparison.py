@@ -154,12 +154,12 @@ def test_batches_of_a_peer_are_timed_as_one():
     peer = SimpleNamespace(
         version="1",
         max_batch_size=2,
-        times_first_tokens=True,
+        can_time_first_tokens=True,
         start_case=lambda batches: None,
         generate=lambda *_: next(times),
     )
     requests = [{"prompt": [1], "max_tokens": max_tokens} for max_tokens in (3, 2, 2)]
-    job = {"cases": [requests], "warm_up_tokens": 1, "repeat": 1, "times_first_tokens": True}
+    job = {"cases": [requests], "warm_up_tokens": 1, "repeat": 1, "needs_first_tokens_time": True}
     _, result = run.measure(peer, job)
     assert result == {"num_tokens": 7, "first_tokens_s": 2.0, "last_token_s": 6.0}
 

@@ -23,7 +23,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: its device, dtype and limits also apply to the peer. peer: None for no comparison."""
+    """Options of a run. config: the peer gets its device, dtype and limits too. peer: None for no comparison."""
 
     model: Path
     load_format: Literal["auto", "dummy"]
@@ -44,7 +44,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
     _check_options(options, spec, benchmark, device)
     default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
     dtype = str(config.dtype or default_dtype).removeprefix("torch.")
-    peer_result = run_peer(options.peer, _peer_job(options, benchmark, device, dtype)) if options.peer else None
+    peer_result = run_peer(options.peer, _make_peer_job(options, benchmark, device, dtype)) if options.peer else None
     engine_timings = asyncio.run(
         time_engine(
             spec,
@@ -52,7 +52,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
             [case.requests for case in benchmark.cases],
             options.temperature,
             options.repeat,
-            times_first_tokens=benchmark.times_first_tokens,
+            needs_first_tokens_time=benchmark.needs_first_tokens_time,
         )
     )
     peer_timings = peer_result.timings if peer_result else [None] * len(benchmark.cases)
@@ -60,7 +60,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
     report(
         benchmark.command,
         f"{benchmark.title}; {model_line}, median of {options.repeat}",
-        [_table(benchmark, engine_timings, peer_result)],
+        [_make_table(benchmark, engine_timings, peer_result)],
         {
             "peer": None if peer_result is None else {"name": peer_result.name, "version": peer_result.version},
             "model": spec.name,
@@ -88,14 +88,14 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
 def _check_options(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
     """Raises BenchError for invalid options that would otherwise fail only after the peer has run for minutes."""
     max_model_len = options.config.max_model_len or spec.max_position
-    longest = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)
-    if longest > max_model_len:
-        raise BenchError(f"requests of up to {longest} tokens don't fit into a context of {max_model_len}")
+    max_length = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)
+    if max_length > max_model_len:
+        raise BenchError(f"requests of up to {max_length} tokens don't fit into a context of {max_model_len}")
     if options.peer is not None and options.peer.gguf is not None and device != "cpu":
         raise BenchError("peer llamacpp computes on the CPU: add --device cpu")
 
 
-def _peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device: str, dtype: str) -> PeerJob:
+def _make_peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device: str, dtype: str) -> PeerJob:
     config = options.config
     return PeerJob(
         model=str(options.model.resolve()),
@@ -112,13 +112,13 @@ def _peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device: str,
         state_dtype=config.state_dtype,
         temperature=options.temperature,
         repeat=options.repeat,
-        times_first_tokens=benchmark.times_first_tokens,
+        needs_first_tokens_time=benchmark.needs_first_tokens_time,
         warm_up_tokens=WARM_UP_TOKENS,
         cases=[case.requests for case in benchmark.cases],
     )
 
 
-def _table(
+def _make_table(
     benchmark: OfflineBenchmark, engine_timings: list[list[RunTiming]], peer: PeerResult | None
 ) -> list[list[str]]:
     header = ["", "tokens in", "tokens out", "seconds", f"nanovllm {benchmark.rate_unit}"]

@@ -37,11 +37,11 @@ async def time_engine(
     temperature: float,
     repeat: int,
     *,
-    times_first_tokens: bool,
+    needs_first_tokens_time: bool,
 ) -> list[list[RunTiming]]:
     """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    times_first_tokens: measure the time of the first tokens by an extra run that generates one token per request. The
+    needs_first_tokens_time: measure the time of the first tokens in an extra run of one output token per request. The
     measurement of vLLM does the same, because vLLM reports only the end of a run.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
@@ -54,14 +54,14 @@ async def time_engine(
         timings_by_case: list[list[RunTiming]] = []
         for index, requests in enumerate(cases):
             name = f"nanovllm, case {index + 1}/{len(cases)}"
-            await _run(engine, _shortened(requests, WARM_UP_TOKENS), temperature, f"{name}, warm-up")
+            await _run(engine, _with_max_tokens(requests, WARM_UP_TOKENS), temperature, f"{name}, warm-up")
             timings: list[RunTiming] = []
             for repetition in range(repeat):
                 label = f"{name}, run {repetition + 1}/{repeat}"
                 first_tokens_s = None
-                if times_first_tokens:
+                if needs_first_tokens_time:
                     first_label = f"{label}, first tokens"
-                    _, first_tokens_s = await _run(engine, _shortened(requests, 1), temperature, first_label)
+                    _, first_tokens_s = await _run(engine, _with_max_tokens(requests, 1), temperature, first_label)
                 timings.append(RunTiming(*await _run(engine, requests, temperature, label), first_tokens_s))
             timings_by_case.append(timings)
         return timings_by_case
@@ -69,7 +69,7 @@ async def time_engine(
         await engine.stop()
 
 
-def _shortened(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenRequest]:
+def _with_max_tokens(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenRequest]:
     return [TokenRequest(request.prompt, min(request.max_tokens, max_tokens)) for request in requests]
 
 
@@ -89,8 +89,8 @@ async def _run(
     ]
     for request in requests:
         engine.check(request)
-    total = sum(request.max_tokens for request in token_requests)
-    with tqdm(total=total, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
+    num_output_tokens = sum(request.max_tokens for request in token_requests)
+    with tqdm(total=num_output_tokens, desc=label, unit="tok", disable=not sys.stderr.isatty()) as bar:
         start = time.perf_counter()
 
         async def count_tokens(request: Request) -> int:

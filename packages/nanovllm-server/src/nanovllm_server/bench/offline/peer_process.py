@@ -64,9 +64,9 @@ class PeerJob:
 
     threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
-    times_first_tokens: measure when every request has its first token.
+    needs_first_tokens_time: measure when every request has its first token.
     warm_up_tokens: limit of output tokens per request in the warm-up.
-    cases: requests of each case.
+    cases: requests of each case (a case is measured in `repeat` runs).
     """
 
     model: str
@@ -83,7 +83,7 @@ class PeerJob:
     state_dtype: str
     temperature: float
     repeat: int
-    times_first_tokens: bool
+    needs_first_tokens_time: bool
     warm_up_tokens: int
     cases: list[list[TokenRequest]]
 
@@ -116,16 +116,16 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
         # A thread kills the group, because reading stdout ends only when all processes have closed the pipe.
-        killer = threading.Thread(target=_kill_group_after_exit, args=(process,))
+        killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
-            killer.start()
+            killer_thread.start()
             try:
                 lines = _read_lines(peer, job, process.stdout or ())
             except BaseException:
                 process.kill()
                 raise
             finally:
-                killer.join()
+                killer_thread.join()
         status = process.returncode
         if status != 0 or len(lines) != 1 + len(job.cases) * job.repeat:
             stderr.seek(0)
@@ -138,12 +138,12 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
 
 def _read_lines(peer: Peer, job: PeerJob, stdout: Iterable[bytes]) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    total = len(job.cases) * job.repeat
-    with tqdm(total=total, desc=f"{peer.name}, loading", unit="run", disable=not sys.stderr.isatty()) as bar:
+    num_runs = len(job.cases) * job.repeat
+    with tqdm(total=num_runs, desc=f"{peer.name}, loading", unit="run", disable=not sys.stderr.isatty()) as bar:
         for line in stdout:
             lines.append(orjson.loads(line))
             bar.set_description(peer.name)
-            bar.update(len(lines) > 1)
+            bar.update(len(lines) > 1)  # The first line is the version.
     return lines
 
 

@@ -41,13 +41,13 @@ ChooseTokens = Callable[[Any, list[int]], list[int]]
 class LlamaCppPeer:
     """A model of llama.cpp, and a context for the requests of the current case."""
 
-    times_first_tokens = True
+    can_time_first_tokens = True
 
     def __init__(self, job: dict[str, Any]):
         llama_cpp.llama_backend_init()
         gguf = job["gguf"]
-        self._threads: int = job["threads"]
-        file = _convert(Path(gguf["source"]), gguf["file_type"], Path(gguf["cache_directory"]), self._threads)
+        self._num_threads: int = job["threads"]
+        file = _convert(Path(gguf["source"]), gguf["file_type"], Path(gguf["cache_directory"]), self._num_threads)
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(file), llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp can't load {file}")
@@ -57,34 +57,34 @@ class LlamaCppPeer:
         self._choose_tokens = _make_token_chooser(self._model, job["temperature"])
         self._context: Any = None
 
-    def start_case(self, batches: Sequence[Requests]) -> None:
-        """Replaces the context by one that is large enough for each batch."""
+    def start_case(self, request_batches: Sequence[Requests]) -> None:
+        """Creates a context that is large enough for each batch, and frees the previous context."""
         if self._context is not None:
             llama_cpp.llama_free(self._context)
-        self._context = _create_context(self._model, batches, self._threads)
+        self._context = _create_context(self._model, request_batches, self._num_threads)
 
     def generate(self, requests: Requests, limits: list[int], _salt: str) -> tuple[float, float]:
-        """Returns the seconds until all requests have their first token, and until the last token."""
+        """Returns the seconds until all first tokens, and until the last token. limits: output tokens per request."""
         start = time.perf_counter()
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         batch = llama_cpp.llama_batch_init(sum(len(request["prompt"]) for request in requests), 0, 1)
         try:
-            has_logits = []
+            has_logits_by_row = []
             for sequence, request in enumerate(requests):
                 for position, token in enumerate(request["prompt"]):
                     is_last = position == len(request["prompt"]) - 1
-                    _set_row(batch, len(has_logits), token, position, sequence, is_last)
-                    has_logits.append(is_last)
-            logit_rows = [row for row, has_row_logits in enumerate(has_logits) if has_row_logits]
-            tokens = self._decode(batch, logit_rows, len(has_logits))
+                    _set_row(batch, len(has_logits_by_row), token, position, sequence, is_last)
+                    has_logits_by_row.append(is_last)
+            logit_rows = [row for row, has_logits in enumerate(has_logits_by_row) if has_logits]
+            tokens = self._decode(batch, logit_rows, len(has_logits_by_row))
             first_tokens_time = time.perf_counter()
             for num_generated in range(1, max(limits)):
-                running = [sequence for sequence, limit in enumerate(limits) if limit > num_generated]
-                for row, sequence in enumerate(running):
+                running_sequences = [sequence for sequence, limit in enumerate(limits) if limit > num_generated]
+                for row, sequence in enumerate(running_sequences):
                     position = len(requests[sequence]["prompt"]) + num_generated - 1
                     _set_row(batch, row, tokens[sequence], position, sequence, True)
-                next_tokens = self._decode(batch, list(range(len(running))), len(running))
-                for sequence, token in zip(running, next_tokens, strict=True):
+                next_tokens = self._decode(batch, list(range(len(running_sequences))), len(running_sequences))
+                for sequence, token in zip(running_sequences, next_tokens, strict=True):
                     tokens[sequence] = token
             return first_tokens_time - start, time.perf_counter() - start
         finally:
@@ -99,7 +99,7 @@ class LlamaCppPeer:
         return self._choose_tokens(self._context, logit_rows)
 
 
-def _convert(source: Path, file_type: str, directory: Path, threads: int) -> Path:
+def _convert(source: Path, file_type: str, directory: Path, num_threads: int) -> Path:
     """Converts the weights of `source` to `file_type`. Returns the file, which is cached in `directory`."""
     with source.open("rb") as source_file:
         digest = hashlib.file_digest(source_file, "sha256").hexdigest()[:16]
@@ -109,7 +109,7 @@ def _convert(source: Path, file_type: str, directory: Path, threads: int) -> Pat
     directory.mkdir(parents=True, exist_ok=True)
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype = FILE_TYPES[file_type]
-    options.nthread = threads
+    options.nthread = num_threads
     options.allow_requantize = True
     partial_file = file.with_suffix(f".{os.getpid()}")
     status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(partial_file), ctypes.byref(options))
@@ -119,19 +119,19 @@ def _convert(source: Path, file_type: str, directory: Path, threads: int) -> Pat
     return partial_file.replace(file)
 
 
-def _create_context(model: Any, batches: Sequence[Requests], threads: int) -> Any:
+def _create_context(model: Any, request_batches: Sequence[Requests], num_threads: int) -> Any:
     """Creates a context that is large enough for each batch."""
-    longest = max(len(request["prompt"]) + request["max_tokens"] for batch in batches for request in batch)
-    num_sequences = max(map(len, batches))
+    max_length = max(len(item["prompt"]) + item["max_tokens"] for batch in request_batches for item in batch)
+    num_sequences = max(map(len, request_batches))
     options = llama_cpp.llama_context_default_params()
     options.n_seq_max = options.n_outputs_max = num_sequences
-    options.n_ctx = num_sequences * -(-longest // CACHE_GRANULARITY) * CACHE_GRANULARITY
-    options.n_batch = max(sum(len(request["prompt"]) for request in batch) for batch in batches)
-    options.n_threads = options.n_threads_batch = threads
+    options.n_ctx = num_sequences * -(-max_length // CACHE_GRANULARITY) * CACHE_GRANULARITY
+    options.n_batch = max(sum(len(request["prompt"]) for request in batch) for batch in request_batches)
+    options.n_threads = options.n_threads_batch = num_threads
     context = llama_cpp.llama_init_from_model(model, options)
     if not context:
         raise RuntimeError(
-            f"llama.cpp can't make a context for {num_sequences} sequences of {longest} tokens: lower --max-num-seqs"
+            f"llama.cpp can't make a context for {num_sequences} sequences of {max_length} tokens: lower --max-num-seqs"
         )
     return context
 

@@ -1,6 +1,6 @@
 """Measures transformers' `generate`, which runs each batch of requests as one padded tensor.
 
-Prompts are padded on the left. Requests that finish early are padded until the longest request has finished.
+Prompts are padded on the left. Requests that finish early are padded until the last request has finished.
 """
 
 import time
@@ -15,7 +15,7 @@ class TransformersPeer:
     """A model of transformers."""
 
     version = transformers.__version__
-    times_first_tokens = True
+    can_time_first_tokens = True
 
     def __init__(self, job: dict[str, Any]):
         self.max_batch_size: int | None = job["max_num_seqs"]
@@ -26,28 +26,28 @@ class TransformersPeer:
         self._model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, use_cache=True, **sampling)
 
     def start_case(self, batches: list[list[dict[str, Any]]]) -> None:
-        """Does nothing."""
+        """Does nothing: transformers needs no preparation for a case."""
 
     @torch.inference_mode()
     def generate(self, requests: list[dict[str, Any]], limits: list[int], _salt: str) -> tuple[float, float]:
-        """Returns the seconds until all requests have their first token, and until the last token."""
+        """Returns the seconds until all first tokens, and until the last token. limits: output tokens per request."""
         start = time.perf_counter()
         model, num_steps = self._model, max(limits)
-        longest = max(len(request["prompt"]) for request in requests)
+        max_prompt_len = max(len(request["prompt"]) for request in requests)
         device_limits = torch.tensor(limits, device=model.device)
-        input_ids = torch.zeros(len(requests), longest, dtype=torch.long)
+        input_ids = torch.zeros(len(requests), max_prompt_len, dtype=torch.long)
         attention_mask = torch.zeros_like(input_ids)
         for row, request in enumerate(requests):
-            begin = longest - len(request["prompt"])
-            input_ids[row, begin:] = torch.tensor(request["prompt"])
-            attention_mask[row, begin:] = 1
-        times: list[float] = []
+            num_padding = max_prompt_len - len(request["prompt"])
+            input_ids[row, num_padding:] = torch.tensor(request["prompt"])
+            attention_mask[row, num_padding:] = 1
+        step_times: list[float] = []
 
         def record_time_and_stop_finished(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             if ids.is_cuda:
                 torch.cuda.synchronize()
-            times.append(time.perf_counter())
-            return device_limits <= ids.shape[1] - longest
+            step_times.append(time.perf_counter())
+            return device_limits <= ids.shape[1] - max_prompt_len
 
         model.generate(
             input_ids=input_ids.to(model.device),
@@ -55,9 +55,9 @@ class TransformersPeer:
             max_new_tokens=num_steps,
             stopping_criteria=StoppingCriteriaList([record_time_and_stop_finished]),
         )
-        if len(times) != num_steps:
-            raise RuntimeError(f"transformers took {len(times)} steps, not {num_steps}")
-        return times[0] - start, times[-1] - start
+        if len(step_times) != num_steps:
+            raise RuntimeError(f"transformers took {len(step_times)} steps, not {num_steps}")
+        return step_times[0] - start, step_times[-1] - start
 
 
 def _load(job: dict[str, Any]) -> Any:

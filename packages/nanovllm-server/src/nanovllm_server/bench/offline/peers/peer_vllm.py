@@ -1,4 +1,4 @@
-"""Measures vLLM's `LLM` class, with vLLM's defaults unless they make the run incomparable."""
+"""Measures vLLM's `LLM` class, with vLLM's defaults unless a default makes the run incomparable."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ class VllmPeer:
     version = vllm.__version__
     max_batch_size = None
     # `LLM` reports only the time of a whole run.
-    times_first_tokens = False
+    can_time_first_tokens = False
 
     def __init__(self, job: dict[str, Any]):
         self._job = job
@@ -24,10 +24,10 @@ class VllmPeer:
         if job["device"] == "cuda":
             options["gpu_memory_utilization"] = job["gpu_memory_utilization"]
             if importlib.util.find_spec("flashinfer") is None:
-                # vLLM 0.26 uses FlashInfer for Gated DeltaNet's prompts on Hopper even if it is not installed.
+                # On Hopper, vLLM 0.26 uses FlashInfer for Gated DeltaNet's prompts even without FlashInfer installed.
                 options["additional_config"] = {"gdn_prefill_backend": "triton"}
         if job["load_format"] == "dummy":
-            # vLLM's dummy weights are almost zero, so that a bias would select the same few experts for every token.
+            # vLLM's dummy weights are almost zero: a router's bias would select the same few experts for every token.
             os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
         self._llm: Any = vllm.LLM(
             model=job["model"],
@@ -43,10 +43,10 @@ class VllmPeer:
         )
 
     def start_case(self, batches: list[list[dict[str, Any]]]) -> None:
-        """Does nothing."""
+        """Does nothing: vLLM needs no preparation for a case."""
 
     def generate(self, requests: list[dict[str, Any]], limits: list[int], salt: str) -> tuple[float, float]:
-        """Returns 0, and the seconds until the last token. salt: only runs with the same salt share cached prefixes."""
+        """Returns (0, seconds until the last token). salt: only runs with the same salt share cached prefixes."""
         salt_field = {"cache_salt": salt} if self._job["prefix_caching"] else {}
         prompts = [{"prompt_token_ids": request["prompt"], **salt_field} for request in requests]
         temperature = self._job["temperature"]

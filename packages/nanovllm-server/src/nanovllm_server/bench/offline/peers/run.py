@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the peer's version, then the result of each run."""
+    """Yields the peer's version, then the result of each run. Without `max_batch_size`, one batch has all requests."""
     yield {"version": peer.version}
     for case_index, requests in enumerate(job["cases"]):
         batch_size = peer.max_batch_size or len(requests)
@@ -36,11 +36,11 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         _run(peer, batches, job["warm_up_tokens"], f"{case_index} warm-up")
         for repetition in range(job["repeat"]):
             salt = f"{case_index} {repetition}"
-            extra_run_s = None
-            if job["times_first_tokens"] and not peer.times_first_tokens:
-                _, _, extra_run_s = _run(peer, batches, 1, f"{salt} first")
-            num_tokens, prompts_s, last_token_s = _run(peer, batches, None, salt)
-            first_tokens_s = prompts_s if peer.times_first_tokens else extra_run_s
+            one_token_run_s = None
+            if job["needs_first_tokens_time"] and not peer.can_time_first_tokens:
+                _, _, one_token_run_s = _run(peer, batches, 1, f"{salt} first")
+            num_tokens, reported_s, last_token_s = _run(peer, batches, None, salt)
+            first_tokens_s = reported_s if peer.can_time_first_tokens else one_token_run_s
             yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
 
 
@@ -48,10 +48,11 @@ def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None,
     """Returns (output tokens, seconds to the first tokens, seconds to the last tokens), each summed over batches.
 
     max_tokens: limit of output tokens per request in addition to the request's own limit; None for no limit.
+    salt: only runs with the same salt share cached prefixes.
     """
     limits = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
     times = [peer.generate(batch, batch_limits, salt) for batch, batch_limits in zip(batches, limits, strict=True)]
-    return sum(map(sum, limits)), sum(prompts_s for prompts_s, _ in times), sum(total_s for _, total_s in times)
+    return sum(map(sum, limits)), sum(first_s for first_s, _ in times), sum(last_s for _, last_s in times)
 
 
 # Processes that a peer starts may import this file again. They must not run the job.
