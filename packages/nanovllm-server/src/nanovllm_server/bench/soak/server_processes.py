@@ -7,7 +7,7 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Share of the samples in each of two groups: the first and the last. Growth compares the groups' medians.
+# Growth compares the median of the first samples to the median of the last. Each has this share of all samples.
 COMPARED_SHARE = 0.2
 
 
@@ -46,7 +46,7 @@ class ProcessMemory:
 
 
 class ServerProcesses:
-    """A server's parent process, and all descendants of it. Raises BenchError if the parent does not exist."""
+    """A server's parent process and its descendants. Raises BenchError if the parent does not exist."""
 
     def __init__(self, parent_pid: int):
         self._parent_pid = parent_pid
@@ -58,38 +58,39 @@ class ServerProcesses:
     def sample(self) -> None:
         """Adds one sample of every process that lives now."""
         self._num_samples += 1
-        for pid, status in self._statuses().items():
+        for pid, status in self._read_statuses().items():
             memory = self._memory_by_pid.get(pid)
             if memory is None:
                 memory = self._memory_by_pid[pid] = ProcessMemory(pid, int(status["PPid"]), status["Name"])
             memory.rss_bytes.append(_rss_bytes(status))
 
     def current_rss_bytes(self) -> dict[int, int]:
-        """The resident bytes of every process now."""
-        return {pid: _rss_bytes(status) for pid, status in self._statuses().items()}
+        """Returns the resident bytes of every process by process id."""
+        return {pid: _rss_bytes(status) for pid, status in self._read_statuses().items()}
 
     def split_by_lifetime(self) -> tuple[list[ProcessMemory], list[ProcessMemory]]:
-        """Returns (lasting: processes with every sample, passing: processes that started or ended meanwhile)."""
+        """Returns (processes with every sample, processes that started or ended between samples)."""
         memories = self._memory_by_pid.values()
-        lasting = [memory for memory in memories if len(memory.rss_bytes) == self._num_samples]
-        return lasting, [memory for memory in memories if len(memory.rss_bytes) < self._num_samples]
+        lasting_processes = [memory for memory in memories if len(memory.rss_bytes) == self._num_samples]
+        return lasting_processes, [memory for memory in memories if len(memory.rss_bytes) < self._num_samples]
 
-    def _statuses(self) -> dict[int, dict[str, str]]:
+    def _read_statuses(self) -> dict[int, dict[str, str]]:
+        """Returns the fields of /proc/PID/status by process id, for the parent and its descendants."""
         statuses = {
             pid: status
             for pid in (int(path.name) for path in PROC.iterdir() if path.name.isdecimal())
             if (status := _read_status(pid)) is not None
         }
-        family = {self._parent_pid} & statuses.keys()
-        generation = family
-        while generation:
-            generation = {pid for pid, status in statuses.items() if int(status["PPid"]) in generation} - family
-            family = family | generation
-        return {pid: statuses[pid] for pid in sorted(family)}
+        server_pids = {self._parent_pid} & statuses.keys()
+        new_pids = server_pids
+        while new_pids:
+            new_pids = {pid for pid, status in statuses.items() if int(status["PPid"]) in new_pids} - server_pids
+            server_pids = server_pids | new_pids
+        return {pid: statuses[pid] for pid in sorted(server_pids)}
 
 
 def _read_status(pid: int) -> dict[str, str] | None:
-    """Returns the fields of /proc/PID/status; None if the process has ended, even if it is not reaped yet."""
+    """Returns the fields of /proc/PID/status; None for a process that has ended, even before its parent reaps it."""
     try:
         text = (PROC / str(pid) / "status").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -20,10 +20,10 @@ PROGRESS_INTERVAL_S = 60.0
 # Time in which a server without requests must free all blocks of the KV cache.
 IDLE_TIMEOUT_S = 120.0
 IDLE_POLL_INTERVAL_S = 0.5
+# Gauges that are 0 on a server without requests.
 IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MAX_SHOWN_FAILURES = 10
-# Number of large schemas that all clients together send at the beginning of the warm-up. They fill the server's cache
-# of grammars, 256 MiB.
+# Number of large schemas that all clients together send first. They fill the server's grammar cache of 256 MiB.
 NUM_LARGE_SCHEMAS = 160
 
 
@@ -33,9 +33,9 @@ class SoakOptions:
 
     model: None for the first model that the server lists.
     server_pid: the server's parent process, on this machine.
-    duration_s: time of the traffic, with the warm-up.
+    duration_s: time of the traffic, including the warm-up.
     warm_up_s: time until caches are full. Memory is sampled afterwards.
-    max_growth_percent: a process that grows by this or more is a violation.
+    max_growth_percent: a process breaks the rule if its memory grows by at least this much.
     """
 
     endpoint: Endpoint
@@ -53,7 +53,7 @@ class SoakOptions:
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Numbers of exchanges. num_5xx: from the server's metrics, which include exchanges that a client left."""
+    """Counts of exchanges (request and answer). num_5xx: from the server's metrics, which include aborted exchanges."""
 
     exchanges_by_kind: Counter[str] = field(default_factory=Counter[str])
     answers_by_status: Counter[int] = field(default_factory=Counter[int])
@@ -80,7 +80,7 @@ class SoakResult:
     busy_gauges: dict[str, float]
 
     def violations(self, max_growth_percent: float) -> list[str]:
-        """The rules that the server broke, in words."""
+        """Returns the rules that the server broke, in words."""
         counts = self.counts
         grown = [memory for memory in self.lasting if memory.growth_percent >= max_growth_percent]
         return [
@@ -157,12 +157,12 @@ async def soak(options: SoakOptions) -> SoakResult:
     processes = ServerProcesses(options.server_pid)
     try:
         model = options.model or (await list_models(options.endpoint))[0]
-        previous_5xx = _count_5xx(await _read_metrics(options.endpoint))
+        num_previous_5xx = _count_5xx(await _read_metrics(options.endpoint))
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer: {error}") from error
     counts = TrafficCounts()
     end_time = time.monotonic() + options.duration_s
-    # The group waits for the last answer of each client.
+    # The task group waits for the last answer of each client.
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):
             source = TrafficSource(options.endpoint, model, f"{options.seed}-{index}", options.max_prompt_words)
@@ -170,18 +170,18 @@ async def soak(options: SoakOptions) -> SoakResult:
         await _sample_memory(options, processes, counts, end_time)
     try:
         busy_gauges = await wait_until_idle(options.endpoint)
-        counts.num_5xx = _count_5xx(await _read_metrics(options.endpoint)) - previous_5xx
+        counts.num_5xx = _count_5xx(await _read_metrics(options.endpoint)) - num_previous_5xx
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer after the traffic: {error}") from error
     return SoakResult(model, counts, *processes.split_by_lifetime(), busy_gauges)
 
 
 async def _run_client(source: TrafficSource, options: SoakOptions, counts: TrafficCounts, end_time: float) -> None:
-    warm_time = end_time - options.duration_s + options.warm_up_s
+    warm_up_end_time = end_time - options.duration_s + options.warm_up_s
     for _ in range(-(-NUM_LARGE_SCHEMAS // options.num_clients)):
-        if time.monotonic() >= warm_time:
+        if time.monotonic() >= warm_up_end_time:
             break
-        counts.add("large schema", await run_exchange(source, source.large_schema()))
+        counts.add("large schema", await run_exchange(source, source.build_large_schema_request()))
     while time.monotonic() < end_time:
         kind, exchange = source.draw()
         counts.add(kind, await run_exchange(source, exchange))
@@ -190,10 +190,10 @@ async def _run_client(source: TrafficSource, options: SoakOptions, counts: Traff
 async def _sample_memory(
     options: SoakOptions, processes: ServerProcesses, counts: TrafficCounts, end_time: float
 ) -> None:
-    warm_time = end_time - options.duration_s + options.warm_up_s
+    warm_up_end_time = end_time - options.duration_s + options.warm_up_s
     next_progress_time = 0.0
     while (now := time.monotonic()) < end_time:
-        if now >= warm_time:
+        if now >= warm_up_end_time:
             processes.sample()
         if now >= next_progress_time:
             next_progress_time = now + PROGRESS_INTERVAL_S
@@ -208,7 +208,7 @@ async def _sample_memory(
 
 
 async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
-    """Waits until all gauges are 0. Returns those that are not 0 at the time limit."""
+    """Waits until all IDLE_GAUGES are 0. Returns the gauges that are not 0 at the time limit."""
     end_time = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         busy_gauges = {

@@ -16,8 +16,8 @@ from nanovllm_server.bench.workload import SINGLE_TOKEN_WORDS
 from nanovllm_server.protocol.json import JSON
 
 EXCHANGE_TIMEOUT_S = 300.0
-OK = frozenset([200])
-REFUSED = frozenset(range(400, 500))
+SUCCESS = frozenset([200])  # Statuses of answers to valid requests.
+REFUSALS = frozenset(range(400, 500))  # Statuses of answers to requests that the server must refuse.
 MAX_OUTPUT_TOKENS = 24
 # The compiled grammar of one large schema takes about 2 MiB of the server's cache of grammars.
 NUM_LARGE_OBJECTS = 40
@@ -27,8 +27,8 @@ NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
 SLOW_READ_BYTES = 256
 SLOW_READ_PAUSE_S = 0.2
-MAX_SLOW_READS = 25
-CONTENT_LENGTH = re.compile(rb"^content-length:\s*(\d+)", re.IGNORECASE | re.MULTILINE)
+MAX_SLOW_READS = 25  # After these, the client reads at full speed.
+CONTENT_LENGTH_PATTERN = re.compile(rb"^content-length:\s*(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
 class Reading(Enum):
@@ -44,13 +44,13 @@ class Exchange:
     """One request and its allowed answers.
 
     data: bytes to send.
-    statuses: allowed statuses.
+    statuses: allowed HTTP statuses.
     may_close: whether the server may close the connection without an answer.
     is_stream: whether a complete answer ends with [DONE].
     """
 
     data: bytes
-    statuses: frozenset[int] = OK
+    statuses: frozenset[int] = SUCCESS
     reading: Reading = Reading.WHOLE
     may_close: bool = False
     is_stream: bool = False
@@ -81,15 +81,15 @@ class TrafficSource:
         kind = self.random.choice(KINDS)
         return kind, EXCHANGES[kind](self)
 
-    def large_schema(self) -> Exchange:
+    def build_large_schema_request(self) -> Exchange:
         """Builds a request with a large schema that the server does not know."""
         number = self.random.randrange(1_000_000)
         fields: JSON = {f"field{index}": {"type": "string"} for index in range(NUM_LARGE_OBJECT_FIELDS)}
         inner: JSON = {"type": "object", "properties": fields}
         properties: JSON = {f"object{number}_{index}": inner for index in range(NUM_LARGE_OBJECTS)}
-        return _with_schema(self, {"type": "object", "properties": properties}, OK)
+        return _build_with_schema(self, {"type": "object", "properties": properties}, SUCCESS)
 
-    def chat(self, **fields: JSON) -> bytes:
+    def encode_chat(self, **fields: JSON) -> bytes:
         """Encodes a valid chat completion request. fields: replace or extend the usual fields."""
         random = self.random
         words = random.choices(SINGLE_TOKEN_WORDS, k=random.randint(1, self._max_prompt_words))
@@ -108,12 +108,12 @@ class TrafficSource:
             }
         )
 
-    def post(self, body: bytes, *headers: str, content_length: int | None = None) -> bytes:
-        """Puts a first line and headers before `body`. content_length: the announced length; None for the real one."""
+    def encode_post(self, body: bytes, *headers: str, content_length: int | None = None) -> bytes:
+        """Puts a first line and headers before `body`. content_length: None for the real length."""
         length = len(body) if content_length is None else content_length
-        return self.head("POST", "/chat/completions", f"Content-Length: {length}", *headers) + body
+        return self.encode_head("POST", "/chat/completions", f"Content-Length: {length}", *headers) + body
 
-    def head(self, method: str, path: str, *headers: str) -> bytes:
+    def encode_head(self, method: str, path: str, *headers: str) -> bytes:
         """Returns the first line and the headers of a request. The server closes the connection after its answer."""
         key = self.endpoint.api_key
         lines = [
@@ -128,31 +128,31 @@ class TrafficSource:
         return "\r\n".join(lines).encode()
 
 
-def _valid(source: TrafficSource, **fields: JSON) -> Exchange:
+def _build_valid(source: TrafficSource, **fields: JSON) -> Exchange:
     is_stream = source.random.random() < 0.5
-    return Exchange(source.post(source.chat(stream=is_stream, **fields)), is_stream=is_stream)
+    return Exchange(source.encode_post(source.encode_chat(stream=is_stream, **fields)), is_stream=is_stream)
 
 
-def _tools(source: TrafficSource) -> Exchange:
+def _build_tool_request(source: TrafficSource) -> Exchange:
     parameters: JSON = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
     tool: JSON = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    return _valid(source, tools=[tool], tool_choice=source.random.choice(["auto", "required"]))
+    return _build_valid(source, tools=[tool], tool_choice=source.random.choice(["auto", "required"]))
 
 
-def _with_schema(source: TrafficSource, schema: JSON, statuses: frozenset[int]) -> Exchange:
+def _build_with_schema(source: TrafficSource, schema: JSON, statuses: frozenset[int]) -> Exchange:
     response_format: JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    body = source.chat(response_format=response_format)
-    return Exchange(source.post(body), statuses)
+    body = source.encode_chat(response_format=response_format)
+    return Exchange(source.encode_post(body), statuses)
 
 
-def _schema(source: TrafficSource) -> Exchange:
-    # Few different names, so that some schemas are new and others are known to the server.
+def _build_schema_request(source: TrafficSource) -> Exchange:
+    # Names repeat, so that some schemas are new to the server and others are cached.
     name = f"field{source.random.randrange(200)}"
     value: JSON = {"type": source.random.choice(["integer", "boolean", "string"])}
-    return _with_schema(source, {"type": "object", "properties": {name: value}, "required": [name]}, OK)
+    return _build_with_schema(source, {"type": "object", "properties": {name: value}, "required": [name]}, SUCCESS)
 
 
-def _hostile_schema(source: TrafficSource) -> Exchange:
+def _build_hostile_schema_request(source: TrafficSource) -> Exchange:
     random = source.random
     number = random.randrange(1_000_000)
     branches: list[JSON] = [
@@ -163,81 +163,81 @@ def _hostile_schema(source: TrafficSource) -> Exchange:
     for _ in range(random.randint(20, 110)):
         nested = {"type": "object", "properties": {f"p{number}": nested}}
     schemas: list[JSON] = [{"oneOf": branches}, nested, {"const": "a" * 5000, "pattern": f"(a*)*{number}"}, number]
-    return _with_schema(source, random.choice(schemas), OK | REFUSED)
+    return _build_with_schema(source, random.choice(schemas), SUCCESS | REFUSALS)
 
 
-def _disconnect(source: TrafficSource) -> Exchange:
-    exchange = _valid(source, n=source.random.randint(1, 3))
+def _build_disconnect(source: TrafficSource) -> Exchange:
+    exchange = _build_valid(source, n=source.random.randint(1, 3))
     return Exchange(exchange.data, reading=Reading.DISCONNECT)
 
 
-def _slow_reader(source: TrafficSource) -> Exchange:
-    body = source.chat(stream=True, logprobs=True, top_logprobs=5)
-    return Exchange(source.post(body), reading=Reading.SLOW, is_stream=True)
+def _build_slow_reader(source: TrafficSource) -> Exchange:
+    body = source.encode_chat(stream=True, logprobs=True, top_logprobs=5)
+    return Exchange(source.encode_post(body), reading=Reading.SLOW, is_stream=True)
 
 
-def _incomplete_body(source: TrafficSource) -> Exchange:
-    body = source.chat()
-    data = source.post(body[: source.random.randrange(len(body))], content_length=len(body))
+def _build_incomplete_body(source: TrafficSource) -> Exchange:
+    body = source.encode_chat()
+    data = source.encode_post(body[: source.random.randrange(len(body))], content_length=len(body))
     return Exchange(data, reading=Reading.DISCONNECT)
 
 
-def _malformed_json(source: TrafficSource) -> Exchange:
-    body = source.chat()
-    # Without the last brace, every part of the body is malformed.
+def _build_malformed_json(source: TrafficSource) -> Exchange:
+    body = source.encode_chat()
+    # A body is malformed if at least its last brace is missing.
     malformed_bodies = (body[: source.random.randrange(len(body))], b"[" * source.random.randint(1, 100_000))
-    return Exchange(source.post(source.random.choice(malformed_bodies)), REFUSED)
+    return Exchange(source.encode_post(source.random.choice(malformed_bodies)), REFUSALS)
 
 
-def _wrong_field(source: TrafficSource) -> Exchange:
+def _build_wrong_field(source: TrafficSource) -> Exchange:
     name = source.random.choice(["messages", "max_tokens", "temperature", "tools", "stop", "response_format", "n"])
     values: list[JSON] = [{"a": 1}, [[1]], "x" * source.random.randint(1, 10_000) + "\0", -1.5, [None]]
     value = source.random.choice(values)
     if name == "stop" and isinstance(value, str):
-        value = -1
-    return Exchange(source.post(source.chat(**{name: value})), REFUSED)
+        value = -1  # `stop` may be a string.
+    return Exchange(source.encode_post(source.encode_chat(**{name: value})), REFUSALS)
 
 
-def _too_long(source: TrafficSource) -> Exchange:
+def _build_too_long(source: TrafficSource) -> Exchange:
     content = "time year " * source.random.randint(50_000, 200_000)
-    return Exchange(source.post(source.chat(messages=[{"role": "user", "content": content}])), REFUSED)
+    return Exchange(source.encode_post(source.encode_chat(messages=[{"role": "user", "content": content}])), REFUSALS)
 
 
-def _oversize_body(source: TrafficSource) -> Exchange:
-    return Exchange(source.post(b"{", content_length=1 << 34), REFUSED, may_close=True)
+def _build_oversize_body(source: TrafficSource) -> Exchange:
+    return Exchange(source.encode_post(b"{", content_length=1 << 34), REFUSALS, may_close=True)
 
 
-def _ambiguous_length(source: TrafficSource) -> Exchange:
-    return Exchange(source.post(source.chat(), "Transfer-Encoding: chunked"), REFUSED, may_close=True)
+def _build_ambiguous_length(source: TrafficSource) -> Exchange:
+    return Exchange(source.encode_post(source.encode_chat(), "Transfer-Encoding: chunked"), REFUSALS, may_close=True)
 
 
-def _garbage(source: TrafficSource) -> Exchange:
+def _build_garbage(source: TrafficSource) -> Exchange:
     data = source.random.randbytes(source.random.randint(1, 4000)) + b"\r\n\r\n"
-    return Exchange(data, REFUSED, may_close=True)
+    return Exchange(data, REFUSALS, may_close=True)
 
 
-def _unknown_path(source: TrafficSource) -> Exchange:
-    return Exchange(source.head("GET", f"/{source.random.randrange(1_000_000)}"), REFUSED)
+def _build_unknown_path(source: TrafficSource) -> Exchange:
+    return Exchange(source.encode_head("GET", f"/{source.random.randrange(1_000_000)}"), REFUSALS)
 
 
 EXCHANGES: Mapping[str, BuildExchange] = {
-    "plain": _valid,
-    "choices": lambda source: _valid(source, n=source.random.randint(2, 3), stop=["\n"]),
-    "log-probabilities": lambda source: _valid(source, logprobs=True, top_logprobs=3),
-    "tools": _tools,
-    "schema": _schema,
-    "disconnect": _disconnect,
-    "slow reader": _slow_reader,
-    "hostile schema": _hostile_schema,
-    "incomplete body": _incomplete_body,
-    "malformed JSON": _malformed_json,
-    "wrong field": _wrong_field,
-    "unknown model": lambda source: Exchange(source.post(source.chat(model="none")), REFUSED),
-    "prompt too long": _too_long,
-    "oversize body": _oversize_body,
-    "ambiguous length": _ambiguous_length,
-    "garbage": _garbage,
-    "unknown path": _unknown_path,
+    "plain": _build_valid,
+    "choices": lambda source: _build_valid(source, n=source.random.randint(2, 3), stop=["\n"]),
+    "log-probabilities": lambda source: _build_valid(source, logprobs=True, top_logprobs=3),
+    "tools": _build_tool_request,
+    "schema": _build_schema_request,
+    "disconnect": _build_disconnect,
+    "slow reader": _build_slow_reader,
+    "hostile schema": _build_hostile_schema_request,
+    "incomplete body": _build_incomplete_body,
+    "malformed JSON": _build_malformed_json,
+    "wrong field": _build_wrong_field,
+    "unknown model": lambda source: Exchange(source.encode_post(source.encode_chat(model="none")), REFUSALS),
+    "prompt too long": _build_too_long,
+    "oversize body": _build_oversize_body,
+    "ambiguous length": _build_ambiguous_length,
+    "garbage": _build_garbage,
+    "unknown path": _build_unknown_path,
 }
 KINDS = tuple(EXCHANGES)
 
@@ -277,9 +277,9 @@ async def _send_and_read(random: Random, exchange: Exchange, reader: StreamReade
 
 def _has_whole_body(answer: bytearray) -> bool:
     """Whether the answer has all bytes of its Content-Length. False for an answer without this header."""
-    # After a refusal, the server keeps the connection open for the rest of the body: the client must not wait.
+    # After a refusal, the server keeps the connection open for the rest of the request: the client must not wait.
     head, _, body = answer.partition(b"\r\n\r\n")
-    length = CONTENT_LENGTH.search(head)
+    length = CONTENT_LENGTH_PATTERN.search(head)
     return length is not None and len(body) >= int(length[1])
 
 
