@@ -25,7 +25,7 @@ EXTRA_MODULES = ("matplotlib", "tqdm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit status: 0 for success, 1 after a failure, 2 for invalid settings."""
+    """Runs a command. Returns the exit status: 0 (success), 1 (failure), 2 (invalid settings) or 130 (Ctrl-C)."""
     flags = build_parser().parse_args(arguments)
     from nanovllm_server.bench.report import BenchError
 
@@ -66,11 +66,11 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model.path,
             load_format=flags.load_format,
-            # Prompts have only the tokens of --prefix-len in common. Without them, a prefix cache would never hit.
+            # Without --prefix-len, prompts have no tokens in common, and a prefix cache would never hit.
             config=make_engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
-            peer=_make_peer(flags, model),
+            peer=_make_peer(flags, model),  # The engine to compare to, if any.
             files=_make_output_files(flags),
         )
         comparison.run(options, spec, _make_offline_benchmark(flags, spec.vocab_size))
@@ -165,7 +165,7 @@ def _run_kernels(flags: argparse.Namespace) -> None:
 def _make_peer(flags: argparse.Namespace, model: "ModelDirectory") -> "Peer | None":
     from nanovllm_server.bench.offline.peer_process import Peer
 
-    if flags.peer == "none":  # A peer is the engine to compare to.
+    if flags.peer == "none":
         return None
     return Peer(flags.peer, flags.peer_python, dict(flags.peer_env), _find_gguf_weights(flags, model))
 

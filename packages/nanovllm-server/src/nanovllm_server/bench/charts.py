@@ -13,7 +13,7 @@ DPI = 150
 def draw_grouped_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], values_by_series: Mapping[str, Sequence[float]]
 ) -> None:
-    """Draws groups of vertical bars. groups: their names. values_by_series: for each series, one value per group."""
+    """Draws groups of vertical bars. groups: names of the groups. values_by_series: one value per group."""
     num_series = len(values_by_series)
     figure = _make_figure(max(5, 1.5 + 1.5 * len(groups) * num_series), 4)
     axes = figure.subplots()

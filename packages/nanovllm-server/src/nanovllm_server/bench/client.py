@@ -1,4 +1,4 @@
-"""A client of streamed chat completions over HTTP/1.1 that records the arrival time of each piece of an answer.
+"""A client of streamed chat completions over HTTP/1.1. It records when each piece (delta with content) arrives.
 
 A general HTTP client needs more time per piece than the server, and would limit the measured rate.
 """
@@ -206,6 +206,7 @@ async def _open_exchange(
 async def _send_request(
     endpoint: Endpoint, reader: StreamReader, writer: StreamWriter, method: str, path: str, body: bytes
 ) -> AsyncGenerator[bytes, None]:
+    """Returns the parts of the response's body. Raises ExchangeError if the status is not 200."""
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     head_lines = [
         f"{method} {endpoint.path_prefix}{path} HTTP/1.1",
@@ -217,15 +218,15 @@ async def _send_request(
         "\r\n",
     ]
     writer.write("\r\n".join(head_lines).encode() + body)
-    status = (await reader.readuntil(b"\n")).strip().split(maxsplit=2)
+    status_fields = (await reader.readuntil(b"\n")).strip().split(maxsplit=2)
     headers: dict[bytes, bytes] = {}
     while line := (await reader.readline()).strip():
         name, _, value = line.partition(b":")
         headers[name.lower()] = value.strip().lower()
     body_parts = _read_body(reader, headers)
-    if len(status) < 2 or status[1] != b"200":
+    if len(status_fields) < 2 or status_fields[1] != b"200":
         error_body = b"".join([part async for part in body_parts])
-        raise ExchangeError(f"status {b' '.join(status[1:]).decode(errors='replace')}: {_shorten(error_body)}")
+        raise ExchangeError(f"status {b' '.join(status_fields[1:]).decode(errors='replace')}: {_shorten(error_body)}")
     return body_parts
 
 

@@ -20,9 +20,9 @@ from nanovllm_server.flag_types import seconds
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-PEERS = ("vllm", "transformers", "llamacpp", "none")
+PEERS = ("vllm", "transformers", "llamacpp", "none")  # A peer is the engine to compare to.
 THROUGHPUT_DEFAULT_LENGTHS = LengthRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. Shared settings also apply to the peer (the engine to compare to).
+# Fields of `EngineConfig` that have a flag. Shared settings also apply to the peer.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     "state_dtype",

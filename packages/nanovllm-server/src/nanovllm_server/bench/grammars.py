@@ -103,7 +103,7 @@ async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
     """Returns the model's name and the results of all mixes. Raises BenchError if a stream fails or ends early."""
     try:
         model = options.model or (await list_models(options.endpoint))[0]
-        # The warm-up includes a schema, because a server's first answer under a grammar takes seconds longer.
+        # The warm-up includes a schema, because a server's first answer that follows a schema takes seconds longer.
         for schema in (typical_schema(), None):
             await stream_chat(options.endpoint, _request_body(model, "Hello", WARM_UP_TOKENS, schema))
     except ExchangeError as error:
@@ -134,13 +134,13 @@ def _summarize(mix: str, rounds: Sequence[_RoundResult], base_stats: Sequence[La
 async def _measure_round(
     options: GrammarsOptions, model: str, mix: str, seed: str, schema_numbers: Iterator[int]
 ) -> _RoundResult:
-    half = options.num_streams // 2
+    half_num_streams = options.num_streams // 2
     lengths = LengthRange(PROMPT_LEN, PROMPT_LEN), LengthRange(options.output_len, options.output_len)
     requests = random_text_requests(WorkloadShape(options.num_streams, *lengths), seed)
-    # Only the second half of the streams follow a schema. The gaps of the first half are measured in every mix.
+    # The gaps of the first half of the streams are measured. Only streams of the second half follow a schema.
     schema = None if mix == UNCONSTRAINED else typical_schema()
     bodies = [
-        _request_body(model, request.text, request.max_tokens, schema if index >= half else None)
+        _request_body(model, request.text, request.max_tokens, schema if index >= half_num_streams else None)
         for index, request in enumerate(requests)
     ]
     streams_ended = asyncio.Event()
@@ -156,22 +156,24 @@ async def _measure_round(
     finally:
         streams_ended.set()
         await asyncio.gather(*compiling_tasks)
-    result.gaps_s = _gaps_while_all_run(answers, half)
-    result.tokens_constrained = 0 if schema is None else sum(answer.output_tokens for answer in answers[half:])
-    if schema is not None and result.tokens_constrained < half * options.output_len:
+    result.gaps_s = _gaps_while_all_run(answers, half_num_streams)
+    result.tokens_constrained = (
+        0 if schema is None else sum(answer.output_tokens for answer in answers[half_num_streams:])
+    )
+    if schema is not None and result.tokens_constrained < half_num_streams * options.output_len:
         raise BenchError(f"answers with a schema ended early ({mix}): lower --output-len")
     return result
 
 
 def _gaps_while_all_run(answers: Sequence[TimedAnswer], num_measured: int) -> list[float]:
     """Returns the gaps between pieces of the first `num_measured` streams while all streams run, in seconds."""
-    begin = max(answer.piece_times[0] for answer in answers)
-    end = min(answer.piece_times[-1] for answer in answers)
+    last_start = max(answer.piece_times[0] for answer in answers)
+    first_end = min(answer.piece_times[-1] for answer in answers)
     return [
         after - before
         for answer in answers[:num_measured]
         for before, after in pairwise(answer.piece_times)
-        if begin <= before and after <= end
+        if last_start <= before and after <= first_end
     ]
 
 

@@ -19,7 +19,7 @@ def run(name_part: str, repeat: int, files: OutputFiles) -> None:
         raise BenchError("kernels needs an NVIDIA GPU")
     if not (cases := ladder.selected(name_part)):
         raise BenchError(f"no kernel has {name_part!r} in its name")
-    figures: list[ladder.Figure] = []  # Each figure is the time and the rate of one kernel.
+    figures: list[ladder.Figure] = []  # A figure is one kernel's time and its rate in `unit`.
     for case in tqdm(cases, desc="kernels", unit="kernel", disable=not sys.stderr.isatty()):
         runs = [ladder.measure(case) for _ in range(repeat)]
         microseconds, rate = median(run.microseconds for run in runs), median(run.rate for run in runs)

@@ -37,7 +37,7 @@ class InvalidSettingsError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class OutputFiles:
-    """Files to write results to. None for no file."""
+    """Files to write results to. json: all figures. plot: a PNG. None for no file."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -46,7 +46,7 @@ class OutputFiles:
 def report(
     benchmark: str, title: str, tables: Sequence[Table], results: Mapping[str, JSON], files: OutputFiles
 ) -> None:
-    """Prints the tables and writes the results as JSON, each with the machine and versions. benchmark: command name."""
+    """Prints the tables and writes JSON. Both include the machine and the versions. benchmark: command name."""
     environment = describe_environment()
     environment_texts = (f"{name} {value}" for name, value in environment.items() if value is not None)
     print_tables(title, ", ".join(environment_texts), tables)

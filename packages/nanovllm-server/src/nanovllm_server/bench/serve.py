@@ -36,7 +36,7 @@ class ServeOptions:
     model: None for the first model that the server lists.
     rates: requests per second of each load; None for all at once.
     concurrencies: maximum number of simultaneous requests of each load; None for no limit.
-    repeat: number of runs of each load. The results are medians.
+    repeat: number of runs of each load. Results are medians of the runs.
     seed: selects the words. The server's prefix cache may hold prompts of an earlier run with the same seed.
     """
 
@@ -157,7 +157,7 @@ async def _measure_load(
     semaphore = asyncio.Semaphore(concurrency or len(requests))
     label = f"rate {rate or 'inf'}, concurrency {concurrency or 'any'}"
     with tqdm(total=len(requests), desc=label, unit="req", disable=not sys.stderr.isatty()) as progress_bar:
-        start_cpu, start = time.process_time(), time.perf_counter()
+        start_cpu_s, start = time.process_time(), time.perf_counter()
 
         async def send_at(request: TextRequest, arrival_s: float) -> TimedAnswer | ExchangeError:
             await asyncio.sleep(start + arrival_s - time.perf_counter())
@@ -170,7 +170,7 @@ async def _measure_load(
                     progress_bar.update()
 
         outcomes = await asyncio.gather(*map(send_at, requests, arrival_times(len(requests), rate)))
-        busy = (time.process_time() - start_cpu) / (time.perf_counter() - start)
+        busy = (time.process_time() - start_cpu_s) / (time.perf_counter() - start)
     answers = [outcome for outcome in outcomes if isinstance(outcome, TimedAnswer)]
     failures = [outcome for outcome in outcomes if isinstance(outcome, ExchangeError)]
     if not answers:
@@ -215,8 +215,8 @@ def _summarize(
 
 def latency_stats(latencies_s: Iterable[float]) -> LatencyStats:
     """Computes the statistics, which are NaN if there are no latencies."""
-    ordered_ms = sorted(1000 * latency for latency in latencies_s) or [math.nan]
-    return LatencyStats(fmean(ordered_ms), *(percentile(ordered_ms, percent) for percent in PERCENTILES))
+    sorted_ms = sorted(1000 * latency for latency in latencies_s) or [math.nan]
+    return LatencyStats(fmean(sorted_ms), *(percentile(sorted_ms, percent) for percent in PERCENTILES))
 
 
 def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
@@ -236,8 +236,8 @@ def _median_value(values: Sequence[Any]) -> Any:
 
 
 def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
-    counts = ["failed", "tokens in", "cached", "tokens out", "seconds"]
-    header = ["rate", "concurrency", *counts, "req/s", "output tok/s", "client busy"]
+    count_headers = ["failed", "tokens in", "cached", "tokens out", "seconds"]
+    header = ["rate", "concurrency", *count_headers, "req/s", "output tok/s", "client busy"]
     rows = [
         [
             *result.load_cells,
@@ -263,13 +263,13 @@ def _latency_table(results: Sequence[LoadResult]) -> list[list[str]]:
 
 def _plot(path: Path, title: str, results: Sequence[LoadResult]) -> None:
     # Labels leave out the rate or the concurrency if all loads have the same value.
-    has_variation = [len(set(column)) > 1 for column in zip(*(result.load_cells for result in results), strict=True)]
+    is_in_label = [len(set(column)) > 1 for column in zip(*(result.load_cells for result in results), strict=True)]
     charts.draw_curves(
         path,
         title,
         "output tok/s",
         [result.output_tokens_per_second for result in results],
-        [", ".join(compress(result.load_cells, has_variation)) for result in results],
+        [", ".join(compress(result.load_cells, is_in_label)) for result in results],
         {
             f"{name.upper()}, ms": {
                 field: [getattr(getattr(result, name), field) for result in results] for field in ("p50", "p99")

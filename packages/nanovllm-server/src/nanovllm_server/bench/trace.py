@@ -11,9 +11,9 @@ import msgspec
 from nanovllm_server.bench.report import BenchError, percentile, print_tables, write_json
 from nanovllm_server.bench.workload import LengthRange
 
-# A track has one span per step for one activity of the host, or for the device.
+# A track holds the times of one activity of the host, or of the device: one span per step.
 DEVICE_TRACK = "device"
-# Name of a result: the sum of a step's times on all tracks except the device.
+# `TrackTimes.track` of the sums of each step's times on all tracks except the device.
 HOST_SUM = "host"
 # `IdleTimes.long` counts the idle times above this limit.
 LONG_IDLE_US = 50.0
@@ -75,8 +75,8 @@ def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> N
         values = [f"{value:.1f}" for value in (idle_times.p50, idle_times.p99, idle_times.most)]
         header = ["device idle, us", "p50", "p99", "max", f"over {LONG_IDLE_US:.0f}"]
         tables.append([header, ["", *values, str(idle_times.long)]])
-    step_names = "all steps" if step_range is None else f"steps {step_range.low}..{step_range.high}"
-    print_tables(f"trace; {path}", step_names, tables)
+    subtitle = "all steps" if step_range is None else f"steps {step_range.low}..{step_range.high}"
+    print_tables(f"trace; {path}", subtitle, tables)
     write_json(
         json_path,
         {
@@ -113,7 +113,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
 
 
 def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
-    """Yields the times on each track, after the sums of steps that have an event on every host track."""
+    """Yields sums over the host tracks, for steps with an event on each host track. Then yields each track's times."""
     host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
     if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
         yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-# Largest token id in nano-vllm's benchmark, the default workload of `throughput`.
+# Largest token id of a prompt, as in nano-vllm's benchmark, the default workload of `throughput`.
 MAX_TOKEN_ID = 10_000
 
-# Each of these words is one token after a space in the vocabularies of GPT-2, Llama, Qwen and their descendants. The
+# Each of these words, after a space, is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants. The
 # client therefore needs no tokenizer to make a prompt of a given number of tokens.
 _WORD_LIST = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
