@@ -2,9 +2,9 @@
 
     python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
 
-Each figure is the median time of CUDA-graph replays. A graph calls the kernel on copies of the inputs that together
-exceed the L2 cache. Bytes and operations are the minimum that the kernel's result requires: data that a kernel reads
-twice count once. Shapes are from models. Data are random.
+Each figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
+A graph contains one call per copy of the inputs, and the copies together exceed the L2 cache. Bytes and operations are
+the minimum that the result requires: data that a kernel reads twice count once. Inputs are random.
 """
 
 import argparse
@@ -29,28 +29,28 @@ __all__ = ["Figure", "ladder", "main", "measure", "selected"]
 
 
 def ladder() -> Iterator[BenchmarkCase]:
-    """Yield all benchmark cases, family by family. Cases with small inputs come first in a family."""
-    yield copy_ceiling()
+    """Yield all benchmark cases, one kind of kernel after another. For each kind, small inputs come first."""
+    yield copy_ceiling()  # A plain copy.
     yield from paged_cases()
-    yield from latent_cases()
-    yield from captured_cases()
+    yield from latent_cases()  # Multi-head latent attention (MLA).
+    yield from captured_cases()  # Attention in steps that are captured as CUDA graphs.
     for num_tokens in (256, 8192):
         yield from elementwise(num_tokens)
-    for shapes in SHAPES:
+    for shapes in SHAPES:  # The widths of two models.
         for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             yield from projections(shapes, num_rows)
-    yield from delta_nets()
+    yield from delta_nets()  # A recurrent layer.
     for num_rows in (1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096):
         yield from block_fp8_linears(num_rows)
-    yield from mixtures()
+    yield from mixtures()  # Mixtures of experts.
     for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
         yield from sampling(batch, vocab_size)
 
 
 def selected(name_part: str) -> list[BenchmarkCase]:
-    """Return the cases whose names contain `name_part` and whose inputs fit this GPU."""
-    available_bytes = 0.4 * describe_device(torch.device("cuda", 0)).total_memory
-    return [case for case in ladder() if name_part in case.name and case.input_bytes <= available_bytes]
+    """Return the cases whose names contain `name_part`, and whose inputs take at most 40% of this GPU's memory."""
+    max_input_bytes = 0.4 * describe_device(torch.device("cuda", 0)).total_memory
+    return [case for case in ladder() if name_part in case.name and case.input_bytes <= max_input_bytes]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs the ladder: `python -m nanovllm_kernels.ladder`."""
+"""Runs the kernel benchmarks: `python -m nanovllm_kernels.ladder`."""
 
 from nanovllm_kernels.ladder import main
 

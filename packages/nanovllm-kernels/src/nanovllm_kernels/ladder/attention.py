@@ -1,6 +1,6 @@
-"""Benchmark cases of attention over paged keys and values, and over paged latents: decodes and prompts.
+"""Benchmark cases of paged attention, for decodes and for prompts: grouped-query and latent (MLA) attention.
 
-The cost is the bytes of the cache for decodes, and operations for prompts and for latent decodes with many heads.
+The cost of most decodes is the bytes of the cache. Prompts, and latent decodes with many heads, count operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HE
 from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Sizes in DeepSeek-V3: the unrotated part and the rotated part of a head's key, a head's value, and a latent.
+# Elements in DeepSeek-V3: a head's unrotated key, its rotated key, its value, and a latent (what the cache stores).
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
@@ -26,11 +26,11 @@ def random_fp8(shape: tuple[int, ...]) -> torch.Tensor:
 def make_decode_inputs(batch: int, context: int, page_size: int, *, is_fp8: bool) -> tuple[torch.Tensor | None, ...]:
     """Return (queries, cache, scales or None, block tables, seq_lens): one query and `context` tokens per request."""
     pages_per_request = context // page_size
-    num_blocks = batch * pages_per_request + 1
-    shape = (num_blocks, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
+    num_pages = batch * pages_per_request + 1
+    shape = (num_pages, page_size, 2 * NUM_KV_HEADS, HEAD_DIM)
     kv_cache = random_fp8(shape) if is_fp8 else random(*shape)
     kv_scales = fp8.make_scales(kv_cache) if is_fp8 else None
-    tables = (torch.randperm(num_blocks - 1, device="cuda") + 1).view(batch, pages_per_request).int()
+    tables = (torch.randperm(num_pages - 1, device="cuda") + 1).view(batch, pages_per_request).int()
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     return random(batch, NUM_HEADS, HEAD_DIM), kv_cache, kv_scales, tables, seq_lens
 
@@ -44,11 +44,11 @@ def decode_case(
     *,
     is_fp8: bool,
 ) -> BenchmarkCase:
-    """Make a case of decode attention. The cost is the bytes of keys, values and scales."""
-    cost = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if is_fp8 else HEAD_DIM * 2)
+    """Make a case of decode attention. `make_call` creates inputs and returns the call to measure."""
+    cache_bytes = 2 * batch * context * NUM_KV_HEADS * (HEAD_DIM + fp8.SCALE_BYTES if is_fp8 else HEAD_DIM * 2)
     prefix = "FP8 " if is_fp8 else ""
     return BenchmarkCase(
-        f"{prefix}{name} batch {batch} context {context} page {page_size}", make_call, cost, "TB/s", cost
+        f"{prefix}{name} batch {batch} context {context} page {page_size}", make_call, cache_bytes, "TB/s", cache_bytes
     )
 
 
@@ -113,7 +113,7 @@ def latent_attention_case(
     is_fp8: bool = False,
     backend: Backend = "triton",
 ) -> BenchmarkCase:
-    """Make a case of latent attention with projections, for the last `query_len` of each request's `context` tokens."""
+    """Make a case of latent attention and its projections. Each request's queries are its last `query_len` tokens."""
     page_size, cache_dim = 64, LATENT_DIM + ROPE_DIM
 
     def make_call() -> Callable[[], object]:
@@ -135,7 +135,7 @@ def latent_attention_case(
             dtype=DTYPE,
         )
         q = random(batch * query_len, num_heads, KEY_DIM + ROPE_DIM)
-        expansion = random(num_heads, KEY_DIM + VALUE_DIM, LATENT_DIM)
+        expansion = random(num_heads, KEY_DIM + VALUE_DIM, LATENT_DIM)  # Expands a latent to keys and values.
         scale = (KEY_DIM + ROPE_DIM) ** -0.5
         return lambda: latent_attention(q, expansion, kv_cache, batch_plan, scale=scale, kv_scales=kv_scales)
 
@@ -145,7 +145,7 @@ def latent_attention_case(
 
 
 def latent_decode_case(batch: int, context: int, num_heads: int, *, is_fp8: bool = False) -> BenchmarkCase:
-    """Make a case of decodes over latents. The cost is the bytes of inputs for few heads, and operations for many."""
+    """Make a case of decodes over latents. The cost is bytes of inputs for up to 16 heads, and operations for more."""
     expansion_elements = num_heads * (KEY_DIM + VALUE_DIM) * LATENT_DIM
     if num_heads <= 16:
         cost, unit = batch * context * (LATENT_DIM + ROPE_DIM) * (1 if is_fp8 else 2) + 2 * expansion_elements, "TB/s"
@@ -156,17 +156,17 @@ def latent_decode_case(batch: int, context: int, num_heads: int, *, is_fp8: bool
 
 
 def latent_prefill_case(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> BenchmarkCase:
-    """Make a case of whole prompts over latents. The cost is operations on expanded keys and values."""
-    pairs = length * (length + 1) / 2
-    cost = 2 * batch * num_heads * pairs * (KEY_DIM + ROPE_DIM + VALUE_DIM)
+    """Make a case of whole prompts over latents. The cost is operations on keys and values expanded from latents."""
+    pairs_per_prompt = length * (length + 1) / 2  # (query, visible key) pairs.
+    cost = 2 * batch * num_heads * pairs_per_prompt * (KEY_DIM + ROPE_DIM + VALUE_DIM)
     name = _name_with_backend("MLA prefill", backend)
     return latent_attention_case(name, batch, length, length, num_heads, cost, "TFLOP/s", backend=backend)
 
 
 def latent_chunk_case(length: int, context: int, num_heads: int) -> BenchmarkCase:
-    """Make a case of a prompt's last `length` tokens. The cost is the operations of absorbed attention."""
-    pairs = length * (context - length) + length * (length + 1) / 2
-    cost = 2 * num_heads * (pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
+    """Make a case of a prompt's last `length` tokens. The cost is the operations of attention directly over latents."""
+    query_key_pairs = length * (context - length) + length * (length + 1) / 2
+    cost = 2 * num_heads * (query_key_pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
     return latent_attention_case(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")
 
 
@@ -213,14 +213,14 @@ def prefill_case(batch: int, length: int, backend: Backend = "triton") -> Benchm
         )
         return lambda: paged_attention(q, kv_cache, batch_plan, scale=HEAD_DIM**-0.5)
 
-    cost = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
+    operations = 4 * batch * NUM_HEADS * HEAD_DIM * length * (length + 1) / 2
     return BenchmarkCase(
-        f"{_name_with_backend('prefill', backend)} {batch} x {length}", make_call, cost, "TFLOP/s", COLD_BYTES
+        f"{_name_with_backend('prefill', backend)} {batch} x {length}", make_call, operations, "TFLOP/s", COLD_BYTES
     )
 
 
 def paged_cases() -> Iterator[BenchmarkCase]:
-    """Yield cases of decodes and whole prompts by every backend that runs on this machine."""
+    """Yield cases of grouped-query attention: decodes and whole prompts, with every backend that this machine has."""
     for page_size in (16, 64):
         for batch in (1, 8, 64, 256):
             for context in (512, 2048, 8192, 32768):

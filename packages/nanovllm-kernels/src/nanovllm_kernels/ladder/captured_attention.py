@@ -1,6 +1,6 @@
-"""Benchmark cases of attention in captured steps, with padded tokens, unused entries, and lengths on the device.
+"""Benchmark cases of attention in steps captured as CUDA graphs: with padding tokens, and lengths only on the device.
 
-The cost is operations. If a case's name contains "by bytes", the cost is the bytes of cached tokens instead.
+A case's cost is its operations. If the case's name contains "by bytes", the cost is the bytes of cached tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from nanovllm_kernels.platform import has_cute, has_flash_attention
 
 # The longest request that the engine accepts, in tokens. It determines the width of block tables.
 MAX_SEQ_LEN = 131_072
-PAGE_SIZE = TMA_PAGE_SIZE
+PAGE_SIZE = TMA_PAGE_SIZE  # Tokens per page. The GPU's bulk copy engine (TMA) copies pages of this size.
 # Numbers of query heads and of key-value heads in Qwen3-0.6B.
 SMALL_MODEL_HEADS = (16, 8)
 # A request's number of queries, and its number of tokens including the queries.
@@ -28,7 +28,7 @@ RequestLengths = tuple[int, int]
 
 
 def make_step_tables(requests: Sequence[RequestLengths], num_entries: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """Return (block tables, seq_lens, query_start_loc) with `num_entries` entries. Entries after the requests are 0."""
+    """Return (block tables, seq_lens, query_start_loc) for `num_entries` entries: the requests, then empty entries."""
     page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
     page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
     tables = torch.zeros((num_entries, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
@@ -52,19 +52,18 @@ def captured_attention_case(
     *,
     num_entries: int,
     num_tokens: int,
-    max_query_len: int | None = None,
+    max_query_len: int | None = None,  # Bound on queries per request. None: `num_tokens`.
     heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
-    backend: Backend | None,
+    backend: Backend | None,  # None: FlashAttention without our kernels.
     counts_bytes: bool = False,
     has_only_whole_prompts: bool = False,
 ) -> BenchmarkCase:
-    """Make a case of attention of `requests` in a step of `num_tokens` tokens.
+    """Make a case of attention for `requests`, in a step of `num_tokens` tokens.
 
     num_entries: rows of the block tables, including unused rows.
     heads: numbers of query heads and of key-value heads.
-    backend: None calls FlashAttention without our kernels.
     counts_bytes: whether the cost is bytes instead of operations.
-    has_only_whole_prompts: as for `plan_batch`.
+    has_only_whole_prompts: whether all tokens of requests with several queries are in the step.
     """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-seq_len // PAGE_SIZE) for _, seq_len in requests))
@@ -77,9 +76,9 @@ def captured_attention_case(
         q, own_keys_values = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
             block_tables, seq_lens, query_start_loc = tables
-            flash = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, block_tables)
+            flash_requests = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, block_tables)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            return lambda: flash_prefill.attend_to_pages(q, kv_cache, flash, scale, query_len_bound, out)
+            return lambda: flash_prefill.attend_to_pages(q, kv_cache, flash_requests, scale, query_len_bound, out)
         batch_plan = plan_batch(
             *tables,
             num_decodes=None,
@@ -102,7 +101,7 @@ def captured_attention_case(
 
 
 def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> BenchmarkCase:
-    """Make a case of the last `length` of `context` tokens over latents, in a step of 512 tokens and 256 entries."""
+    """Make a case of latent attention for the last `length` of `context` tokens, in a step padded to 512 tokens."""
     page_size, num_tokens, cache_dim = 64, 512, LATENT_DIM + ROPE_DIM
 
     def make_call() -> Callable[[], object]:
@@ -128,7 +127,7 @@ def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> Ben
 
 
 def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> BenchmarkCase:
-    """Make a case of the kernel that plans a step's work list of wide tiles. The cost is the bytes of lengths."""
+    """Make a case of the kernel that cuts attention work into equal parts (`WorkList`). Cost: bytes of lengths."""
     from nanovllm_kernels.attention.plan import tile_configs
 
     config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)
@@ -151,7 +150,7 @@ def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int
 
 
 def captured_cases() -> Iterator[BenchmarkCase]:
-    """Yield cases of chunks over long contexts, whole prompts, drafts to verify, and steps without work."""
+    """Yield cases of chunks over long contexts, whole prompts, draft tokens to verify, and steps without requests."""
     backends: list[Backend | None] = ["triton"]
     backends += ["fastest"] if has_flash_attention() or has_cute() else []
     backends += [None] if has_flash_attention() else []
@@ -159,7 +158,7 @@ def captured_cases() -> Iterator[BenchmarkCase]:
         for context in (8192, 32_768, MAX_SEQ_LEN):
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
-                # Loads of keys limit the speed of 16 queries: measure these cases in bytes too.
+                # For 16 queries, the loads of keys limit the speed. Report bytes per second too.
                 for counts_bytes in (False, True) if length == 16 else (False,):
                     yield captured_attention_case(
                         name, requests, num_entries=256, num_tokens=512, backend=backend, counts_bytes=counts_bytes

@@ -1,6 +1,6 @@
 """Benchmark cases of linear layers with fused norms, activations and residual sums, in bf16 and in block FP8.
 
-For few rows, the cost of a layer is the number of bytes of its weight.
+The cost is the bytes of a layer's weight. For block FP8 weights and many rows, the cost is operations instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,20 +35,21 @@ class Shapes:
     vocab: int
 
 
+# Qwen3-0.6B and Llama 3 8B.
 SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 6144, 4096, 14336, 128_256))
 
 
 def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
-    """Yield cases of a decoder layer's linear layers and of the output head, as the engine runs `num_rows` rows.
+    """Yield cases of the linear layers of a decoder layer, and of the output head, for `num_rows` rows of input.
 
-    If one kernel computes a linear layer with its norm, gate or residual, separate operators are measured too.
+    If the engine uses a kernel that fuses a norm, gate or residual, a second case measures separate operators.
     """
     norm_weight, eps = random(shapes.hidden), 1e-5
 
-    def norm_then(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def apply_norm_and_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(rms_norm(x, norm_weight, eps), weight)
 
-    add_residual: tuple[LinearCall, LinearCall] = (
+    residual_calls: tuple[LinearCall, LinearCall] = (
         lambda weight, x, residual: linear(x, weight, None, residual),
         lambda weight, x, residual: residual.addmm_(x, weight.t()),
     )
@@ -58,16 +59,16 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
             shapes.qkv,
             shapes.hidden,
             lambda weight, x, _: norm_linear(x, norm_weight, eps, weight),
-            lambda weight, x, _: norm_then(weight, x),
+            lambda weight, x, _: apply_norm_and_linear(weight, x),
         ),
-        "o + residual": (shapes.hidden, shapes.heads, *add_residual),
+        "o + residual": (shapes.hidden, shapes.heads, *residual_calls),
         "norm + gate + up": (
             2 * shapes.intermediate,
             shapes.hidden,
             lambda weight, x, _: norm_gate_up(x, norm_weight, eps, weight),
-            lambda weight, x, _: silu_and_mul(norm_then(weight, x)),
+            lambda weight, x, _: silu_and_mul(apply_norm_and_linear(weight, x)),
         ),
-        "down + residual": (shapes.hidden, shapes.intermediate, *add_residual),
+        "down + residual": (shapes.hidden, shapes.intermediate, *residual_calls),
         "head": (
             shapes.vocab,
             shapes.hidden,
@@ -89,9 +90,9 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
 
 
 def block_fp8_linears(num_rows: int) -> Iterator[BenchmarkCase]:
-    """Yield cases of block FP8 weights of an 8B model and of DeepSeek-R1, as the engine runs `num_rows` rows.
+    """Yield cases of linear layers with the block FP8 weights of an 8B model and of DeepSeek-R1.
 
-    The measured call also quantises the input.
+    The measured calls also quantise the input of `num_rows` rows. One more case measures only this quantisation.
     """
     for columns, width in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 2048)):
         has_few_rows = num_rows <= tiles.MAX_FP8_ROWS
@@ -99,8 +100,8 @@ def block_fp8_linears(num_rows: int) -> Iterator[BenchmarkCase]:
 
         def make_call(columns: int = columns, width: int = width) -> Callable[[], object]:
             weight = block_fp8.empty_weight(columns, width, block_fp8.GROUP, torch.device("cuda"))
-            numbers, scales = block_fp8.quantize_blocks(random(columns, width))
-            weight.data.copy_(numbers)
+            fp8_weight, scales = block_fp8.quantize_blocks(random(columns, width))
+            weight.data.copy_(fp8_weight)
             weight.scales.copy_(scales)
             x = random(num_rows, width)
             return lambda: block_fp8.linear(x, weight)

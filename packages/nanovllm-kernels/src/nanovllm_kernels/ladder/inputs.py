@@ -1,4 +1,4 @@
-"""Random inputs, and the head counts of an 8B model."""
+"""Random inputs, and the dtype and head sizes of an 8B model."""
 
 import torch
 

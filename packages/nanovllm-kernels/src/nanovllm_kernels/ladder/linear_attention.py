@@ -8,13 +8,13 @@ from nanovllm_kernels.ladder.inputs import random
 from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net, plan_states
 
-DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128
+DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128  # Key heads, value heads, and elements per head of Qwen3-Next.
 
 
 def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> BenchmarkCase:
     """Make a case of Qwen3-Next's recurrent layer, without its projections.
 
-    lengths: new tokens of each request. context: tokens of each request before its new tokens.
+    lengths: number of new tokens of each request. context: number of tokens of each request before its new tokens.
     """
     batch, num_tokens, values_per_key, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
     conv_channels = DELTA_K_HEADS * (2 + values_per_key) * dim
@@ -24,7 +24,7 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Ben
         token_counts = torch.tensor(
             [lengths, [context + length for length in lengths]], dtype=torch.int32, device="cuda"
         )
-        planned = plan_states(
+        state_batch = plan_states(
             torch.randperm(batch, device="cuda").int() + 1,
             torch.zeros((batch, 1, 2), dtype=torch.int32, device="cuda"),
             token_counts[1],
@@ -37,9 +37,10 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Ben
         ones = torch.ones(DELTA_V_HEADS, device="cuda")
         weights = DeltaWeights(random(4, conv_channels).float(), ones, ones, torch.ones(dim, device="cuda"), 1e-6)
         recurrent_states = torch.randn((batch + 1, DELTA_V_HEADS, dim, dim), device="cuda").to(state_dtype)
+        # ba: the inputs of each value head's two gates.
         conv_states, ba = random(batch + 1, 4, conv_channels), random(num_tokens, 2 * DELTA_V_HEADS)
         qkvz = random(num_tokens, conv_channels + DELTA_V_HEADS * dim)
-        return lambda: gated_delta_net(qkvz, ba, weights, recurrent_states, conv_states, planned)
+        return lambda: gated_delta_net(qkvz, ba, weights, recurrent_states, conv_states, state_batch)
 
     state_bytes = batch * DELTA_V_HEADS * dim * dim * state_dtype.itemsize
     kind = "decode" if is_decode else f"prefill of {max(lengths)}"
@@ -47,9 +48,9 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Ben
     if is_decode:
         cost = 2 * state_bytes + batch * (conv_channels * 2 * 5 + 2 * DELTA_V_HEADS * dim * 2)
         return BenchmarkCase(name, make_call, cost, "TB/s", cost)
-    row_bytes = num_tokens * (conv_channels + 2 * DELTA_V_HEADS * dim) * 2
+    input_output_bytes = num_tokens * (conv_channels + 2 * DELTA_V_HEADS * dim) * 2
     return BenchmarkCase(
-        name, make_call, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", state_bytes + row_bytes
+        name, make_call, num_tokens * DELTA_V_HEADS * 6 * dim * dim, "TFLOP/s", state_bytes + input_output_bytes
     )
 
 

@@ -38,7 +38,7 @@ class Mixture:
         return Routing(self.top_k, shared="gated" if self.has_shared else "none")
 
 
-MIXTURES = (
+MIXTURES = (  # Of Qwen3-30B-A3B, MiniMax-M2 and Qwen3-Next.
     Mixture("30B-A3B", 128, 8, 2048, 768),
     Mixture("M2", 256, 8, 3072, 1536),
     Mixture("Next", 512, 10, 2048, 512, has_shared=True),
@@ -50,36 +50,37 @@ def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
     shapes = ((mixture.num_all, 2 * mixture.width, mixture.hidden), (mixture.num_all, mixture.hidden, mixture.width))
     if not in_fp8:
         return pack_experts(*(random(*shape) for shape in shapes))
-    numbers = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
-    rows, columns = -(-mixture.width // 128), -(-mixture.hidden // 128)
-    scales13 = torch.rand(mixture.num_all, 2, rows, columns, device="cuda")
-    scales2 = torch.rand(mixture.num_all, columns, rows, device="cuda")
-    return pack_experts(*(part.view(fp8.DTYPE) for part in numbers), scales13, scales2)
+    weights = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
+    width_blocks, hidden_blocks = -(-mixture.width // 128), -(-mixture.hidden // 128)
+    gate_up_scales = torch.rand(mixture.num_all, 2, width_blocks, hidden_blocks, device="cuda")
+    down_scales = torch.rand(mixture.num_all, hidden_blocks, width_blocks, device="cuda")
+    return pack_experts(*(weight.view(fp8.DTYPE) for weight in weights), gate_up_scales, down_scales)
 
 
 def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> BenchmarkCase:
-    """Make a case of experts. The cost is the bytes of all chosen experts, or operations for many tokens."""
+    """Make a case of experts. The cost is the bytes of the chosen experts, or operations for over 1024 tokens."""
     matrix_elements = mixture.hidden * mixture.width
 
     def make_call() -> Callable[[], object]:
         packed = random_experts(mixture, in_fp8=in_fp8)
         x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
         logits = torch.randn(num_tokens, mixture.num_all, device="cuda")
-        chosen = route(logits, mixture.routing)
-        return lambda: fused_experts(x, packed, chosen, residual)
+        routed = route(logits, mixture.routing)
+        return lambda: fused_experts(x, packed, routed, residual)
 
+    # Expected number of experts that at least one token chooses.
     num_used = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.has_shared
     used_bytes = 3 * num_used * matrix_elements * (1 if in_fp8 else 2)
-    size = 3 * mixture.num_all * matrix_elements * (1 if in_fp8 else 2)
+    input_bytes = 3 * mixture.num_all * matrix_elements * (1 if in_fp8 else 2)
     operations = 6 * num_tokens * (mixture.top_k + mixture.has_shared) * matrix_elements
     cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (used_bytes, "TB/s")
     return BenchmarkCase(
-        f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make_call, cost, unit, size
+        f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make_call, cost, unit, input_bytes
     )
 
 
 def routing(mixture: Mixture, num_tokens: int) -> BenchmarkCase:
-    """Make a case of the choice of experts. The cost is the bytes of the logits."""
+    """Make a case of the kernel that chooses experts. The cost is the bytes of the logits."""
 
     def make_call() -> Callable[[], object]:
         logits = torch.randn(num_tokens, mixture.num_all, device="cuda")
@@ -97,5 +98,5 @@ def mixtures() -> Iterator[BenchmarkCase]:
             yield routing(mixture, num_tokens)
             yield experts(mixture, num_tokens, in_fp8=False)
             yield experts(mixture, num_tokens, in_fp8=True)
-    # DeepSeek-V3's widths, with about 32 tokens per expert.
+    # The widths of DeepSeek-V3's experts, with about 32 tokens per expert.
     yield experts(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Each graph contains calls on MAX_COPIES copies of the inputs, or fewer copies if they fill COLD_BYTES.
+# A graph has one call per copy of the inputs: at most MAX_COPIES copies, and fewer if they exceed COLD_BYTES.
 COLD_BYTES, MAX_COPIES, NUM_REPLAYS = 256 << 20, 32, 20
 
 
@@ -22,17 +22,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """A call to time. make_call: creates inputs and returns the call. cost: number of bytes or operations."""
+    """A call to measure. `make_call` creates the inputs and returns the call. cost: number of bytes or operations."""
 
     name: str
     make_call: Callable[[], Callable[[], object]]
     cost: float
-    unit: str
+    unit: str  # The unit of the rate: TB/s, GB/s or TFLOP/s.
     input_bytes: float
 
 
 def measure(case: BenchmarkCase) -> Figure:
-    """Capture a graph of calls on different inputs, replay the graph, and return the median time per call."""
+    """Capture a graph of calls on different inputs, replay the graph, and return median time per call and rate."""
     # Free the memory of the previous case's inputs.
     torch.cuda.empty_cache()
     num_copies = max(1, min(MAX_COPIES, int(COLD_BYTES // case.input_bytes) + 1))
@@ -58,5 +58,5 @@ def measure(case: BenchmarkCase) -> Figure:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / num_copies)
     microseconds = statistics.median(times)
-    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]
+    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]  # Cost per microsecond at rate 1.
     return Figure(case.name, microseconds, case.cost / microseconds / unit_per_microsecond, case.unit)

@@ -11,15 +11,15 @@ from nanovllm_kernels.sampling import DrawSettings, sample
 
 
 def copy_ceiling() -> BenchmarkCase:
-    """Make a case of a plain copy. Its rate is the ceiling of all rates in bytes."""
-    size = 1 << 30
+    """Make a case of a plain copy. No kernel can move more bytes per second."""
+    size_bytes = 1 << 30
 
     def make_call() -> Callable[[], object]:
-        source = torch.empty(size, dtype=torch.uint8, device="cuda")
+        source = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
-    return BenchmarkCase("copy 1 GiB", make_call, 2 * size, "TB/s", 2 * size)
+    return BenchmarkCase("copy 1 GiB", make_call, 2 * size_bytes, "TB/s", 2 * size_bytes)
 
 
 def elementwise(num_tokens: int) -> Iterator[BenchmarkCase]:
@@ -36,10 +36,10 @@ def elementwise(num_tokens: int) -> Iterator[BenchmarkCase]:
         qkv = random(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
         positions = torch.randint(0, 8192, (num_tokens,), device="cuda")
         rotation = plan_rotation(torch.randn(8192, HEAD_DIM, device="cuda"), positions)
-        num_blocks = num_tokens // 16 + 1
-        slots = torch.randperm(num_blocks * 16, device="cuda")[:num_tokens]
-        kv_cache = random(num_blocks, 16, 2 * NUM_KV_HEADS, HEAD_DIM)
-        return lambda: rope_and_cache(qkv, rotation, slots, kv_cache)
+        num_pages = num_tokens // 16 + 1
+        cache_slots = torch.randperm(num_pages * 16, device="cuda")[:num_tokens]
+        kv_cache = random(num_pages, 16, 2 * NUM_KV_HEADS, HEAD_DIM)
+        return lambda: rope_and_cache(qkv, rotation, cache_slots, kv_cache)
 
     def make_gate() -> Callable[[], object]:
         x = random(num_tokens, 2 * intermediate)
@@ -53,13 +53,13 @@ def elementwise(num_tokens: int) -> Iterator[BenchmarkCase]:
 
 
 def sampling(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
-    """Yield cases of greedy, unfiltered and filtered draws. From flat logits, top-p keeps most tokens."""
+    """Yield cases of greedy, unfiltered and filtered draws. In the case "flat", top-p keeps most tokens."""
     ones, zeros, seeds = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4
 
-    def draw_with(temperature: float, top_k: int, top_p: float, spread: float) -> Callable[[], Callable[[], object]]:
+    def draw_with(temperature: float, top_k: int, top_p: float, logit_std: float) -> Callable[[], Callable[[], object]]:
         def make_call() -> Callable[[], object]:
-            logits = torch.randn((batch, vocab_size), device="cuda") * spread
+            logits = torch.randn((batch, vocab_size), device="cuda") * logit_std
             settings = DrawSettings(ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds)
             return lambda: sample(
                 logits, settings, seeds, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1
