@@ -1,6 +1,6 @@
 """Computes attention over a paged cache, for steps with decodes, prefill chunks or both.
 
-This package exports grouped-query attention. `attention.mla` exports latent attention.
+This package exports grouped-query attention, and `AttentionRounds` for time estimates. `mla` exports latent attention.
 """
 
 from nanovllm_kernels.attention.gqa import (

@@ -1,7 +1,7 @@
 """Provides device functions for an online softmax in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022).
 
 With an FP8 cache, kernels multiply in float16, which represents every e4m3 number. To avoid overflow, kernels divide
-queries by a power of two, and limit weights to 2^15. Weights, not values, are multiplied by the scales of values.
+queries by a power of two, and limit softmax weights to 2^15. Kernels apply value scales to weights instead of values.
 """
 
 import triton
@@ -14,7 +14,8 @@ LOG2_E = 1.4426950408889634
 def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.constexpr):
     """Return (weights of the block's keys, factor for sums of earlier blocks, new maximum, new sum of weights).
 
-    ROWS_MAY_BE_MASKED: whether a row may have seen no key yet.
+    scores: [rows, keys] of one block of keys. running_max, running_sum: maximum and sum of weights of earlier blocks.
+    ROWS_MAY_BE_MASKED: whether all keys so far may be masked for a row.
     """
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     shift = new_max
@@ -47,6 +48,7 @@ def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - shift[:, None])
     rescale = tl.exp2(running_max - shift)
+    # Exponent 254 - e gives the inverse of the scale with exponent e.
     block_sum = tl.sum(weights * power_of_2(254 - value_exponents)[None, :], 1)
     return weights, rescale, new_max, running_sum * rescale + block_sum
 
@@ -65,7 +67,7 @@ def floor_to_power_of_2(numbers):
 
 @triton.jit
 def load_pages(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the page number of each key position, as int64. With MASKED, return 0 for positions >= `end`."""
+    """Look up int64 pages of key positions in a request's block table. With MASKED, return 0 for positions >= `end`."""
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

@@ -1,6 +1,6 @@
-"""Reads work lists, stores the results of tiles, and merges the results of tiles that span several parts.
+"""Reads work lists, stores results of tiles (blocks of queries), and merges results of tiles that span several parts.
 
-`plan.work_list.WorkList` defines tiles and parts. Split-KV attention merges in the same way (Dao et al. 2023).
+A part is one program's share of all tiles' keys. Split-KV attention merges in the same way (Dao et al. 2023).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 # Approximate maximum number of programs of a merge launch: few enough to run on the device at once.
 MERGE_PROGRAMS = 2048
-# Elements of partial results that a program loads at once.
+# Elements of partial results that a program of a merge launch loads at once.
 MERGE_ELEMENTS = 4096
 
 
@@ -26,8 +26,8 @@ class PartialResults(NamedTuple):
 
     Part p has two slots: 2p is for a tile that began in an earlier part, 2p + 1 for a tile that begins in part p.
 
-    out: float32 [slots, head blocks, rows, D], attention over the keys of one part. Row r of head block b is for query
-        r // block_heads of the tile, and for head b * block_heads + r % block_heads.
+    out: float32 [slots, head blocks, rows, D], attention over the keys of one part. Row r of head block b (a group of
+        query heads) is for query r // block_heads of the tile, and for head b * block_heads + r % block_heads.
     lse: float32 [slots, head blocks, rows], log2 of the softmax's normalizer; -inf for rows that saw no key.
     """
 
@@ -58,7 +58,7 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # A tile of many rows rarely spans more than a few parts.
+    # Slots and rows that a program merges at once. A tile of many rows rarely spans more than a few parts.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
@@ -112,7 +112,7 @@ def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
 
 @triton.jit
 def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
-    """Return (request, tile's first query, request's first query, number of queries, context length).
+    """Return (request, tile's first query, request's first query, request's number of queries, context length).
 
     The tile's first query is counted within the request, and the request's first query within the step. The context is
     the request's tokens before its first query.
@@ -128,11 +128,11 @@ def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
 def store_tile(
     out_pointers, softmax_state, partial_slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr
 ):
-    """Divide a tile's rows by their sums of weights. Store them in `out`, or in `partial_slot` if that is not -1.
+    """Divide a tile's rows by their sums of weights. Store the rows in `out`, or in `partial_slot` unless this is -1.
 
     out_pointers: pointers to `out`, `PartialResults.out` and `PartialResults.lse`.
     softmax_state: (sums of weighted values, maximum score, sum of weights) of each row.
-    out_rows: row of `out` for each row of the tile.
+    out_rows: row of `out` for each row of the tile. row_mask: false for rows without a query.
     """
     out_ptr, partial_out_ptr, partial_lse_ptr = out_pointers
     acc, running_max, running_sum = softmax_state
@@ -175,6 +175,7 @@ def _merge_parts(
     """Merge the parts of the tile that spans a cut, the boundary between two parts.
 
     If several cuts go through one tile, the programs of these cuts divide the tile's rows among themselves.
+    BLOCK_M: rows of a tile. OVERLAP: whether this launch may start before the previous kernel ends (PDL).
     """
     if OVERLAP:
         # No gdc_launch_dependents: the next kernel would load its weights during attention, and slow down attention.
@@ -198,9 +199,9 @@ def _merge_parts(
     num_head_blocks = tl.num_programs(1)
     num_rows = tl.minimum(BLOCK_Q, query_len - first_query) * BLOCK_HEADS
     dims = tl.arange(0, PADDED_DIM)
-    share = (cut - 1 - first_part) * tl.num_programs(2) + tl.program_id(2)
-    num_shares = (last_part - first_part) * tl.num_programs(2)
-    for first_row in tl.range(share * MERGED_ROWS, num_rows, num_shares * MERGED_ROWS):
+    program_of_tile = (cut - 1 - first_part) * tl.num_programs(2) + tl.program_id(2)
+    programs_per_tile = (last_part - first_part) * tl.num_programs(2)
+    for first_row in tl.range(program_of_tile * MERGED_ROWS, num_rows, programs_per_tile * MERGED_ROWS):
         rows = first_row + tl.arange(0, MERGED_ROWS)
         heads = head_block * BLOCK_HEADS + rows % BLOCK_HEADS
         row_mask = (rows < num_rows) & (heads < NUM_HEADS)

@@ -26,13 +26,13 @@ class AttentionBatch:
     max_query_len: upper bound on the number of queries per request.
     max_seq_len: upper bound on the number of tokens per request.
     work_element_bytes: element size for which the work lists were planned, from `tile_configs.tile_element_bytes`.
-    reads_cache_in_place: whether `numba_gqa` computes attention for all requests.
-    torch_plan: plan for plain torch.
-    narrow_work: work list for Triton, in tiles of few queries.
+    reads_cache_in_place: whether the CPU kernel `numba_gqa` computes attention for all requests.
+    torch_plan: which cached tokens plain torch copies together.
+    narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
     cute_decode_lens: int32 [n], n <= B. Number of tokens of each request with one query, 0 for other requests.
-    num_absorbed_tokens: int32 [1], for latent caches. The step's tokens from this index on need no absorbed attention,
-        because they are padding, or belong to requests whose tokens are all in the step.
+    num_absorbed_tokens: int32 [1], number of leading tokens in attention directly over latents (absorbed). Later tokens
+        are padding, or belong to requests whose tokens are all in the step. None: no token is excluded.
     """
 
     block_tables: Tensor
@@ -46,8 +46,8 @@ class AttentionBatch:
     narrow_work: WorkList | None = None
     wide_work: WorkList | None = None
     cute_decode_lens: Tensor | None = None
-    cute_workspace: tuple[Tensor, ...] = ()
-    flash_requests: FlashRequests | None = None
+    cute_workspace: tuple[Tensor, ...] = ()  # Buffers of the CuTe DSL kernel.
+    flash_requests: FlashRequests | None = None  # The requests that FlashAttention computes.
     num_absorbed_tokens: Tensor | None = None
 
     @property
@@ -56,7 +56,7 @@ class AttentionBatch:
         return self.flash_requests is not None and self.flash_requests.block_tables is None
 
     def with_gathers(self, num_decodes: int | None, page_size: int, dtype: torch.dtype | None) -> "AttentionBatch":
-        """Return a copy with a plan for plain torch. Raises ValueError if `num_decodes` is None."""
+        """Return a copy with `torch_plan`. Raises ValueError if `num_decodes` is None."""
         if num_decodes is None:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
         request_tensors = (self.block_tables, self.seq_lens, self.query_start_loc)
@@ -70,7 +70,7 @@ class AttentionBatch:
 
 
 class PagedRequests(NamedTuple):
-    """Holds a paged cache and a step's requests. kv_scales: scales of an FP8 cache, otherwise None."""
+    """Holds a paged cache, and a step's requests as in `AttentionBatch`. kv_scales: None unless the cache is FP8."""
 
     kv_cache: Tensor
     kv_scales: Tensor | None

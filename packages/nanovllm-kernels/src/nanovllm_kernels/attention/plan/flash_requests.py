@@ -1,7 +1,7 @@
 """Selects the requests for which FlashAttention computes attention.
 
-FlashAttention does not divide a tile's keys among programs, so that a short chunk with a long context would leave most
-of the device idle. Such chunks go to work lists, which do divide keys.
+In FlashAttention, one program reads all keys of a tile (a block of queries). A short chunk with a long context would
+leave most of the device idle. Such chunks go to work lists, which divide a tile's keys among programs.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 
-# Rows of FlashAttention's tile. Each query position has one row per query head of a key-value head.
+# Rows of FlashAttention's tile. Each query position has one row per query head that shares a key-value head.
 FLASH_TILE_ROWS = 128
 # FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35

@@ -18,15 +18,15 @@ class DecodeGroup(NamedTuple):
 
     begin: index of the group's first request. This is also the index of the request's query in the step.
     end: index after the group's last request.
-    pages_or_slots: page numbers if all requests have the same length, otherwise a slot number per token, by request.
-        A slice means consecutive pages, which are read in place.
+    pages_or_slots: page numbers if all requests have the same length. Otherwise slot numbers (positions in the cache)
+        of each request's tokens, padded to `max_len`. A slice means consecutive pages, which are read in place.
     mask: [n, 1, 1, max_len], 0 for a request's tokens, -inf for padding. None: all lengths are equal.
     """
 
     begin: int
     end: int
     pages_or_slots: Tensor | slice
-    max_len: int
+    max_len: int  # Tokens of the longest request.
     mask: Tensor | None
 
 
@@ -35,7 +35,7 @@ class PrefillRequest(NamedTuple):
 
     begin: index of the request's first query in the step.
     end: index after the request's last query in the step.
-    mask: [end - begin, length], 0 for tokens that a query attends to, otherwise -inf. None: all tokens are in the step.
+    mask: [end - begin, length], 0 for visible tokens, -inf for others. None: causal, and all tokens are in the step.
     """
 
     begin: int
@@ -60,7 +60,7 @@ def plan_gathers(
     page_size: int,
     dtype: torch.dtype | None = None,
 ) -> GatherPlan:
-    """Plan the gathers of a step.
+    """Plan the copies of cached tokens for a step.
 
     num_decodes: number of leading requests with exactly one query.
     dtype: dtype of the masks. None: float32. If the queries have another dtype, every layer converts the masks.
@@ -86,9 +86,9 @@ def plan_gathers(
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges (begin, end) of decodes.
+    """Yield the ranges (begin, end) of decodes that form a `DecodeGroup`.
 
-    A range with several decodes has at most MAX_GATHER_TOKENS tokens, with each length padded to the largest.
+    A range of several decodes has at most MAX_GATHER_TOKENS tokens, with all lengths padded to the longest.
     """
     begin = max_len = 0
     for index, length in enumerate(lengths):

@@ -15,9 +15,9 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 class AttentionRounds(NamedTuple):
     """Describes how a device computes attention: in rounds of `tiles_per_round` tiles at once.
 
-    A chunk is late if at least `min_work_list_context` tokens of its request precede it. If a step's late
-    chunks together have fewer than `work_list_limit` tokens, they are in a `WorkList`, and take no rounds.
-    tile_tokens: maximum number of tokens in a tile. A tile is a part of one chunk.
+    tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
+    A chunk is late if at least `min_work_list_context` tokens of its request precede the chunk. If all late chunks of a
+    step together have fewer than `work_list_limit` tokens, work lists (equal shares of work) take them without rounds.
     """
 
     tile_tokens: int
@@ -37,6 +37,7 @@ class AttentionRounds(NamedTuple):
         """
         latest_first = sorted(chunks, reverse=True)
         num_late_tokens = sum(num_tokens for start, num_tokens in latest_first if start >= self.min_work_list_context)
+        # Two estimates: the device is always busy, or every started round takes the time of a full round.
         pairs_if_busy = whole_round_pairs = num_idle_tiles = 0
         for start, num_tokens in latest_first:
             pairs = attention_pairs(start, num_tokens)
@@ -45,12 +46,12 @@ class AttentionRounds(NamedTuple):
                 pairs_if_busy += int(pairs * chunk_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
                 continue
             pairs_if_busy += pairs
-            # The chunk's tiles first take the places that earlier chunks left free in their rounds.
+            # The chunk's tiles first fill the rounds that earlier chunks left partly idle.
             num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
             num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
             whole_round_pairs += num_rounds * self.num_tokens * pairs // num_tokens
         return max(pairs_if_busy, whole_round_pairs)
 
 
-# For CPUs and other devices on which the attention time does not depend on the cuts between chunks.
+# For CPUs and other devices on which the attention time does not depend on how prompts are cut into chunks.
 ONE_TOKEN_ROUNDS = AttentionRounds(1, 1)

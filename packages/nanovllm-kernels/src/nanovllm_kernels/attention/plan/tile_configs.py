@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# Minimum keys per part of a work list (see `WorkList`). Merging shorter parts would take more time than they save.
+# Minimum keys per part (one program's share) of a work list. Merging shorter parts would take more time than they save.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16
@@ -30,7 +30,7 @@ class TileConfig(NamedTuple):
         return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 
-# Grouped-query attention, by padded head size.
+# Grouped-query attention, by padded head size. Narrow tiles are for few queries per request, wide tiles for many.
 NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
 WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
 # For FP8 caches. Kernels convert the elements to float16.
@@ -48,7 +48,7 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Tiles of absorbed latent attention: item 16 is the narrow tile, item 64 the wide tile.
+# Tiles of attention directly over latents (absorbed): item 16 is the narrow tile, item 64 the wide tile.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
@@ -91,7 +91,7 @@ def gqa_tile_config(head_dim: int, element_bytes: int, group_size: int, *, many_
     padded_dim = max(64, next_power_of_2(head_dim))
     config_by_dim = (WIDE_TILES if many_queries else NARROW_TILES)[element_bytes]
     if padded_dim not in config_by_dim:
-        raise ValueError(f"no attention kernel for heads of {head_dim}: at most 256")
+        raise ValueError(f"no attention kernel for heads of {head_dim} elements: the maximum is 256")
     config = config_by_dim[padded_dim]
     return config._replace(block_m=max(config.block_m, next_power_of_2(group_size)))
 

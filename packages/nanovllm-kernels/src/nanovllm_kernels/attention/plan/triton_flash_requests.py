@@ -18,7 +18,7 @@ def gather_requests(
     num_entries: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of `FlashRequests`, for the requests with `query_lens` > 0."""
+    """Return the tensors of `FlashRequests`: `num_entries` entries for the requests with `query_lens` > 0."""
     num_reqs, max_blocks = block_tables.shape
     outputs = (
         seq_lens.new_empty((num_entries + 1,)),
@@ -65,7 +65,7 @@ def _gather_requests(
     REQUEST_BLOCK: tl.constexpr,
     PAGE_BLOCK: tl.constexpr,
 ):
-    """Fill one entry, and one block of its page numbers. Entries hold the requests with query_lens > 0, in order."""
+    """Fill entry e with the e-th request that has query_lens > 0, and copy one block of the request's page numbers."""
     entry = tl.program_id(0)
     request = -1
     num_selected = 0
@@ -73,7 +73,7 @@ def _gather_requests(
         requests = first_request + tl.arange(0, REQUEST_BLOCK)
         query_lens = tl.load(query_lens_ptr + requests, mask=requests < num_reqs, other=0)
         is_selected = query_lens > 0
-        ranks = num_selected + tl.cumsum(is_selected.to(tl.int32), 0)
+        ranks = num_selected + tl.cumsum(is_selected.to(tl.int32), 0)  # 1 for the first selected request.
         request = tl.maximum(request, tl.max(tl.where(is_selected & (ranks == entry + 1), requests, -1), 0))
         num_selected += tl.sum(is_selected.to(tl.int32), 0)
     is_used = request >= 0

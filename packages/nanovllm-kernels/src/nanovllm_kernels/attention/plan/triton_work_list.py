@@ -1,4 +1,4 @@
-"""Plans work lists on the device, in one program. `work_list.WorkList` describes the result."""
+"""Plans work lists on the device, in one program. `work_list.WorkList` defines tiles, key blocks and parts."""
 
 import torch
 import triton
@@ -76,9 +76,9 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list. Binary searches have `request_search_steps` or `tile_search_steps` steps."""
+    """Write the work list. `request_search_steps` and `tile_search_steps`: steps of binary searches."""
     lanes = tl.arange(0, BLOCK)
-    # `WorkListFilter` defines short requests. If they together have at least `query_limit` queries, exclude them too.
+    # Exclude short requests (see `WorkListFilter`) too if they together have at least `query_limit` queries.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes
@@ -119,7 +119,7 @@ def _plan_work(
             low = tl.where(ends_before_tile & in_range, middle + 1, low)
             high = tl.where(ends_before_tile, high, middle)
         first_tiles = tl.load(tile_ends_ptr + low - 1, mask=in_range & (low > 0), other=0)
-        first_queries = (tiles - first_tiles) * BLOCK_Q
+        first_queries = (tiles - first_tiles) * BLOCK_Q  # `low` is now each tile's request.
         query_lens, context_lens = _load_lengths(seq_lens_ptr, query_start_loc_ptr, low, in_range)
         tile_blocks = tl.cdiv(context_lens + tl.minimum(first_queries + BLOCK_Q, query_lens), BLOCK_N)
         tile_blocks = tl.where(in_range, tile_blocks, 0).to(tl.int64)
