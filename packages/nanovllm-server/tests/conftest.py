@@ -38,7 +38,7 @@ from nanovllm_server.observability.shared_counters import SharedCounters, alloca
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
 from nanovllm_server.processes.server import bind
-from nanovllm_server.processes.worker import hypercorn_config
+from nanovllm_server.processes.worker import make_hypercorn_config
 
 EOS = 259
 VOCAB_SIZE = 320
@@ -323,7 +323,7 @@ def post(client) -> Callable[..., Any]:
 async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout_s: float = 60) -> AsyncIterator[str]:
     (listener,) = bind("127.0.0.1", 0, 1)
     port = listener.getsockname()[1]
-    config = hypercorn_config()
+    config = make_hypercorn_config()
     config.graceful_timeout = 1
     config.keep_alive_timeout = keep_alive_s
     closing = asyncio.Event()

@@ -13,7 +13,7 @@ class EngineInfo:
 
     num_blocks: number of cache blocks without the null block.
     num_state_slots: number of state slots without the null slot; 0 for a model without recurrent layers.
-    arithmetic: how matrix products are computed, as text for users.
+    matmul_arithmetic: how matrix products are computed, as text for users.
     """
 
     model: str
@@ -32,7 +32,7 @@ class EngineInfo:
     supports_grammars: bool = False
     num_state_slots: int = 0
     state_bytes: int = 0
-    arithmetic: str = ""
+    matmul_arithmetic: str = ""
 
     @property
     def kv_cache_tokens(self) -> int:

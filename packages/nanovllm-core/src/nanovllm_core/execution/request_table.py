@@ -32,8 +32,8 @@ class SamplingOps(IntFlag):
     """Operations that choose a row's token. A step skips operations that none of its rows needs.
 
     GREEDY: argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. PENALTY: presence, frequency or
-        repetition penalty. BIAS: `logit_bias` or `min_tokens`. MASK: masks of grammars, reasoning budgets and allowed
-        token ids. FORBID: `forbidden_sequences`.
+        repetition penalty. BIAS: `logit_bias` or `min_tokens`. MASK: token masks of grammars, reasoning budgets and
+        allowed token ids; never set in this file. FORBID: `forbidden_sequences`.
     """
 
     GREEDY = 0
@@ -53,7 +53,7 @@ class StepInputs:
     sampling_indices: int64 [n], indices of the step's requests that sample, rising.
     sampling_ops: `SamplingOps` of the requests that sample, combined, without MASK. An int is faster than an enum flag.
     num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
-    state_copies: (source slots, target slots), int64 [m] each, of states to copy before the step; None for no copies.
+    state_copies: (source slots, target slots), int64 [m] each, of recurrent states to copy before the step, or None.
     """
 
     device_rows: DeviceRows
@@ -67,10 +67,12 @@ class StepInputs:
 class RequestTable:
     """Tables with one row per request.
 
+    num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks].
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
     num_prompt_tokens: only valid for rows with forbidden sequences.
-    checkpoints: int32 [rows, MAX_CHECKPOINTS, 2], pairs (position, state slot) of states to save.
+    state_slots: int32 [rows], index of the request's recurrent state.
+    checkpoints: int32 [rows, MAX_CHECKPOINTS, 2], pairs (position, state slot) of recurrent states to save.
     """
 
     def __init__(
@@ -96,8 +98,8 @@ class RequestTable:
         self.tokens = zeros(num_rows, max_model_len + 1)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
+        # `_floats` holds six sampling options. The next line names them.
         self._floats = zeros(6, num_rows, dtype=torch.float32)
-        # The last three rows are penalties.
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = self._floats
         # Padding may read rows that were never written, so start with 1, the penalty that changes nothing.
         self.repetition.fill_(1)
@@ -114,7 +116,7 @@ class RequestTable:
         self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
-        # For each row, the `SamplingOps` whose tables have entries. The entries may belong to a finished request.
+        # For each row, the `SamplingOps` for which tables hold values, perhaps values of a finished request.
         self._written_ops = np.zeros(num_rows, np.uint8)
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
@@ -177,9 +179,9 @@ class RequestTable:
         if plan.new_rows:
             self._record_options(plan.new_rows)
             arrays += self._make_row_arrays(plan.new_rows)
-        block_indices, block_ids, *row_tensors = upload(arrays, self.device)
+        flat_block_indices, block_ids, *row_tensors = upload(arrays, self.device)
         if plan.new_blocks.rows:
-            self.block_table.view(-1).index_copy_(0, block_indices.view(torch.int64), block_ids)
+            self.block_table.view(-1).index_copy_(0, flat_block_indices.view(torch.int64), block_ids)
         if plan.new_rows:
             self._write_rows(row_tensors)
             self._write_optional_tables(plan.new_rows)
@@ -225,7 +227,7 @@ class RequestTable:
         self.tokens.view(-1)[token_indices.long()] = token_ids
 
     def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
-        """Write token counts, biases and forbidden sequences, or clear the entries of the row's previous request.
+        """Write token counts, biases and forbidden sequences, or clear the values of the row's previous request.
 
         Few requests need these tables, so each request has its own upload.
         """

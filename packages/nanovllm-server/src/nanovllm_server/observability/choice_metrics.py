@@ -1,4 +1,4 @@
-"""Records the times of one choice: queue, prefill, decode."""
+"""Records the times of one choice (one of the `n` answers to a request): queue, prefill, decode."""
 
 import time
 
@@ -11,7 +11,7 @@ class ChoiceMetrics:
 
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     first_token_s: seconds from the request's arrival to the first token; None before the first token.
-    is_finished: whether the choice has ended by itself.
+    is_finished: whether the choice has ended without being aborted.
     """
 
     def __init__(self, metrics: Metrics, request: Request):
@@ -20,6 +20,7 @@ class ChoiceMetrics:
         self.is_finished = False
         self._metrics = metrics
         self._arrival_time = request.arrival_time
+        # Seconds of `time.monotonic`.
         self._submission_time = self._scheduled_time = self._first_token_time = self._last_token_time = 0.0
 
     def record_submission(self) -> None:
@@ -41,7 +42,7 @@ class ChoiceMetrics:
         self._last_token_time = now
 
     def record_finish(self, num_tokens: int) -> None:
-        """Records the phases of a choice that has ended by itself with `num_tokens` tokens."""
+        """Records the phases of a choice that was not aborted. num_tokens: number of output tokens."""
         self.is_finished = True
         decode_s = self._last_token_time - self._first_token_time
         self._metrics.queue_time.observe(max(self._scheduled_time - self._submission_time, 0.0))

@@ -13,7 +13,7 @@ class Histogram:
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
-        # One counter per bound, one for larger values, one for the sum of all values.
+        # Counters: one per bound, one for larger values, one for the sum of all values.
         self._counters = counters.claim(len(bounds) + 2)
         self._sum_index = len(bounds) + 1
 
@@ -22,7 +22,7 @@ class Histogram:
         self._counters.add(bisect_left(self._bounds, value), count)
         self._counters.add(self._sum_index, value * count)
 
-    def buckets_and_sum(self) -> tuple[list[tuple[str, float]], float]:
+    def read_buckets_and_sum(self) -> tuple[list[tuple[str, float]], float]:
         """Returns upper bounds with cumulative counts, and the sum of all values. Both include all workers."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))

@@ -25,12 +25,12 @@ from nanovllm_server.observability.request_body import RequestBody
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
-# Maximum time for which the last part of a response waits until the whole request has arrived.
+# Maximum time for which the end of a response waits for the rest of the request.
 LINGER_S = 10.0
-MAX_LOGGED_PATH_BYTES = 200
-MAX_REQUEST_ID_BYTES = 256
-VALID_HOST_HEADER = b"localhost"
-SCOPE_KEY = "nanovllm.exchange"
+MAX_LOGGED_PATH_BYTES = 200  # the log cuts longer paths
+MAX_REQUEST_ID_BYTES = 256  # longer ids of clients are replaced
+VALID_HOST_HEADER = b"localhost"  # replaces the client's header for the web framework
+SCOPE_KEY = "nanovllm.exchange"  # key of the HttpExchange in the ASGI scope
 REQUEST_ID_HEADER = b"x-request-id"
 
 
@@ -38,12 +38,12 @@ class HttpExchange:
     """One HTTP request and its response.
 
     host: value of the Host header; None without the header.
-    has_generated_id: the client sent no request id.
+    has_generated_id: the client sent no valid request id.
     key_digest: digest of the API key; "" if the server needs no key.
     is_chunked: the request has Transfer-Encoding. The connection closes after the response.
-    arrival: time of `time.monotonic`.
-    status: None before the response starts.
-    log_fields: additional fields of the log line.
+    arrival: when the exchange began, in seconds of `time.monotonic`.
+    status: status code of the response; None before the response starts.
+    log_fields: additional fields of the log line that describes the exchange.
     on_end_callbacks: called in reverse order when the exchange ends.
     """
 
@@ -95,6 +95,7 @@ class HttpExchangeMiddleware:
         bind_contextvars(request_id=exchange.request_id)
 
         async def receive_and_track() -> ASGIReceiveEvent:
+            # The application gets the body from `exchange.body`. The web framework gets events with an empty body.
             await exchange.body.wait_until_decided()
             event = await receive()
             exchange.body.add(event)
@@ -160,6 +161,6 @@ def _client_request_id(scope: HTTPScope) -> str | None:
 def _with_headers(event: HTTPResponseStartEvent, exchange: HttpExchange) -> HTTPResponseStartEvent:
     headers = [*event["headers"], (REQUEST_ID_HEADER, exchange.request_id.encode())]
     if exchange.is_chunked:
-        # A proxy may see the body end elsewhere, and send the rest as the connection's next request.
+        # Prevents request smuggling: a proxy may find a different end of a chunked body.
         headers.append((b"connection", b"close"))
     return {**event, "headers": headers}

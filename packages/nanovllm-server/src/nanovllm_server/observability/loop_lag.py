@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LAG_INTERVAL_S = 0.25
+LAG_INTERVAL_S = 0.25  # time between measurements
 
 
 async def measure_loop_lag(observe: Callable[[float], None]) -> None:
-    """Calls `observe` four times a second with the seconds by which the event loop resumed this task too late."""
+    """Four times a second, calls `observe` with the delay in seconds of this task's wake-up."""
     while True:
-        planned = time.monotonic() + LAG_INTERVAL_S
+        planned_wake_s = time.monotonic() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
-        observe(max(time.monotonic() - planned, 0.0))
+        observe(max(time.monotonic() - planned_wake_s, 0.0))

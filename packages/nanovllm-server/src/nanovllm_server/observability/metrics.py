@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. If vLLM has the same metric, name and meaning are vLLM's."""
+"""Prometheus metrics of the engine and of all workers. Metrics that vLLM also has use vLLM's name and meaning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,13 +16,13 @@ from nanovllm_server.observability.shared_counters import KeyedCounters, SharedC
 MetricsPrefix = Literal["nanovllm", "vllm"]
 # Value of vLLM's label `engine`. vLLM numbers its engines; this server has one engine.
 ENGINE_INDEX = "0"
-# For vLLM's present names, the former names that dashboards still use.
+# Maps vLLM's present names to former names, which dashboards still use.
 FORMER_VLLM_NAMES = {
     "inter_token_latency_seconds": "time_per_output_token_seconds",
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
 }
 
-# Upper bounds of histogram buckets.
+# Upper bounds of histogram buckets. E2E: time to the last token. PHASE: time of queue, prefill, decode or inference.
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
 ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
 E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
@@ -37,7 +37,7 @@ COUNTED_PATHS = (
     *("/v1/models", "/v1/chat/completions"),
 )
 OTHER_PATH = "other"
-STATUSES = range(100, 600)
+STATUSES = range(100, 600)  # HTTP status codes
 
 
 # Pairs (labels, value). These labels are added to the labels that all metrics have.
@@ -49,6 +49,7 @@ class Metrics(Collector):
 
     model: value of the label `model_name`.
     prefix: prefix of all names except the names of process metrics. "vllm" adds vLLM's label `engine`.
+    read_stats: returns the engine's current statistics.
     process_metrics: None for no metrics of processes.
     """
 
@@ -123,24 +124,24 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics for prometheus-client."""
-        for family in (*self._engine_metrics(), *self._worker_metrics()):
+        for family in (*self._collect_engine_metrics(), *self._collect_worker_metrics()):
             yield family
             former_name = FORMER_VLLM_NAMES.get(family.name.removeprefix("vllm:"))
             if self._prefix == "vllm" and former_name is not None:
-                yield _rename(family, f"vllm:{former_name}")
+                yield _copy_with_name(family, f"vllm:{former_name}")
 
-    def _worker_metrics(self) -> Iterator[Metric]:
+    def _collect_worker_metrics(self) -> Iterator[Metric]:
         for histogram in self._histograms:
-            yield self._histogram(histogram.name, histogram.help_text, *histogram.buckets_and_sum())
+            yield self._make_histogram(histogram.name, histogram.help_text, *histogram.read_buckets_and_sum())
         num_prompt_tokens = self.prompt_tokens_total.total(0)
         help_text = "Prompt tokens computed or found in the prefix cache, once per request."
-        yield self._counter("prompt_tokens", help_text, [({}, num_prompt_tokens)])
+        yield self._make_counter("prompt_tokens", help_text, [({}, num_prompt_tokens)])
         reasons = dict(self.finish_reasons.items())
         if self._prefix == "vllm":
-            # vLLM counts its engine's reasons: "stop" includes tool calls, which the engine does not know.
+            # vLLM's engine does not know tool calls, so vLLM's reason "stop" includes tool calls.
             reasons["stop"] += reasons.pop("tool_calls")
         samples = [({"finished_reason": reason}, count) for reason, count in reasons.items()]
-        yield self._counter("request_success", "Choices that ended, by reason.", samples)
+        yield self._make_counter("request_success", "Choices that ended, by reason.", samples)
         exchanges = CounterMetricFamily(
             f"{self._prefix}:http_requests",
             "HTTP exchanges; status 499: the client disconnected.",
@@ -151,7 +152,7 @@ class Metrics(Collector):
                 exchanges.add_metric([path, str(status)], count)
         yield exchanges
 
-    def _engine_metrics(self) -> Iterator[Metric]:
+    def _collect_engine_metrics(self) -> Iterator[Metric]:
         stats, info = self._read_stats(), self._info
         cache_labels = {
             "cache_dtype": info.kv_cache_dtype,
@@ -159,7 +160,7 @@ class Metrics(Collector):
             "num_gpu_blocks": str(info.num_blocks),
             "enable_prefix_caching": str(info.prefix_caching),
         }
-        yield self._gauge("cache_config_info", "Configuration of the KV cache; always 1.", [(cache_labels, 1)])
+        yield self._make_gauge("cache_config_info", "Configuration of the KV cache; always 1.", [(cache_labels, 1)])
         for name, help_text, value in (
             ("num_requests_running", "Requests that take part in steps.", stats.num_requests_running),
             ("num_requests_waiting", "Requests in the engine's queue.", stats.num_requests_waiting),
@@ -168,8 +169,8 @@ class Metrics(Collector):
             ("decode_step_seconds", "Time of a usual step without prompts.", stats.decode_step_s),
             ("step_time_error_ratio", "Mean relative error of predicted step times.", stats.step_time_error),
         ):
-            yield self._gauge(name, help_text, [({}, value)])
-        yield self._gauge(
+            yield self._make_gauge(name, help_text, [({}, value)])
+        yield self._make_gauge(
             "step_time_coefficient_seconds",
             "Coefficients that predict step times: fixed, per token, per token of decode context, per pair of "
             "prompt tokens that attend to each other.",
@@ -182,38 +183,40 @@ class Metrics(Collector):
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
         ):
-            yield self._counter(name, help_text, [({}, value)])
+            yield self._make_counter(name, help_text, [({}, value)])
         # vLLM gives this name to a histogram, although `_total` usually marks a counter.
         bounds = [str(float(size)) for size, _ in stats.step_sizes[:-1]]
         counts = accumulate(count for _, count in stats.step_sizes) if stats.step_sizes else [0]
         buckets = list(zip([*bounds, "+Inf"], counts, strict=True))
         help_text = "Tokens of a step, of prompts and decodes."
-        yield self._histogram("iteration_tokens_total", help_text, buckets, stats.iteration_tokens)
-        yield self._counter(
+        yield self._make_histogram("iteration_tokens_total", help_text, buckets, stats.iteration_tokens)
+        yield self._make_counter(
             "graph_mode",
             "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
             [({"mode": mode, "batch": batch}, count) for mode, batch, count in stats.graph_steps],
         )
 
-    def _gauge(self, name: str, help_text: str, samples: Samples) -> Metric:
+    def _make_gauge(self, name: str, help_text: str, samples: Samples) -> Metric:
         family = GaugeMetricFamily(f"{self._prefix}:{name}", help_text)
         for labels, value in samples:
             family.add_sample(family.name, {**self._labels, **labels}, value)
         return family
 
-    def _counter(self, name: str, help_text: str, samples: Samples) -> Metric:
+    def _make_counter(self, name: str, help_text: str, samples: Samples) -> Metric:
         family = CounterMetricFamily(f"{self._prefix}:{name}", help_text)
         for labels, value in samples:
             family.add_sample(f"{family.name}_total", {**self._labels, **labels}, value)
         return family
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[tuple[str, float]], value_sum: float) -> Metric:
+    def _make_histogram(
+        self, name: str, help_text: str, buckets: Sequence[tuple[str, float]], value_sum: float
+    ) -> Metric:
         family = HistogramMetricFamily(f"{self._prefix}:{name}", help_text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, value_sum)
         return family
 
 
-def _rename(family: Metric, name: str) -> Metric:
+def _copy_with_name(family: Metric, name: str) -> Metric:
     renamed = Metric(name, family.documentation, family.type)
     for sample in family.samples:
         renamed.add_sample(name + sample.name.removeprefix(family.name), sample.labels, sample.value)

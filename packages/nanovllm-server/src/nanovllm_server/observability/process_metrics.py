@@ -11,7 +11,7 @@ from nanovllm_server.observability.shared_counters import SharedCounters
 
 
 class ProcessMetrics(Collector):
-    """Metrics of the parent, the engine and every worker. The label `process` names the process. Empty outside Linux.
+    """Metrics of the parent, the engine and every worker. The label `process` names the process. Linux only.
 
     Only a worker of the server may create this object, because the worker's parent must be the server's parent.
     """
@@ -19,7 +19,7 @@ class ProcessMetrics(Collector):
     def __init__(self, counters: SharedCounters, engine_pid: int | None):
         self._engine_pid = engine_pid
         self._worker_pids = counters.claim(1)
-        # Replace the process id of the dead worker that this worker replaces.
+        # The counter may still hold the process id of a dead worker, which this worker replaces.
         self._worker_pids.clear()
         self._worker_pids.add(0, os.getpid())
 
@@ -32,7 +32,9 @@ class ProcessMetrics(Collector):
             if not pid:
                 continue
             for family in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
-                labelled = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                labelled_family = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
                 for sample in family.samples:
-                    labelled.add_sample(sample.name, {"process": process}, sample.value)
+                    labelled_family.add_sample(sample.name, {"process": process}, sample.value)
         yield from families.values()

@@ -7,15 +7,15 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 
 class RequestBody:
-    """The body of one request, which stays in the connection until the application reads or discards the body.
+    """A request's body, which stays in the connection until the application calls `read` or `discard`.
 
-    received: set when the request is complete, or the client has disconnected.
+    received: event, set when the request is complete or the client has disconnected.
     """
 
     def __init__(self) -> None:
         self.received = asyncio.Event()
         self._data = bytearray()
-        self._max_bytes = 0
+        self._max_bytes = 0  # 0: discard the body
         # Set when the application reads or discards the body.
         self._is_decided = asyncio.Event()
         self._is_too_large = False

@@ -17,7 +17,7 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Consecutive counters that one object has claimed. Not thread-safe. rows: this group's counters, by worker."""
+    """Consecutive counters of one object. Not thread-safe. rows: memory of these counters, one row per worker."""
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row
@@ -46,7 +46,7 @@ class CounterGroup:
 
 
 class SharedCounters:
-    """Gives one worker access to all counters. All workers must claim the same groups in the same order.
+    """Gives one worker access to all counters. All workers must call `claim` with the same sizes in the same order.
 
     num_claimed: number of this worker's counters in use.
     """

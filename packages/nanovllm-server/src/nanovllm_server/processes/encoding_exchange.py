@@ -1,4 +1,4 @@
-"""Lets workers share the token ids of text segments (parts of prompts): usually, one worker encodes each segment."""
+"""Shares token ids of text segments (parts of prompts) among workers, so that one worker encodes each segment."""
 
 from collections.abc import Iterator, Mapping
 from threading import Lock
@@ -11,8 +11,8 @@ from nanovllm_server.processes.rings import RingMemory, RingReader
 
 # Size of one worker's ring buffer, which holds about half a million tokens with their text.
 RING_BYTES = 4 << 20
-_MAX_SEGMENT_OVERHEAD_BYTES = 10
-_MAX_MESSAGE_OVERHEAD_BYTES = 5
+_MAX_SEGMENT_OVERHEAD_BYTES = 10  # two msgpack length headers: text and token ids
+_MAX_MESSAGE_OVERHEAD_BYTES = 5  # the msgpack header of the whole map
 
 
 def allocate_rings(num_workers: int) -> RingMemory | None:
@@ -21,7 +21,7 @@ def allocate_rings(num_workers: int) -> RingMemory | None:
 
 
 class RingEncodingExchange:
-    """Connects one worker to all rings. Rings may lose messages; workers then encode the segments again."""
+    """Connects one worker to the rings of all workers. Rings may lose messages; workers then encode again."""
 
     def __init__(self, memory: RingMemory, worker_index: int, num_token_ids: int):
         """worker_index: index of the ring to write to. num_token_ids: exclusive upper bound of valid token ids."""
@@ -39,14 +39,14 @@ class RingEncodingExchange:
         self._logger = get_logger("nanovllm")
 
     def publish(self, encoded: Mapping[str, bytes]) -> None:
-        """Sends segments and their token ids to the other workers. Skips segments larger than half a ring."""
+        """Sends segments and their int32 token ids to the other workers. Skips segments larger than half a ring."""
         with self._publish_lock:
             for batch in _split_into_batches(encoded, self._own_ring.capacity // 2):
                 self._encoder.encode_into(batch, self._message_buffer)
                 self._own_ring.write(self._message_buffer)
 
     def receive(self) -> dict[str, bytes]:
-        """Returns token ids by segment that other workers published since the last call. Skips lost messages."""
+        """Returns token ids by segment, published by other workers since the last call. Skips lost messages."""
         received: dict[str, bytes] = {}
         readers, self._next_readers = self._next_readers, self._other_readers
         for reader in readers:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-# A ring begins with its positions `begin` and `end`, padded to one cache line.
+# Size of the positions `begin` and `end` at the start of a ring, padded to one cache line.
 _POSITIONS_BYTES = 64
 # Header of a message: length of the payload in bytes, checksum.
 _MESSAGE_HEADER = struct.Struct("<QQ")
-_CHECKSUM_MASK = (1 << 64) - 1
+_CHECKSUM_MASK = (1 << 64) - 1  # checksums have 64 bits
 
 
 class RingMemory:
@@ -49,7 +49,7 @@ class RingMemory:
 
 
 class Ring:
-    """A ring. Only one thread may write at a time. Positions count all bytes ever written, and never wrap."""
+    """A ring buffer. Only one thread may write at a time. Positions count all bytes ever written, and never wrap."""
 
     def __init__(self, memory: memoryview):
         # Processors load and store 64 bits at once. Readers therefore never see a partly written position.
@@ -128,7 +128,7 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Returns the sum of the payload's words, its length, its position and 1. A CRC would take ten times as long."""
+    """Returns the sum of the payload's words, length and position, plus 1. A CRC would take ten times as long."""
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
     remainder = int.from_bytes(payload[8 * num_words :], "little")

@@ -30,14 +30,16 @@ BACKLOG = 2048
 MAX_UNSENT_BYTES = 16 << 10
 # The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75
-WORKER_CLOSE_TIMEOUT_S = 5.0
+WORKER_CLOSE_TIMEOUT_S = 5.0  # workers that take longer to exit are killed
 # Time for workers to report the engine's death to clients.
 ENGINE_DEATH_GRACE_S = 3.0
-ENGINE_POLL_INTERVAL_S = 0.25
+ENGINE_POLL_INTERVAL_S = 0.25  # between checks for the engine's death
 
 
 async def run(settings: Settings) -> int:
-    """Serves until SIGTERM, SIGINT or the death of the engine. A second signal ends the drain. Returns the exit status.
+    """Serves until SIGTERM, SIGINT or the death of the engine. Returns the exit status.
+
+    The first signal starts the drain, which refuses new requests. A second signal ends the drain.
 
     Raises SettingsError, ModelError, ConfigError, EngineDeadError or RuntimeError if the start fails.
     """
@@ -137,7 +139,7 @@ async def _start_processes(
     recipe = EngineRecipe(model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config)
     process = EngineProcess(recipe)
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
-    # The workers load the tokenizer while the engine loads the model.
+    # The HTTP workers load the tokenizer while the engine loads the model.
     workers = WorkerPool(
         [
             WorkerArguments(
@@ -191,8 +193,8 @@ async def _serve(
     stop_task = asyncio.create_task(stop.wait())
     death_task = asyncio.create_task(_wait_for_death(engine))
     await asyncio.wait((stop_task, death_task, workers.failed), return_when=asyncio.FIRST_COMPLETED)
-    has_failed = workers.failed.done()
-    if has_failed:
+    has_pool_failed = workers.failed.done()
+    if has_pool_failed:
         logger.error("an HTTP worker can't be replaced", reason=str(workers.failed.exception()))
     if not death_task.done():
         logger.info("draining", seconds=settings.drain_timeout_s, hint="a second signal ends the drain")
@@ -205,11 +207,11 @@ async def _serve(
     if death_task.done():
         logger.error("engine died", reason=engine.death_reason)
         await asyncio.wait((stop_task,), timeout=ENGINE_DEATH_GRACE_S)
-    status = 1 if has_failed or engine.death_reason is not None else 0
+    exit_status = 1 if has_pool_failed or engine.death_reason is not None else 0
     for task in (stop_task, death_task):
         task.cancel()
     await workers.close(WORKER_CLOSE_TIMEOUT_S)
-    return status
+    return exit_status
 
 
 async def _wait_for_death(engine: EngineClient) -> None:
@@ -240,7 +242,7 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
         f"{warning}"
         f"  page     {url}/\n"
         f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
-        f"  products {info.arithmetic}\n"
+        f"  products {info.matmul_arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key_header} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'

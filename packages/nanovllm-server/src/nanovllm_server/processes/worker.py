@@ -31,7 +31,7 @@ from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder
 from nanovllm_server.protocol.error import unavailable
 
-CLOSE_TIMEOUT_S = 3.0
+CLOSE_TIMEOUT_S = 3.0  # for open connections, after the order "close"
 # Timeout of idle connections and request headers. Longer than the timeouts of most clients and proxies: if the server
 # closed an idle connection first, a client could send a request on the closed connection.
 KEEP_ALIVE_S = 75
@@ -39,7 +39,7 @@ SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """Talks to the parent. If the parent ends, cancels the task that created this object."""
+    """Receives orders from the parent, and sends reports. If the parent ends, cancels the creating task."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
@@ -73,7 +73,10 @@ class ParentPipe:
 
 
 async def run(arguments: WorkerArguments, pipe: Connection, exits_gracefully: threading.Event) -> None:
-    """Runs the worker until the order "close". Sets `exits_gracefully` after the start."""
+    """Runs the worker until the order "close".
+
+    exits_gracefully: set after the start; the worker then has seconds to exit by itself if the parent ends.
+    """
     parent = ParentPipe(pipe)
     try:
         service = await _start(arguments)
@@ -172,7 +175,7 @@ async def _serve(service: Service, arguments: WorkerArguments, parent: ParentPip
 
     try:
         app = cast(ASGIFramework, create_app(service))
-        await serve(app, arguments.listener, hypercorn_config(), wait_for_close)
+        await serve(app, arguments.listener, make_hypercorn_config(), wait_for_close)
     finally:
         drain_task.cancel()
         lag_task.cancel()
@@ -186,7 +189,7 @@ async def _drain(service: Service, parent: ParentPipe) -> None:
     parent.report("drained")
 
 
-def hypercorn_config() -> Config:
+def make_hypercorn_config() -> Config:
     """Returns the settings of Hypercorn."""
     error_logger = logging.getLogger("hypercorn.error")
     error_logger.setLevel(logging.WARNING)
@@ -195,6 +198,6 @@ def hypercorn_config() -> Config:
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.graceful_timeout = CLOSE_TIMEOUT_S
     config.include_server_header = False
-    # Maximum number of parts of a request's body that wait for the application.
+    # Maximum number of received parts of a request's body that the application has not read yet.
     config.max_app_queue_size = 1
     return config

@@ -11,14 +11,14 @@ from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_server.observability.logs import configure_logs
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 
-# malloc allocates larger blocks outside of its heaps.
+# malloc allocates larger memory blocks outside of its heaps, with mmap.
 MAX_HEAP_BLOCK_BYTES = 1 << 20
 # Number of tokenizer threads and of malloc heaps. With a single heap, encoding takes almost twice as long.
 NUM_ENCODING_THREADS = 4
 
 
 def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
-    """Runs a worker until the parent orders the end or dies."""
+    """Runs a worker until the parent orders the worker to close, or dies."""
     # Terminals send these signals to all processes, but only the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

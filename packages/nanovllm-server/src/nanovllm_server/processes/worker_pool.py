@@ -9,17 +9,17 @@ from nanovllm_server.processes.worker_main import run_worker
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
-MAX_HEARTBEAT_INTERVAL_S = 1.0
+MAX_HEARTBEAT_INTERVAL_S = 1.0  # between two questions to a worker's event loop
 # If a worker dies after at least this time, the replacement starts without a delay.
 STABLE_RUN_S = 60.0
-FIRST_BACKOFF_S = 0.5
+FIRST_BACKOFF_S = 0.5  # delay of the first replacement; later delays double, up to the maximum
 MAX_BACKOFF_S = 30.0
 
 
 class WorkerProcess:
     """One worker's process.
 
-    is_alive: the worker's event loop has answered the last question of `ask_if_alive`.
+    is_alive: whether the worker's event loop has answered the last `ask_if_alive`.
     ready: done when the worker can serve; has an exception if the worker can't start.
     drained: done when the worker's last request has ended after the order "drain".
     exited: done when the process has ended; the result is the exit code.
@@ -92,7 +92,7 @@ class WorkerPool:
     """All workers of a server.
 
     timeout_s: a worker whose event loop does not respond for this time is killed and replaced.
-    failed: gets an exception if a dead worker's replacement can't start.
+    failed: future that gets an exception if a dead worker's replacement can't start.
     """
 
     def __init__(self, arguments: list[WorkerArguments], timeout_s: float):
@@ -143,7 +143,7 @@ class WorkerPool:
                 begin_s = loop.time()
                 await self._watch(index)
                 exit_code = self._workers[index].exited.result()
-                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_RUN_S else next_backoff(backoff_s)
+                backoff_s = 0.0 if loop.time() - begin_s >= STABLE_RUN_S else compute_backoff_s(backoff_s)
                 self._logger.error("HTTP worker died", worker=index, exit_code=exit_code, replaced_after_s=backoff_s)
                 await asyncio.sleep(backoff_s)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
@@ -179,6 +179,6 @@ class WorkerPool:
         self._replace_tasks.clear()
 
 
-def next_backoff(last_backoff_s: float) -> float:
+def compute_backoff_s(last_backoff_s: float) -> float:
     """Returns the delay before the replacement of a worker that died early. last_backoff_s: previous delay or 0."""
     return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S
