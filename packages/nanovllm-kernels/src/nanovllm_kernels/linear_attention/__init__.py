@@ -35,16 +35,16 @@ def plan_states(
     num_tokens: int,
     backend: Backend,
 ) -> StateBatch:
-    """Plan a step, once for all recurrent layers.
+    """Prepare a step of B requests, once for all recurrent layers.
 
-    slots: int32 [B], each request's state slot, unique except slot 0 for padding requests. A request whose first token
-        is in this step starts from a state of zeros.
-    checkpoints: int32 [B, S, 2], pairs (position, slot). After `position` tokens, the request's state is also written
-        to `slot`. Positions are multiples of CHECKPOINT_INTERVAL. An unused pair has position 0.
+    slots: int32 [B], each request's state slot. Padding requests share slot 0, and all other slots are unique. A
+        request whose first token is in this step starts from a state of zeros.
+    checkpoints: int32 [B, S, 2], S pairs (position, slot) per request. After `position` tokens, the layer also writes
+        the request's state to `slot`. Positions are multiples of CHECKPOINT_INTERVAL. An unused pair has position 0.
     seq_lens: int32 [B], number of each request's tokens, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
-    num_decodes: number of leading requests with exactly one token. None: unknown, so that a captured graph can be
-        replayed with any query lengths up to `max_query_len`. "torch" does not allow None.
+    num_decodes: number of requests with one token in this step. They come first. None: unknown. A captured graph then
+        supports any query lengths up to `max_query_len`. "torch" does not allow None.
     max_query_len: maximum number of tokens of a request in the step.
     num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
@@ -63,14 +63,15 @@ def gated_delta_net(
 ) -> Tensor:
     """Compute a layer without its projections: causal convolution, SiLU, gated delta rule, norm and gate.
 
-    The recurrence of a value head uses the query q and key k of its key head, both normed to length 1:
+    `DeltaWeights` defines the sizes Hk, Dk, Hv, Dv, W and C. T is the number of tokens.
+    The recurrence of a value head uses the query q and key k of its key head, both scaled to length 1:
     S = exp(-decay_rate * softplus(a + dt_bias)) * S;  S += sigmoid(b) * (v - S k) k^T;  o = S q * Dk^-0.5.
     The result is RMSNorm(o) * silu(z).
 
     qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], rows contiguous. For each key head: its query, key and value heads,
         then a gate z per value head.
     ba: [T, 2 Hv], dtype of `qkvz`. For each key head: b of its value heads, then a of its value heads.
-    states: [num_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element. The matrices S, updated in place.
+    states: [num_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element: the matrices S, updated in place.
     conv_states: [num_slots, W, C], contiguous. Row p % W holds the convolution's input at position p. Updated in place.
     Returns: [T, Hv * Dv] in the dtype of `qkvz`.
     """

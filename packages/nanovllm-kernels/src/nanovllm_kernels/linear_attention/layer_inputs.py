@@ -14,9 +14,9 @@ L2_NORM_EPS = 1e-6
 class DeltaWeights(NamedTuple):
     """Holds a layer's weights except projections. The layer has Hk key heads of size Dk, and Hv value heads of size Dv.
 
-    conv: float32 [W, C], one row per tap, oldest input first. Channels are grouped by key head: query, key, values.
-    decay_rate: float32 [Hv], exp(A_log).
-    dt_bias: float32 [Hv].
+    conv: float32 [W, C], W taps (oldest input first), C channels. Channels are grouped by key head: query, key, values.
+    decay_rate: float32 [Hv], exp of the checkpoint's A_log.
+    dt_bias: float32 [Hv], added to the decay's input a.
     norm: float32 [Dv], weight of the gated norm.
     eps: epsilon of the gated norm.
     """
@@ -29,7 +29,7 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Holds a layer's sizes. The convolution has `num_channels` channels and `num_taps` taps."""
+    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head. The other fields are counts."""
 
     num_k_heads: int
     num_v_heads: int
@@ -44,19 +44,20 @@ class LayerSizes(NamedTuple):
         return self.num_v_heads // self.num_k_heads
 
 
-def layer_sizes(recurrent: Tensor, conv: Tensor) -> LayerSizes:
-    """Derive a layer's sizes from its states. recurrent: [num_slots, Hv, Dv, Dk]. conv: [num_slots, W, C]."""
-    _, num_v_heads, v_dim, k_dim = recurrent.shape
-    _, num_taps, num_channels = conv.shape
+def layer_sizes(states: Tensor, conv_states: Tensor) -> LayerSizes:
+    """Derive a layer's sizes from its states. states: [num_slots, Hv, Dv, Dk]. conv_states: [num_slots, W, C]."""
+    _, num_v_heads, v_dim, k_dim = states.shape
+    _, num_taps, num_channels = conv_states.shape
     num_k_heads = (num_channels - num_v_heads * v_dim) // (2 * k_dim)
     return LayerSizes(num_k_heads, num_v_heads, k_dim, v_dim, num_channels, num_taps)
 
 
 class Prefill(NamedTuple):
-    """Holds a request with several tokens, for the plain torch path.
+    """Holds a request with several tokens in the step, for the plain torch path.
 
     first_row: index of the request's first token in the step.
     end_row: index after the request's last token in the step.
+    slot: the request's state slot.
     first_position: position of the token at `first_row`.
     checkpoints: pairs (position, slot) of states to save within this step.
     """
@@ -73,8 +74,8 @@ class TorchPlan(NamedTuple):
 
     slots: int64 [n], state slot of each decode.
     positions: int64 [n], position of each decode's token.
-    checkpoint_rows: int64 [m], indices of the decodes whose state is also saved.
-    checkpoint_slots: int64 [m], slots of the saved states.
+    checkpoint_rows: int64 [m], indices of the decodes whose state is also saved to a checkpoint.
+    checkpoint_slots: int64 [m], slots that receive the saved states.
     """
 
     slots: Tensor
@@ -86,7 +87,7 @@ class TorchPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Holds a step's requests for recurrent layers. `plan_states` describes the fields.
+    """Holds a step's requests for recurrent layers. The package's `plan_states` describes the fields.
 
     torch_plan: plan of the plain torch path. None for the backend "triton".
     """

@@ -1,7 +1,7 @@
 """Computes Gated DeltaNet in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes run together. Prompts run one by one in chunks, with a triangular system per chunk instead of a recurrence over
-tokens (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484).
+Requests with one token (decodes) run together. Prompts run one at a time, in chunks. Each chunk solves a triangular
+system instead of a recurrence over tokens (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484).
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from nanovllm_kernels.linear_attention.layer_inputs import (
 
 
 class _Gates(NamedTuple):
-    """Holds the gates, float32 [.., Hv]. beta: step size of the delta rule."""
+    """Holds the gates, float32 [tokens, Hv]. log_decay: log of the state's decay. beta: step size of the delta rule."""
 
     log_decay: Tensor
     beta: Tensor
@@ -32,7 +32,7 @@ def plan_states(
 ) -> TorchPlan:
     """Plan a step for plain torch. The package's `plan_states` describes the arguments."""
     row_starts, request_lens, request_slots = query_start_loc.tolist(), seq_lens.tolist(), slots.tolist()
-    pairs: list[list[list[int]]] = checkpoints.tolist()
+    pairs: list[list[list[int]]] = checkpoints.tolist()  # (position, slot) pairs of each request
     decode_checkpoints = [
         (row, slot) for row in range(num_decodes) for position, slot in pairs[row] if position == request_lens[row]
     ]
@@ -57,19 +57,19 @@ def gated_delta_net(
 ) -> Tensor:
     """Compute the package's `gated_delta_net` for the requests of `plan`."""
     sizes = layer_sizes(states, conv_states)
-    num_v_heads, v_dim, group_dim = sizes.num_v_heads, sizes.v_dim, sizes.group_size * sizes.v_dim
-    qkv, z = qkvz.unflatten(1, (sizes.num_k_heads, -1)).split((2 * sizes.k_dim + group_dim, group_dim), -1)
+    num_v_heads, v_dim, group_v_dim = sizes.num_v_heads, sizes.v_dim, sizes.group_size * sizes.v_dim
+    qkv, z = qkvz.unflatten(1, (sizes.num_k_heads, -1)).split((2 * sizes.k_dim + group_v_dim, group_v_dim), -1)
     inputs = qkv.flatten(1).to(conv_states.dtype)
     gates = _compute_gates(ba.unflatten(1, (sizes.num_k_heads, 2, sizes.group_size)).float(), weights)
     num_decodes = len(plan.slots)
     outs: list[Tensor] = []
     if num_decodes:
-        mixed = _convolve_decodes(inputs[:num_decodes], weights.conv, conv_states, plan)
-        heads = _split_heads(mixed, states.shape)
+        convolved = _convolve_decodes(inputs[:num_decodes], weights.conv, conv_states, plan)
+        heads = _split_heads(convolved, states.shape)
         outs.append(_update_decodes(*heads, _slice_gates(gates, 0, num_decodes), states, plan))
     for prefill in plan.prefills:
-        mixed = _convolve_prefill(inputs[prefill.first_row : prefill.end_row], weights.conv, conv_states, prefill)
-        heads = _split_heads(mixed, states.shape)
+        convolved = _convolve_prefill(inputs[prefill.first_row : prefill.end_row], weights.conv, conv_states, prefill)
+        heads = _split_heads(convolved, states.shape)
         request_gates = _slice_gates(gates, prefill.first_row, prefill.end_row)
         outs.append(_scan_chunks(*heads, request_gates, states, prefill))
     end_row = plan.prefills[-1].end_row if plan.prefills else num_decodes
@@ -88,8 +88,8 @@ def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 
 def _compute_gates(ba: Tensor, weights: DeltaWeights) -> _Gates:
-    """Compute the gates of all value heads. ba: float32 [T, Hk, 2, Hv / Hk]."""
-    b, a = (part.flatten(1) for part in ba.unbind(2))
+    """Compute the gates of all value heads. ba: float32 [T, Hk, 2, Hv / Hk], first b, then a."""
+    b, a = (gate_input.flatten(1) for gate_input in ba.unbind(2))
     return _Gates(-weights.decay_rate * functional.softplus(a + weights.dt_bias), b.sigmoid())
 
 
@@ -97,12 +97,12 @@ def _slice_gates(gates: _Gates, first_row: int, end_row: int) -> _Gates:
     return _Gates(gates.log_decay[first_row:end_row], gates.beta[first_row:end_row])
 
 
-def _split_heads(mixed: Tensor, state_shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Split `mixed` [n, C] into normed queries and keys [n, Hv, Dk], one per value head, and values [n, Hv, Dv]."""
+def _split_heads(convolved: Tensor, state_shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """Split `convolved` [n, C] into normed queries and keys [n, Hv, Dk], one per value head, and values [n, Hv, Dv]."""
     _, num_v_heads, v_dim, k_dim = state_shape
-    num_k_heads = (mixed.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
+    num_k_heads = (convolved.shape[1] - num_v_heads * v_dim) // (2 * k_dim)
     group_size = num_v_heads // num_k_heads
-    q, k, v = mixed.unflatten(1, (num_k_heads, -1)).split((k_dim, k_dim, group_size * v_dim), -1)
+    q, k, v = convolved.unflatten(1, (num_k_heads, -1)).split((k_dim, k_dim, group_size * v_dim), -1)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(group_size, 1) for x in (q, k))
     return q * k_dim**-0.5, k, v.reshape(-1, num_v_heads, v_dim)
@@ -124,8 +124,8 @@ def _update_decodes(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tens
     """Apply the delta rule to one token per request, and store the new states. Returns float32 [n, Hv, Dv]."""
     has_state = (plan.positions > 0).view(-1, 1, 1, 1)
     state = torch.where(has_state, states[plan.slots].float(), 0.0) * gates.log_decay.exp()[..., None, None]
-    recalled = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
-    delta = (v - recalled) * gates.beta.unsqueeze(-1)
+    predicted_v = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
+    delta = (v - predicted_v) * gates.beta.unsqueeze(-1)
     state.addcmul_(delta.unsqueeze(-1), k.unsqueeze(-2))
     rounded = state.to(states.dtype)
     states[plan.slots] = rounded
@@ -137,32 +137,32 @@ def _convolve_prefill(inputs: Tensor, weight: Tensor, conv_states: Tensor, prefi
     """Apply convolution and SiLU to one request, and store the last inputs. inputs: [n, C]. Returns float32 [n, C]."""
     num_taps, first_position, device = len(weight), prefill.first_position, inputs.device
     history_positions = torch.arange(first_position - num_taps + 1, first_position, device=device)
-    stored = conv_states[prefill.slot, history_positions % num_taps]
-    padded = torch.cat((torch.where((history_positions >= 0).unsqueeze(-1), stored, 0.0), inputs))
+    history = conv_states[prefill.slot, history_positions % num_taps]
+    extended = torch.cat((torch.where((history_positions >= 0).unsqueeze(-1), history, 0.0), inputs))
     for position, slot in (*prefill.checkpoints, (first_position + len(inputs), prefill.slot)):
-        begin = position - first_position
+        first_extended_row = position - first_position
         rows = torch.arange(position - num_taps + 1, position, device=device) % num_taps
-        conv_states[slot, rows] = padded[begin : begin + num_taps - 1]
-    padded = padded.float()
-    out = padded[: len(inputs)] * weight[0]
+        conv_states[slot, rows] = extended[first_extended_row : first_extended_row + num_taps - 1]
+    extended = extended.float()
+    out = extended[: len(inputs)] * weight[0]
     for tap in range(1, num_taps):
-        out.addcmul_(padded[tap : tap + len(inputs)], weight[tap])
+        out.addcmul_(extended[tap : tap + len(inputs)], weight[tap])
     return functional.silu(out)
 
 
 def _scan_chunks(q: Tensor, k: Tensor, v: Tensor, gates: _Gates, states: Tensor, prefill: Prefill) -> Tensor:
     """Apply the delta rule to one request's tokens, chunk by chunk, and store the new state. Returns [n, Hv, Dv].
 
-    G_i is the logarithm of the decay from the chunk's beginning to token i. A is the strictly lower triangle of the
-    matrix beta_i k_i k_j exp(G_i - G_j). T = (1 + A)^-1;  wy_values = T (beta v);  wy_keys = T (beta exp(G) k).
-    Token i adds the outer product of row i of (wy_values - wy_keys S^T) and k_i to the chunk's initial state S.
+    G_i is the logarithm of the decay from the chunk's beginning to token i. A_ij is beta_i (k_i k_j) exp(G_i - G_j) for
+    j < i, and 0 for other j. T = (1 + A)^-1;  wy_values = T (beta v);  wy_keys = T (beta exp(G) k).
+    S is the chunk's initial state. delta_i is row i of wy_values - wy_keys S^T. Token i adds delta_i k_i^T to S.
     """
     num_tokens, front_padding = len(q), prefill.first_position % CHECKPOINT_INTERVAL
     back_padding = -(front_padding + num_tokens) % CHECKPOINT_INTERVAL
     # Padding completes the first and the last chunk. Its zeros leave the state unchanged.
     q, k, v = (_split_chunks(functional.pad(x, (0, 0, 0, 0, front_padding, back_padding))) for x in (q, k, v))
     log_decay, beta = (_split_chunks(functional.pad(x, (0, 0, front_padding, back_padding))) for x in gates)
-    cumulative = log_decay.cumsum(-1)
+    cumulative = log_decay.cumsum(-1)  # G in the formulas
     causal = torch.ones(CHECKPOINT_INTERVAL, CHECKPOINT_INTERVAL, dtype=torch.bool, device=q.device).tril()
     pair_decay = (cumulative.unsqueeze(-1) - cumulative.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
     k_beta = k * beta.unsqueeze(-1)

@@ -1,7 +1,7 @@
-"""Computes what Gated DeltaNet needs besides recurrent states, for all chunks of prompts in parallel, on CUDA.
+"""Computes the part of Gated DeltaNet that does not depend on recurrent states, for all chunks in parallel, on CUDA.
 
-A program computes one chunk's convolution, or one chunk's gates and triangular system. Chunks begin at multiples of
-CHECKPOINT_INTERVAL. Programs mask rows of a chunk that hold no token of this step.
+A chunk is CHECKPOINT_INTERVAL positions of one prompt, and begins at a multiple of this number. A program computes the
+convolution, or the gates and the triangular system, of one head's chunk. Positions without a token are masked.
 """
 
 from typing import NamedTuple
@@ -15,21 +15,21 @@ from nanovllm_kernels.linear_attention.layer_inputs import CHECKPOINT_INTERVAL, 
 from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
 
 CHUNK = tl.constexpr(CHECKPOINT_INTERVAL)
-# Rows of a diagonal block of a triangular matrix.
+# Rows per block in `_invert_unit_lower`.
 BLOCK = tl.constexpr(16)
 # With a tile side of 16, Triton 3.6 miscompiles `_solve_chunks` of 16-bit elements for Hopper.
 MIN_TILE_SIDE = 32
-CHANNEL_BLOCK = 1024
+CHANNEL_BLOCK = 1024  # channels per program of `_save_conv_inputs`
 
 
 class ChunkTensors(NamedTuple):
-    """Holds the state-independent results of all chunks. `linear_attention_reference` has the formulas.
+    """Holds the state-independent results of all chunks. Formulas: `linear_attention_reference._scan_chunks`.
 
     All tensors except `cumulative_log_decays` have the dtype of the projections.
     convolved: [T, C], convolved queries, keys and values.
     wy_keys: [T, Hv, Dk], keys of the WY form.
     wy_values: [T, Hv, Dv], values of the WY form.
-    scores: [T, Hv, CHECKPOINT_INTERVAL], decayed products of each token's query with the keys of its chunk.
+    scores: [T, Hv, CHECKPOINT_INTERVAL], each token's decayed products of its query with the keys of its chunk.
     cumulative_log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
 
@@ -46,14 +46,14 @@ def pad_to_tile(dim: int) -> int:
 
 
 def max_num_chunks(num_tokens: int, num_reqs: int) -> int:
-    """Return an upper bound on the chunk numbers of `find_chunk`."""
+    """Return a number that exceeds every chunk number of `find_chunk`."""
     return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
 
 
 def compute_chunks(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv_states: Tensor, batch: StateBatch, sizes: LayerSizes
 ) -> ChunkTensors:
-    """Compute all chunks, and store the convolution's last inputs in the slots of requests and checkpoints."""
+    """Compute all results, and store the convolution's last inputs in the slots of requests and checkpoints."""
     num_tokens, num_reqs = len(qkvz), len(batch.slots)
     num_chunks = max_num_chunks(num_tokens, num_reqs)
     padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
@@ -89,8 +89,8 @@ def compute_chunks(
         batch.query_start_loc,
         qkvz.stride(0),
         batch.checkpoints.shape[1],
-        PER_KEY=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,
-        GATES=sizes.group_size * sizes.v_dim,
+        PER_KEY=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,  # channels per key head
+        GATES=sizes.group_size * sizes.v_dim,  # columns of z per key head
         NUM_CHANNELS=sizes.num_channels,
         NUM_TAPS=sizes.num_taps,
         CHANNEL_BLOCK=CHANNEL_BLOCK,
@@ -125,10 +125,10 @@ def compute_chunks(
 def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, chunk_number):
     """Find the chunk with number `chunk_number`.
 
-    The chunks of request r are numbered from first_row_r // CHUNK + 2 r on. Adding 2 r leaves numbers for incomplete
-    first and last chunks. A binary search finds the last request whose first number is at most `chunk_number`.
+    The first chunk of request r has the number query_start_loc[r] // CHUNK + 2 r. Adding 2 r leaves numbers for
+    incomplete first and last chunks. A binary search finds the last r whose first number is at most `chunk_number`.
 
-    Returns: request, row of the request's first token in this step, position of this token, sequence length (0 if no
+    Returns: request, index in the step of the request's first token, position of this token, sequence length (0 if no
         chunk has this number), position at which the chunk begins.
     """
     low = 0
@@ -138,13 +138,13 @@ def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, chunk_number):
         first_number = tl.load(query_start_loc_ptr + middle) // CHUNK + 2 * middle
         low = tl.where(first_number <= chunk_number, middle, low)
         high = tl.where(first_number <= chunk_number, high, middle - 1)
-    first_row = tl.load(query_start_loc_ptr + low)
-    num_new = tl.load(query_start_loc_ptr + low + 1) - first_row
+    first_token = tl.load(query_start_loc_ptr + low)
+    num_new_tokens = tl.load(query_start_loc_ptr + low + 1) - first_token
     seq_len = tl.load(seq_lens_ptr + low)
-    first_position = seq_len - num_new
-    chunk_position = (first_position // CHUNK + chunk_number - (first_row // CHUNK + 2 * low)) * CHUNK
-    seq_len = tl.where((num_new > 1) & (chunk_position < seq_len), seq_len, 0)
-    return low, first_row, first_position, seq_len, chunk_position
+    first_position = seq_len - num_new_tokens
+    chunk_position = (first_position // CHUNK + chunk_number - (first_token // CHUNK + 2 * low)) * CHUNK
+    seq_len = tl.where((num_new_tokens > 1) & (chunk_position < seq_len), seq_len, 0)
+    return low, first_token, first_position, seq_len, chunk_position
 
 
 @triton.jit(
@@ -167,24 +167,24 @@ def _convolve_chunks(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to a query, key or value head of a chunk. Queries and keys are also normed."""
-    request, first_row, first_position, seq_len, chunk_position = find_chunk(
+    """Apply convolution and SiLU to a query, key or value head of a chunk. Norm and scale queries, and norm keys."""
+    request, first_token, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )
     if seq_len == 0:
         return
     k_head = tl.program_id(1) // (2 + GROUP_SIZE)
-    head_part = tl.program_id(1) % (2 + GROUP_SIZE)
+    head_part = tl.program_id(1) % (2 + GROUP_SIZE)  # 0: query head, 1: key head, 2 and on: value heads
     part_offset = tl.where(head_part < 2, head_part * K_DIM, 2 * K_DIM + (head_part - 2) * V_DIM)
-    dim = tl.where(head_part < 2, K_DIM, V_DIM)
+    head_dim = tl.where(head_part < 2, K_DIM, V_DIM)
     columns = tl.arange(0, PADDED)
     channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + part_offset + columns
     source_columns = k_head * (2 * K_DIM + 2 * GROUP_SIZE * V_DIM) + part_offset + columns
-    column_mask = columns < dim
+    column_mask = columns < head_dim
     positions = chunk_position + tl.arange(0, CHUNK)
     row_mask = (positions >= first_position) & (positions < seq_len)
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS)
-    tokens = (first_row + positions - first_position).to(tl.int64)
+    tokens = (first_token + positions - first_position).to(tl.int64)
     total = tl.zeros([CHUNK, PADDED], dtype=tl.float32)
     for lag in tl.static_range(NUM_TAPS):
         input_positions = positions - lag
@@ -228,17 +228,17 @@ def _save_conv_inputs(
 ):
     """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot."""
     request = tl.program_id(0)
-    first_row = tl.load(query_start_loc_ptr + request)
-    num_new = tl.load(query_start_loc_ptr + request + 1) - first_row
-    if num_new < 2:
+    first_token = tl.load(query_start_loc_ptr + request)
+    num_new_tokens = tl.load(query_start_loc_ptr + request + 1) - first_token
+    if num_new_tokens < 2:
         return
     seq_len = tl.load(seq_lens_ptr + request)
-    first_position = seq_len - num_new
+    first_position = seq_len - num_new_tokens
     channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     mask = channels < NUM_CHANNELS
-    # `row_ptr` plus a position times the stride is the address of the token at this position.
     source_columns = channels + channels // PER_KEY * GATES
-    row_ptr = qkvz_ptr + (first_row - first_position).to(tl.int64) * qkvz_stride + source_columns
+    # row_ptr + position * qkvz_stride is the address of the token at `position`.
+    row_ptr = qkvz_ptr + (first_token - first_position).to(tl.int64) * qkvz_stride + source_columns
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
     for checkpoint_index in range(num_checkpoints):
         checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2
@@ -254,10 +254,10 @@ def _save_conv_inputs(
                     tl.store(checkpoint_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
                 else:
                     tl.store(checkpoint_slot_ptr + offset, tl.load(slot_ptr + offset, mask=mask, other=0.0), mask=mask)
-    # The loads of the slot above must precede the stores below.
+    # The loads from the slot above must precede the stores below.
     tl.debug_barrier()
     for lag in tl.static_range(1, NUM_TAPS):
-        if lag <= num_new:
+        if lag <= num_new_tokens:
             x = tl.load(row_ptr + (seq_len - lag).to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
             tl.store(slot_ptr + (seq_len - lag) % NUM_TAPS * NUM_CHANNELS, x.to(conv_ptr.dtype.element_ty), mask=mask)
 
@@ -266,23 +266,23 @@ def _save_conv_inputs(
 def _invert_unit_lower(a):
     """Return (1 + a)^-1 for float32 a [CHUNK, CHUNK] that is 0 on and above its diagonal.
 
-    The diagonal blocks are inverted row by row, in parallel. D is the block diagonal of these inverses, and L holds the
-    blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. The inverse is
+    The diagonal blocks of 1 + a are inverted row by row, in parallel. D has these inverses on its diagonal. L holds
+    the blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. The inverse is
     therefore (1 + n)^-1 D = (1 - n) (1 + n^2) D.
     """
-    blocks: tl.constexpr = CHUNK // BLOCK
-    tl.static_assert(blocks == 4)
+    num_blocks: tl.constexpr = CHUNK // BLOCK
+    tl.static_assert(num_blocks == 4)
     rows = tl.arange(0, CHUNK)
     is_diagonal_block = (rows // BLOCK)[:, None] == (rows // BLOCK)[None, :]
-    inverses = tl.sum(tl.reshape(tl.where(is_diagonal_block, -a, 0.0), [CHUNK, blocks, BLOCK]), 1)
-    inverses = tl.reshape(inverses, [blocks, BLOCK, BLOCK])
+    inverses = tl.sum(tl.reshape(tl.where(is_diagonal_block, -a, 0.0), [CHUNK, num_blocks, BLOCK]), 1)
+    inverses = tl.reshape(inverses, [num_blocks, BLOCK, BLOCK])
     block_rows = tl.arange(0, BLOCK)
     for block_row in range(1, BLOCK):
         is_current_row = (block_rows == block_row)[None, :, None]
         row = tl.sum(tl.where(is_current_row, inverses, 0.0), 1)
         row += tl.sum(row[:, :, None] * inverses, 1)
         inverses = tl.where(is_current_row, row[:, None, :], inverses)
-    repeated = tl.broadcast_to(tl.reshape(inverses, [CHUNK, 1, BLOCK]), [CHUNK, blocks, BLOCK])
+    repeated = tl.broadcast_to(tl.reshape(inverses, [CHUNK, 1, BLOCK]), [CHUNK, num_blocks, BLOCK])
     eye = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     diagonal = tl.where(is_diagonal_block, tl.reshape(repeated, [CHUNK, CHUNK]), 0.0) + eye
     n = tl.dot(diagonal, tl.where(is_diagonal_block, 0.0, a), input_precision="tf32x3")
@@ -313,8 +313,8 @@ def _solve_chunks(
     PADDED_V: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
 ):
-    """Solve one chunk of one value head (formulas: `linear_attention_reference._scan_chunks`)."""
-    _, first_row, first_position, seq_len, chunk_position = find_chunk(
+    """Compute one value head's scores, WY keys and WY values in one chunk. `ChunkTensors` names the formulas."""
+    _, first_token, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )
     if seq_len == 0:
@@ -325,7 +325,7 @@ def _solve_chunks(
     rows = tl.arange(0, CHUNK)
     positions = chunk_position + rows
     row_mask = (positions >= first_position) & (positions < seq_len)
-    tokens = (first_row + positions - first_position).to(tl.int64)
+    tokens = (first_token + positions - first_position).to(tl.int64)
     ba_ptrs = ba_ptr + tokens * ba_stride + k_head * (2 * GROUP_SIZE) + head_in_group
     beta = tl.sigmoid(tl.load(ba_ptrs, mask=row_mask, other=0.0).to(tl.float32))
     a = tl.load(ba_ptrs + GROUP_SIZE, mask=row_mask, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 """Computes Gated DeltaNet for requests with one token, on CUDA: convolution, recurrence and gated norm in one kernel.
 
-A program reads and writes the state of one value head. All programs of a key head compute the convolution of its query
-and key. Only the program of the first value head stores the new inputs, in a row that no program reads.
+A program updates the state of one value head of one request. All programs that share a key head convolve its query and
+key. The first of these programs stores the new inputs of both, in the oldest input's row, which no program reads.
 """
 
 import triton
@@ -13,10 +13,11 @@ from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, StateBa
 from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
 from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe_device
 
-# Elements of a state per warp if a program loads its whole state at once.
+# State elements per warp, if a program loads its whole state at once.
 ELEMENTS_PER_WARP = 4096
-# Rows per block, by bytes per element. If a launch has more than two programs per SM, programs load states in blocks.
+# A launch with more than two programs per SM loads states in blocks of rows: {bytes per element: rows per block}.
 BLOCK_ROWS_BY_BYTES = {4: 8, 2: 16}
+# State elements per warp, and pipeline stages, if programs load states in blocks.
 BLOCKED_ELEMENTS_PER_WARP = 1024
 BLOCKS_IN_FLIGHT = 4
 
@@ -75,7 +76,7 @@ def _convolve(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs are stored in the slot."""
+    """Apply convolution and SiLU to one token's inputs. write_mask: channels of which the slot stores the inputs."""
     new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
     weight = tl.load(weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0)
     total = new_input.to(tl.float32) * weight
@@ -130,6 +131,7 @@ def _decode_requests(
     NUM_TAPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Compute one value head of one request. recurrent_ptr: `states`. conv_ptr: `conv_states`."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -175,19 +177,19 @@ def _decode_requests(
     state_decay = tl.exp(log_decay(a, tl.load(decay_rate_ptr + head), tl.load(dt_bias_ptr + head)))
     k_dot_q = tl.sum(k * q, 0)
     out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
-    # Load no other tensors in this loop: loads between the loads of states would make it slower.
+    # Load no other tensors in this loop: loads between the loads of states make the loop slower.
     for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
         first_row = block * BLOCK_V
-        inside = (first_row + rows < V_DIM)[:, None]
-        state = tl.load(state_ptr + state_offsets + first_row * K_DIM, mask=inside & load_mask, other=0.0)
+        row_mask = (first_row + rows < V_DIM)[:, None]
+        state = tl.load(state_ptr + state_offsets + first_row * K_DIM, mask=row_mask & load_mask, other=0.0)
         state = state.to(tl.float32) * state_decay
         v_block = v if NUM_BLOCKS == 1 else tl.gather(v, first_row + rows, 0)
         delta = (v_block - tl.sum(state * k[None, :], 1)) * beta
-        # This is the new state times q, without a second pass over the state.
+        # `block_out` is the new state times q, without a second pass over the state.
         block_out = tl.sum(state * q[None, :], 1) + delta * k_dot_q
         out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
         new_state = (state + delta[:, None] * k[None, :]).to(recurrent_ptr.dtype.element_ty)
-        tl.store(state_ptr + state_offsets + first_row * K_DIM, new_state, mask=inside & k_mask[None, :])
+        tl.store(state_ptr + state_offsets + first_row * K_DIM, new_state, mask=row_mask & k_mask[None, :])
 
     dims = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK_V + rows[None, :]
     norm = tl.load(norm_ptr + dims, mask=dims < V_DIM, other=0.0)
@@ -196,7 +198,7 @@ def _decode_requests(
     out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
 
-    # The copies below read the slot that other threads of this program have written.
+    # The copies below read values that other threads of this program have stored in the slot.
     tl.debug_barrier()
     for checkpoint_index in range(num_checkpoints):
         checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2

@@ -18,7 +18,7 @@ from nanovllm_kernels.linear_attention.triton_chunks import (
 )
 from nanovllm_kernels.linear_attention.triton_gates import silu
 
-# Value dimensions per program. A small number gives enough programs for all SMs.
+# Value dimensions per program of `_scan_chunks`. A small number gives enough programs for all SMs.
 BLOCK_V = 32
 
 
@@ -91,12 +91,12 @@ def _scan_chunks(
     """Process one request's chunks in order, for one block of value dimensions of one head."""
     head = tl.program_id(1)
     request = tl.program_id(2)
-    first_row = tl.load(query_start_loc_ptr + request)
-    num_new = tl.load(query_start_loc_ptr + request + 1) - first_row
-    if num_new < 2:
+    first_token = tl.load(query_start_loc_ptr + request)  # index in the step
+    num_new_tokens = tl.load(query_start_loc_ptr + request + 1) - first_token
+    if num_new_tokens < 2:
         return
     seq_len = tl.load(seq_lens_ptr + request)
-    first_position = seq_len - num_new
+    first_position = seq_len - num_new_tokens
     rows = tl.arange(0, CHUNK)
     k_dims = tl.arange(0, PADDED_K)
     v_dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -111,7 +111,7 @@ def _scan_chunks(
     for chunk_position in range(first_position // CHUNK * CHUNK, seq_len, CHUNK):
         positions = chunk_position + rows
         row_mask = (positions >= first_position) & (positions < seq_len)
-        tokens = (first_row + positions - first_position).to(tl.int64)
+        tokens = (first_token + positions - first_position).to(tl.int64)
         chunk_end = tl.minimum(chunk_position + CHUNK, seq_len)
         token_heads = (tokens * HEADS + head)[:, None]
         chunk_mask = row_mask[:, None] & k_mask
@@ -122,17 +122,17 @@ def _scan_chunks(
         mask = row_mask[:, None] & v_mask
         wy_values = tl.load(wy_values_ptr + token_heads * V_DIM + v_dims[None, :], mask=mask, other=0.0)
         scores = tl.load(scores_ptr + token_heads * CHUNK + rows[None, :], mask=row_mask[:, None], other=0.0)
-        log_decay = tl.load(cumulative_log_decays_ptr + tokens * HEADS + head, mask=row_mask, other=0.0)
+        cumulative_log_decay = tl.load(cumulative_log_decays_ptr + tokens * HEADS + head, mask=row_mask, other=0.0)
         chunk_log_decay = tl.load(
-            cumulative_log_decays_ptr + (first_row + chunk_end - 1 - first_position).to(tl.int64) * HEADS + head
+            cumulative_log_decays_ptr + (first_token + chunk_end - 1 - first_position).to(tl.int64) * HEADS + head
         )
 
         state_t = state.to(q.dtype).T
         deltas = wy_values.to(tl.float32) - tl.dot(wy_keys, state_t, input_precision="tf32x3")
         deltas = deltas.to(q.dtype)
-        out = tl.dot(q, state_t, input_precision="tf32x3") * tl.exp(log_decay)[:, None]
+        out = tl.dot(q, state_t, input_precision="tf32x3") * tl.exp(cumulative_log_decay)[:, None]
         out = tl.dot(scores, deltas, out, input_precision="tf32x3")
-        k = (k.to(tl.float32) * tl.exp(chunk_log_decay - log_decay)[:, None]).to(q.dtype)
+        k = (k.to(tl.float32) * tl.exp(chunk_log_decay - cumulative_log_decay)[:, None]).to(q.dtype)
         state = tl.dot(deltas.T, k, state * tl.exp(chunk_log_decay), input_precision="tf32x3")
         out_ptrs = out_ptr + token_heads * V_DIM + v_dims[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -162,14 +162,14 @@ def _norm_and_gate(
     PADDED_V: tl.constexpr,
 ):
     """Apply the gated norm to one chunk's results for one head, in place."""
-    _, first_row, first_position, seq_len, chunk_position = find_chunk(
+    _, first_token, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )
     if seq_len == 0:
         return
     head = tl.program_id(1)
     positions = chunk_position + tl.arange(0, CHUNK)
-    tokens = (first_row + positions - first_position).to(tl.int64)[:, None]
+    tokens = (first_token + positions - first_position).to(tl.int64)[:, None]
     dims = tl.arange(0, PADDED_V)
     mask = ((positions >= first_position) & (positions < seq_len))[:, None] & (dims < V_DIM)[None, :]
     out_ptrs = out_ptr + (tokens * HEADS + head) * V_DIM + dims[None, :]
