@@ -113,6 +113,23 @@ def test_packing_accepts_any_layout():
     torch.testing.assert_close(linear(x, pack_linear(weight)).to(x.dtype), x @ weight.T, rtol=2**-7, atol=1e-2)
 
 
+def test_onednn_sees_few_row_counts_with_little_padding():
+    row_counts = [gemm.round_up_rows(count) for count in range(2049)]
+    assert len(set(row_counts)) <= 112
+    assert all(count <= rounded <= count + min(count // 8, 31) for count, rounded in enumerate(row_counts))
+    assert [gemm.round_up_rows(count) for count in (0, 1, 9, 15, 17, 130, 513)] == [0, 1, 9, 15, 18, 144, 544]
+
+
+@pytest.mark.skipif(not can_pack_bf16(), reason="this CPU does not multiply bf16")
+@pytest.mark.parametrize("shape", [(0,), (17,), (71,), (3, 11)])
+def test_products_with_padded_rows_have_only_the_given_rows(shape):
+    weight, bias = torch.randn(40, 64).to(torch.bfloat16), torch.randn(40).to(torch.bfloat16)
+    x = torch.randn(*shape, 64).to(torch.bfloat16)
+    found = linear(x, pack_linear(weight)._replace(panels=None), bias)
+    assert found.shape == (*shape, 40)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T + bias.double(), rtol=2**-7, atol=2e-2)
+
+
 def test_few_rows_use_panels_beside_a_blocked_weight():
     weight = (torch.randn(40, 64) * 0.02).to(torch.bfloat16)
     packed = pack_linear(weight)

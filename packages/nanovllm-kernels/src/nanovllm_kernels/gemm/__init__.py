@@ -20,6 +20,8 @@ from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
+# Maximum number of rows that are added to a product of oneDNN. One less than a power of two.
+MAX_PADDING_ROWS = 31
 # A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
 MAX_PANEL_SIZE = 2048
 # Number of the largest logits of each row that a CPU computes again in float32.
@@ -114,9 +116,28 @@ def _project_panels(
     return out if adds_in_place or residual is None else residual.add_(out)
 
 
+def round_up_rows(num_rows: int) -> int:
+    """Return how many rows oneDNN computes for `num_rows` rows: at most 1/8 and at most MAX_PADDING_ROWS more.
+
+    For each number of rows oneDNN compiles a kernel in 3 to 6 ms. It keeps up to 1,024 kernels of about 1 MB each.
+    """
+    step = min(1 << max(0, num_rows.bit_length() - 4), MAX_PADDING_ROWS + 1)
+    return -(-num_rows // step) * step
+
+
+def _multiply_in_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x` [.., K] times the transpose of `weight` [N, K] in oneDNN's layout, plus `bias`: bf16 [.., N]."""
+    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    num_rows = len(rows)
+    if num_padding_rows := round_up_rows(num_rows) - num_rows:
+        rows = functional.pad(rows, (0, 0, 0, num_padding_rows))
+    results = _find_onednn_operator()(rows, weight, bias, "none", [], "")[:num_rows]
+    return results.view(*x.shape[:-1], results.shape[-1])
+
+
 def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, PackedWeight) and weight.in_onednn_layout:
-        return _find_onednn_operator()(x.to(torch.bfloat16), weight.data, bias, "none", [], "")
+        return _multiply_in_onednn(x, weight.data, bias)
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
     if matrix.dtype == torch.bfloat16 and not can_pack_bf16():
         # torch would emulate bf16 element by element.
