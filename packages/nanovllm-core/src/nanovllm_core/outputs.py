@@ -67,7 +67,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """The first output token of a request is in the step. num_cached_tokens, scheduled_time: see `RequestOutput`."""
+    """Reports that a step has a request's first output token. Fields: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
@@ -75,7 +75,7 @@ class RequestStart(NamedTuple):
 
 
 class RequestFinish(NamedTuple):
-    """The last output token of a request is in the step. stop_token: token that stopped the request, or None."""
+    """Reports that a step has a request's last output token. stop_token: token that stopped the request, or None."""
 
     key: int
     reason: FinishReason
@@ -83,7 +83,7 @@ class RequestFinish(NamedTuple):
 
 
 class RequestFailure(NamedTuple):
-    """A request failed. reason: text for the client."""
+    """Reports that a request failed. reason: text for the client."""
 
     key: int
     reason: str
@@ -116,8 +116,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: one entry per new token; None if not requested.
     finish_reason: None except on the last output.
     stop_token: id of the token that stopped the request; None if no token stopped the request.
-    prompt_logprobs: log-probabilities of all prompt tokens except the first, in the first output; None if not
-        requested and in later outputs.
+    prompt_logprobs: log-probabilities of all prompt tokens except the first. None in all outputs but the first, and
+        if not requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
     """
 

@@ -15,7 +15,8 @@ from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, L
 # Number of columns in a panel. A row of a bf16 panel fills a cache line.
 PANEL_WIDTH = 32
 LINE_BYTES = 64
-# Number of columns in a group, which is two vectors. In a bf16 panel, column i + LANES follows column i.
+# Number of columns in a group, which is two vectors. A bf16 panel stores column i + LANES directly
+# after column i, so that one 32-bit word holds both.
 GROUP_WIDTH = 2 * LANES
 NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH  # per panel
 # Maximum number of rows that a multiplier takes at once. The sums fill 12 of AVX2's 16 registers.
@@ -108,8 +109,8 @@ def _emit_multiplier(
     ]
     accumulator_ptrs = [cgutils.alloca_once_value(builder, zero) for _ in result_ptrs]
     with builder.if_then(builder.icmp_signed("!=", continues_sums, _INT64(0))):
-        for sum_ptr, element_ptr in zip(accumulator_ptrs, result_ptrs, strict=True):
-            builder.store(builder.load(element_ptr, align=4), sum_ptr)
+        for accumulator_ptr, result_ptr in zip(accumulator_ptrs, result_ptrs, strict=True):
+            builder.store(builder.load(result_ptr, align=4), accumulator_ptr)
     function_type = ir.FunctionType(_FLOAT_VECTOR, [_FLOAT_VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.fmuladd.v{LANES}f32")
     with cgutils.for_range(builder, builder.udiv(depth, _INT64(UNROLL))) as loop:
@@ -138,10 +139,11 @@ def _emit_multiplier(
                 )
                 x = _broadcast(builder, builder.load(element_ptr))
                 for vector in range(num_vectors):
-                    sum_ptr = accumulator_ptrs[row * num_vectors + vector]
-                    builder.store(builder.call(fma, [x, column_vectors[vector], builder.load(sum_ptr)]), sum_ptr)
-    for sum_ptr, element_ptr in zip(accumulator_ptrs, result_ptrs, strict=True):
-        builder.store(builder.load(sum_ptr), element_ptr, align=4)
+                    accumulator_ptr = accumulator_ptrs[row * num_vectors + vector]
+                    sums = builder.call(fma, [x, column_vectors[vector], builder.load(accumulator_ptr)])
+                    builder.store(sums, accumulator_ptr)
+    for accumulator_ptr, result_ptr in zip(accumulator_ptrs, result_ptrs, strict=True):
+        builder.store(builder.load(accumulator_ptr), result_ptr, align=4)
 
 
 @intrinsic

@@ -30,7 +30,7 @@ class Settings:
     model: a directory, or a repository of the Hugging Face Hub; None for the bundled model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted keys; empty: requests need no key.
-    allowed_hosts: names that the Host header may have, in addition to addresses and private names; `*`: all names.
+    allowed_hosts: names that the Host header may have, besides addresses and names such as localhost; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None: detect the format from the template.
@@ -68,7 +68,10 @@ class Settings:
 
 
 def read_template(template_or_path: str) -> str:
-    """Returns an argument with a brace or a line break; else reads the file at this path. Raises SettingsError."""
+    """Returns the argument if it has a brace or a line break, else the text of the file at this path.
+
+    Raises: SettingsError.
+    """
     if any(character in template_or_path for character in "{}\n"):
         return template_or_path
     return _read_text(Path(template_or_path), "the chat template")

@@ -27,7 +27,7 @@ from nanovllm_kernels.openmp_spinning import SpinControl
 Emit = Callable[[StepOutputs, EngineStats | None], None]
 # Interval of stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# The plan of the next step should be ready after this share of the running step's predicted time. Few end earlier.
+# The plan of the next step should be ready after this share of the running step's predicted time. Few steps end before.
 PLAN_READY_SHARE = 0.85
 # Planning takes about PLANNING_LEAD_S, plus PLANNING_LEAD_PER_REQUEST_S per waiting request.
 PLANNING_LEAD_S = 0.002
@@ -229,7 +229,7 @@ class EngineLoop:
             if step is None:
                 break
             if not self._runner.is_asynchronous:
-                # On a CPU the launch computes the step, which may take long.
+                # On a CPU the launch computes the step. `_report_stats` sends these stats meanwhile.
                 self._latest_stats = collect_stats(self._scheduler, self._runner)
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
@@ -242,12 +242,12 @@ class EngineLoop:
         if len(self._steps_in_flight) != 1:
             return
         step, handle = self._steps_in_flight[0]
-        planning_time_s = self._step_start_s + PLAN_READY_SHARE * step.predicted_s - PLANNING_LEAD_S
-        if time.perf_counter() < planning_time_s:
+        plan_at_s = self._step_start_s + PLAN_READY_SHARE * step.predicted_s - PLANNING_LEAD_S
+        if time.perf_counter() < plan_at_s:
             self._post_outputs(event_loop)
         while not (handle.is_finished or self._is_stopping):
             self._read_inbox()
-            if time.perf_counter() >= planning_time_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
+            if time.perf_counter() >= plan_at_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
                 break
             time.sleep(POLL_INTERVAL_S)
 

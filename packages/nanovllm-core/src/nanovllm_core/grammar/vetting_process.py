@@ -32,7 +32,7 @@ class VettingChild:
     """A child process that compiles one grammar.
 
     deadline: time at which the child is killed, on the clock `time.monotonic`.
-    reply_fd: descriptor to which this process writes the verdict.
+    reply_fd: descriptor to which the process that started the child writes the verdict.
     """
 
     deadline: float
@@ -65,7 +65,7 @@ def main() -> None:
         finally:
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
-    # An ordinary exit takes a second, because torch is imported. No reply is lost.
+    # An ordinary exit takes a second, because torch is imported. The engine has closed its end and awaits no reply.
     os._exit(0)
 
 

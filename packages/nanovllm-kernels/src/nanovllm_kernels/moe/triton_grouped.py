@@ -122,7 +122,7 @@ def _grouped_product(
     order_ptr,  # fields of `SortedPairs`, like the next two
     starts_ptr,
     tiles_ptr,
-    weights_ptr,
+    pair_weights_ptr,
     out_ptr,
     out_scales_ptr,
     x_stride,
@@ -145,8 +145,9 @@ def _grouped_product(
         gdc_launch_dependents()
         gdc_wait()
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    num_column_blocks: tl.constexpr = (N + 127) // 128
-    num_depth_groups: tl.constexpr = (K + 127) // 128
+    # The weight has one scale per 128 x 128 block.
+    num_scale_columns: tl.constexpr = (N + 127) // 128
+    num_scale_depths: tl.constexpr = (K + 127) // 128
     num_halves: tl.constexpr = 2 if GATED else 1  # gate and up
     ks = tl.arange(0, BLOCK_K)[None, :]
     num_tiles = tl.load(tiles_ptr)
@@ -160,7 +161,7 @@ def _grouped_product(
         first_column = (work_item % column_tiles) * BLOCK_N
         columns = first_column + tl.arange(0, BLOCK_N)
         expert_scales_ptr = (
-            scales_ptr + (expert * num_halves * num_column_blocks + first_column // 128) * num_depth_groups
+            scales_ptr + (expert * num_halves * num_scale_columns + first_column // 128) * num_scale_depths
         )
         expert_weight_ptr = weight_ptr + expert * num_halves * N * K
         if SWAPPED:
@@ -178,7 +179,7 @@ def _grouped_product(
                 row_scale = tl.load(row_scale_ptrs, mask=row_mask, other=0.0)
                 scale = row_scale * tl.load(expert_scales_ptr + k // 128)
                 if GATED:
-                    up_scale = row_scale * tl.load(expert_scales_ptr + num_column_blocks * num_depth_groups + k // 128)
+                    up_scale = row_scale * tl.load(expert_scales_ptr + num_scale_columns * num_scale_depths + k // 128)
             tile = load_weight(expert_weight_ptr, columns, k + ks, N, K)
             sums = add_product(sums, x, tile, scale, QUANTIZED, SWAPPED)
             if GATED:
@@ -191,11 +192,11 @@ def _grouped_product(
         if GATED:
             if QUANTIZED:
                 result, out_scale = quantize_groups(tl.where(mask, result, 0.0), 1)
-                out_scale_ptrs = out_scales_ptr + sorted_rows.to(tl.int64) * num_column_blocks + first_column // 128
+                out_scale_ptrs = out_scales_ptr + sorted_rows.to(tl.int64) * num_scale_columns + first_column // 128
                 tl.store(out_scale_ptrs, out_scale, mask=row_mask)
             out_ptrs = out_ptr + sorted_rows[:, None].to(tl.int64) * N + columns[None, :]
         else:
-            result *= tl.load(weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
+            result *= tl.load(pair_weights_ptr + pairs, mask=row_mask, other=0.0)[:, None]
             out_ptrs = out_ptr + pairs[:, None] * N + columns[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -14,14 +14,14 @@ SEQUENCES_PER_PROGRAM = 128
 
 
 def apply_penalties(
-    logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+    logits: Tensor, table_rows: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
     """See the package's `apply_penalties`."""
     num_rows, vocab_size = logits.shape
     out = logits.new_empty(logits.shape, dtype=torch.float32)
     _apply_penalties[(num_rows, triton.cdiv(vocab_size, BLOCK))](
         logits,
-        rows,
+        table_rows,
         counts,
         repetition,
         presence,
@@ -38,13 +38,13 @@ def apply_penalties(
 
 
 def apply_bias_(
-    logits: Tensor, rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
+    logits: Tensor, table_rows: Tensor, positions: Tensor, bias_ids: Tensor, bias_values: Tensor, bias_until: Tensor
 ) -> None:
     """See the package's `apply_bias_`."""
     num_biases = bias_ids.shape[1]
     _apply_bias[(logits.shape[0], triton.cdiv(num_biases, BIASES_PER_PROGRAM))](
         logits,
-        rows,
+        table_rows,
         positions,
         bias_ids,
         bias_values,
@@ -59,12 +59,12 @@ def apply_bias_(
     )
 
 
-def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
+def apply_masks_(logits: Tensor, logits_rows: Tensor, masks: Tensor) -> None:
     """See the package's `apply_masks_`."""
     vocab_size = logits.shape[1]
-    _apply_masks[(mask_rows.shape[0], triton.cdiv(vocab_size, BLOCK))](
+    _apply_masks[(logits_rows.shape[0], triton.cdiv(vocab_size, BLOCK))](
         logits,
-        mask_rows,
+        logits_rows,
         masks,
         logits.stride(0),
         masks.stride(0),
@@ -76,13 +76,13 @@ def apply_masks_(logits: Tensor, mask_rows: Tensor, masks: Tensor) -> None:
 
 
 def forbid_sequences_(
-    logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
+    logits: Tensor, table_rows: Tensor, positions: Tensor, tokens: Tensor, num_prompt_tokens: Tensor, sequences: Tensor
 ) -> None:
     """See the package's `forbid_sequences_`."""
     _, num_sequences, length = sequences.shape
     _forbid_sequences[(logits.shape[0], triton.cdiv(num_sequences, SEQUENCES_PER_PROGRAM))](
         logits,
-        rows,
+        table_rows,
         positions,
         tokens,
         num_prompt_tokens,
@@ -100,7 +100,7 @@ def forbid_sequences_(
 @triton.jit
 def _apply_penalties(
     logits_ptr,
-    rows_ptr,
+    table_rows_ptr,
     counts_ptr,
     repetition_ptr,
     presence_ptr,
@@ -115,7 +115,7 @@ def _apply_penalties(
     logits_row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    table_row = tl.load(rows_ptr + logits_row).to(tl.int64)
+    table_row = tl.load(table_rows_ptr + logits_row).to(tl.int64)
     repetition = tl.load(repetition_ptr + table_row)
     presence = tl.load(presence_ptr + table_row)
     frequency = tl.load(frequency_ptr + table_row)
@@ -133,7 +133,7 @@ def _apply_penalties(
 @triton.jit
 def _apply_bias(
     out_ptr,
-    rows_ptr,
+    table_rows_ptr,
     positions_ptr,
     ids_ptr,
     values_ptr,
@@ -147,7 +147,7 @@ def _apply_bias(
 ):
     logits_row = tl.program_id(0).to(tl.int64)
     bias_indices = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    table_row = tl.load(rows_ptr + logits_row).to(tl.int64)
+    table_row = tl.load(table_rows_ptr + logits_row).to(tl.int64)
     position = tl.load(positions_ptr + logits_row)
     until = tl.load(until_ptr + table_row * until_stride + bias_indices, mask=bias_indices < num_biases, other=0)
     is_active = (bias_indices < num_biases) & (position < until)
@@ -160,7 +160,7 @@ def _apply_bias(
 @triton.jit
 def _apply_masks(
     out_ptr,
-    mask_rows_ptr,
+    logits_rows_ptr,
     masks_ptr,
     out_stride,
     masks_stride,
@@ -171,7 +171,7 @@ def _apply_masks(
     mask_index = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
-    row = tl.load(mask_rows_ptr + mask_index).to(tl.int64)
+    row = tl.load(logits_rows_ptr + mask_index).to(tl.int64)
     if row < 0:
         return
     words = tl.load(masks_ptr + mask_index * masks_stride + tokens // 32, mask=mask, other=0)
@@ -184,7 +184,7 @@ def _apply_masks(
 @triton.jit
 def _forbid_sequences(
     out_ptr,
-    rows_ptr,
+    table_rows_ptr,
     positions_ptr,
     tokens_ptr,
     num_prompt_ptr,
@@ -198,7 +198,7 @@ def _forbid_sequences(
 ):
     logits_row = tl.program_id(0).to(tl.int64)
     sequences = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    table_row = tl.load(rows_ptr + logits_row).to(tl.int64)
+    table_row = tl.load(table_rows_ptr + logits_row).to(tl.int64)
     sequences_ptr += table_row * sequences_stride + sequences * LENGTH
     last_tokens = tl.load(sequences_ptr + LENGTH - 1, mask=sequences < num_sequences, other=-1)
     is_matched = last_tokens >= 0

@@ -17,7 +17,8 @@ CHUNK_TOKENS = 4096
 SEGMENT_TOKENS = 16
 NUM_SCAN_WARPS = 4  # of `_scan_chunk`
 NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
-# Maximum number of segments whose tokens are candidates. The 8192 candidates fit the registers of one program.
+# Maximum number of segments with candidates, which are tokens that may pass the filters. Their 8192 tokens fit the
+# registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
 # Tokens per iteration if a row has more candidates and the program therefore reads the whole row.
 ROW_BLOCK_TOKENS = 8192

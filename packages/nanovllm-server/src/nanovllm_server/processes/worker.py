@@ -39,7 +39,7 @@ SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """Receives orders from the parent, and sends reports. If the parent ends, cancels the creating task."""
+    """Receives orders from the parent, and sends reports. If the parent ends, cancels the task that created this."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
@@ -75,7 +75,8 @@ class ParentPipe:
 async def run(arguments: WorkerArguments, pipe: Connection, exits_gracefully: threading.Event) -> None:
     """Runs the worker until the order "close".
 
-    exits_gracefully: set after the start; the worker then has seconds to exit by itself if the parent ends.
+    exits_gracefully: this function sets the event once the worker has started. If the parent ends before, the process
+        is killed at once; if the parent ends later, the worker has some seconds to exit by itself.
     """
     parent = ParentPipe(pipe)
     try:

@@ -21,8 +21,8 @@ def write_pattern(node: regex.Node) -> str:
     match (`a|b|[ab]|b{1,2}` accepts "ab"), they accept overlong UTF-8, and they fail with counts above 128.
     `RULES_MARKER` makes xgrammar compile a pattern to rules, which are correct.
 
-    Patterns that only bound a string's length stay automata, because rules are slow for them: xgrammar tests long
-    tokens at run time, which takes 3 to 20 ms per mask. Automata need 0.01 ms.
+    One character class with a repetition stays an automaton: none of the bugs affects it, and rules would be slow. With
+    rules, xgrammar tests long tokens at run time, which takes 3 to 20 ms per mask. Automata need 0.01 ms.
     """
     match node:
         case regex.Repeat(regex.CharacterSet(ranges), low, high) if max(low, high or 0) <= MAX_COUNTED_REPETITIONS:
@@ -32,7 +32,7 @@ def write_pattern(node: regex.Node) -> str:
 
 
 def write_json_string_pattern(node: regex.Node) -> str:
-    """Writes `node` for a JSON string, if possible as a pattern that `BoundedStrings` can replace by rules."""
+    """Writes `node` for a JSON string, if possible in the form that `BoundedStrings` recognizes."""
     match node:
         case regex.Repeat(regex.CharacterSet(ranges), low, high) if (
             parse_bounded_pattern(written := _write_repeated(ranges, low, high)) is not None

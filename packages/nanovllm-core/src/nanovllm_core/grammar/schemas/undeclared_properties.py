@@ -13,8 +13,8 @@ def plan_undeclared_properties(
 ) -> tuple[list[tuple[str, Conjunction, bool]], list[tuple[str | None, Conjunction]]]:
     """Finds undeclared properties with known names, and undeclared properties whose names match a pattern.
 
-    Returns two lists: (name, schemas of the value, False: not required) and (name pattern, schemas of the value).
-    A pattern of None matches any name. rest: schemas of values of undeclared properties.
+    Returns two lists: (name, schemas of the value, whether required: always False), and (name pattern,
+    schemas of the value). A pattern of None matches any name. rest: schemas of values of undeclared properties.
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:
@@ -57,7 +57,9 @@ def _plan_pattern_properties(
     error_place = keyword_place(shape, "patternProperties") or place
     allowed = [(pattern, conjunction) for pattern, conjunction in shape.patterns if conjunction != FALSE_SCHEMA]
     if len({conjunction for _, conjunction in shape.patterns}) > 1:
-        raise SchemaError(error_place, "patternProperties", "with several patterns can't be enforced")
+        raise SchemaError(
+            error_place, "patternProperties", "with different schemas for several patterns can't be enforced"
+        )
     if shape.name_schemas:
         raise SchemaError(error_place, "patternProperties", "can't be enforced beside propertyNames")
     planned: list[tuple[str | None, Conjunction]] = []

@@ -37,7 +37,9 @@ class WorkloadSizes:
     message_len: int = _size(_TURNS, integer_at_least_1, 400, "tokens of each message of a conversation")
     turn_len: int = _size(_TURNS, integer_at_least_2, 100, "new tokens of a turn")
     turn_streams: int = _size(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
-    turn_interval_ms: float = _size(_TURNS, seconds, 100.0, "time between turns that do not arrive at once", "MS")
+    turn_interval_ms: float = _size(
+        _TURNS, seconds, 100.0, "time between turns in the part in which turns arrive one by one", "MS"
+    )
 
     def describe(self, case: str) -> str:
         """Returns a description of a case in one line."""
