@@ -143,10 +143,26 @@ def _memory_table(result: SoakResult) -> Table:
             [
                 *map(str, (memory.pid, memory.parent_pid, memory.role, len(memory.rss_bytes))),
                 *(f"{size / MIB:.1f}" for size in (memory.start_bytes, max(memory.rss_bytes), memory.end_bytes)),
-                f"{memory.growth_percent:.2f}" if memory in result.lasting else "not lasting",
+                f"{memory.growth_percent:.2f}",
             ]
-            for memory in (*result.lasting, *result.passing)
+            for memory in result.lasting
         ),
+        *_passing_rows(result.passing),
+    ]
+
+
+def _passing_rows(memories: list[ProcessMemory]) -> Table:
+    """Returns one row for all processes with a common parent, for example children that each vet one schema."""
+    by_parent: dict[int, list[ProcessMemory]] = {}
+    for memory in memories:
+        by_parent.setdefault(memory.parent_pid, []).append(memory)
+    return [
+        [
+            *(f"{len(children)} others", str(parent_pid), children[0].role),
+            str(sum(len(child.rss_bytes) for child in children)),
+            *("", f"{max(max(child.rss_bytes) for child in children) / MIB:.1f}", "", "not lasting"),
+        ]
+        for parent_pid, children in by_parent.items()
     ]
 
 
