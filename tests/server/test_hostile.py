@@ -1,24 +1,19 @@
 """A table of hostile inputs: the server refuses each one or closes its connection, delays no stream, leaks nothing."""
 
 import asyncio
-import itertools
 import json
 import random
-import struct
-import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from hostile_cases import Case, chat_request, make_body_cases, make_field_cases, make_wire_cases
+from hostile_exchange import measure_gap, send_case, stream_until
 from hostile_requests import make_cost_cases, make_request_cases
 
 pytestmark = pytest.mark.slow
 
 MOST_TIMES = 7
 AT_ONCE = 8
-# Longest time of one case, in seconds; the machine may be busy.
-PATIENCE_S = 60
 CASES = [*make_wire_cases(), *make_body_cases(), *make_field_cases(), *make_request_cases()]
 COST_CASES = make_cost_cases()
 # Most seconds between two chunks of a stream beside a case. On an idle machine the time is below 100 ms.
@@ -33,50 +28,6 @@ def target(run_server, tiny_model):
     flags = ("--max-model-len", "512", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny", "--log-format", "json")
     with run_server(tiny_model, *flags) as server:
         yield server
-
-
-async def send_case(url: str, case: Case) -> str | None:
-    """Send `case`; returns what is wrong with the answer, or None."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            return await _check_response(case, reader, writer)
-    except TimeoutError:
-        return f"nothing within {PATIENCE_S} s"
-    finally:
-        writer.transport.abort()
-
-
-async def _check_response(case: Case, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-    if case.leave == "reset":
-        writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))
-    writing = asyncio.create_task(_write(case.data, writer))
-    if case.leave is not None:
-        await writing
-        if case.leave == "half":
-            writer.write_eof()
-            await reader.read()
-        await asyncio.sleep(0.05)
-        return None
-    try:
-        line = await reader.readline()
-    except ConnectionError:
-        line = b""
-    writing.cancel()
-    if not line:
-        return None if case.closed else "closed without an answer"
-    status = int(line.split()[1])
-    return None if status in case.statuses else f"status {status}"
-
-
-async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
-    try:
-        for start in range(0, len(data), 1 << 18):
-            writer.write(data[start : start + (1 << 18)])
-            await writer.drain()
-    except ConnectionError:
-        pass
 
 
 async def run_all(url: str) -> dict[str, str]:
@@ -115,27 +66,6 @@ async def test_each_hostile_input_is_refused_without_a_leak(target):
     ]
 
 
-async def stream_until(url: str, stop: asyncio.Event, arrivals: list[float]) -> None:
-    """Streams answers until `stop` is set. Appends the time of each chunk to `arrivals`."""
-    parts = urlsplit(url)
-    while not stop.is_set():
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        writer.write(chat_request(max_tokens=400, ignore_eos=True, stream=True))
-        assert (await reader.readline()).split()[1] == b"200"
-        is_done = False
-        while line := await reader.readline():
-            if line.startswith(b"data"):
-                arrivals.append(time.monotonic())
-            is_done |= b"[DONE]" in line
-        writer.close()
-        assert is_done, "the stream ended early"
-
-
-def longest_gap(arrivals: list[float], begin: float) -> float:
-    """The longest time between two chunks of which the later one arrived after `begin`."""
-    return max((late - early for early, late in itertools.pairwise(arrivals) if late > begin), default=0)
-
-
 async def test_hostile_inputs_delay_no_stream(target):
     """Checks the smallest of several attempts' longest gaps: a busy machine delays one attempt, a stall delays all."""
     warm_up = chat_request(structured_outputs={"regex": "a"})
@@ -146,14 +76,7 @@ async def test_hostile_inputs_delay_no_stream(target):
         for case in [*random.Random(0).sample(CASES, NUM_STREAMED_CASES), *COST_CASES]:
             gaps: list[float] = []
             while len(gaps) < MOST_ATTEMPTS and min(gaps, default=MAX_GAP_S) >= MAX_GAP_S:
-                begin = time.monotonic()
-                assert await send_case(target.url, case) is None, case.name
-                # The next chunk shows a stall that outlasts the answer.
-                num_arrivals = len(arrivals)
-                async with asyncio.timeout(PATIENCE_S):
-                    while len(arrivals) == num_arrivals and not stream.done():
-                        await asyncio.sleep(0.001)
-                gaps.append(longest_gap(arrivals[-5000:], begin))
+                gaps.append(await measure_gap(target.url, case, arrivals, stream))
             if min(gaps) >= MAX_GAP_S:
                 delayed[case.name] = min(gaps)
     finally:

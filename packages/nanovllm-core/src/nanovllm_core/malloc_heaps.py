@@ -23,7 +23,7 @@ def limit_malloc_heaps(num_heaps: int, max_block_bytes: int | None = None) -> No
 
 
 def return_freed_memory() -> None:
-    """Return the free pages of all heaps to the system, in a few ms for 100 MB. Has no effect without glibc.
+    """Return the free pages of all heaps to the system, in about 20 ms for 100 MB. Has no effect without glibc.
 
     By itself malloc returns only the end of its first heap, and only if all blocks there are free.
     """
