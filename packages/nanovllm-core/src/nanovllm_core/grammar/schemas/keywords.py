@@ -312,16 +312,19 @@ class _KeywordReader:
         """Keep the values that are valid against exactly one schema of `oneOf`."""
         options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
         valid_for_one: dict[Shape, None] = {}
+        complements: dict[int, tuple[Shape, ...]] = {}  # by option
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 only_in_option: tuple[Shape, ...] = (shape,)
                 for other_index, (conjunction, other) in enumerate(options):
                     if other_index != index and self.may_overlap(only_in_option, other):
                         declared_only = tuple(_without_undeclared_properties(part) for part in only_in_option)
-                        if self.may_overlap(declared_only, other):
-                            only_in_option = self.intersect(only_in_option, self.complement(conjunction, "oneOf"))
-                        else:
+                        if declared_only != only_in_option and not self.may_overlap(declared_only, other):
                             only_in_option = declared_only
+                            continue
+                        if other_index not in complements:
+                            complements[other_index] = self.complement(conjunction, "oneOf")
+                        only_in_option = self.intersect(only_in_option, complements[other_index])
                 valid_for_one.update(dict.fromkeys(only_in_option))
         return tuple(valid_for_one)
 
