@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import StepTracer, Track
@@ -49,8 +50,10 @@ class EngineLoop:
         spin_control: SpinControl,
         tracer: StepTracer | None,
         grammars: Grammars | None,
+        ranks: RankProcesses | None,
     ):
         self.info = info
+        self._ranks = ranks
         self._grammars = grammars
         # Tasks that compile the grammars of requests, by request key.
         self._compile_tasks: dict[int, asyncio.Task[None]] = {}
@@ -127,7 +130,7 @@ class EngineLoop:
         self._inbox_changed.set()
 
     async def run(self, emit: Emit) -> None:
-        """Serve until `stop`. Raises the exception of a failed step, after which the engine cannot continue.
+        """Serve until `stop`. Raises the exception of a failed step or rank, after which the engine cannot continue.
 
         emit: called with the outputs of each step and with stats. Stats are None except about every STATS_INTERVAL_S.
         """
@@ -135,8 +138,13 @@ class EngineLoop:
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
         steps_future.add_done_callback(lambda _: self._outbox_changed.set())
         stats_task = asyncio.create_task(self._report_stats(emit))
+        if self._ranks is not None:
+            self._ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(self._outbox_changed.set))
         try:
             while True:
+                # The thread may wait for an ended rank forever, so do not wait for the thread.
+                if self._ranks is not None:
+                    self._ranks.check()
                 # Check before emptying the outbox: the thread posts its last outputs before it ends.
                 has_thread_ended = steps_future.done()
                 while self._outbox:
@@ -148,16 +156,35 @@ class EngineLoop:
                     break
                 await self._outbox_changed.wait()
                 self._outbox_changed.clear()
-            await steps_future
+            await self._raise_cause(steps_future)
         finally:
             stats_task.cancel()
             self.stop()
-            await asyncio.wait([steps_future])
-            self._executor.shutdown()
+            await self._end_thread(steps_future)
             for compile_task in self._compile_tasks.values():
                 compile_task.cancel()
             if self._grammars is not None:
                 self._grammars.close()
+
+    async def _raise_cause(self, steps_future: "asyncio.Future[None]") -> None:
+        """Raise the exception that has ended the thread: if a rank has ended, the reason of that end."""
+        try:
+            await steps_future
+        except Exception:
+            if self._ranks is not None:
+                await asyncio.to_thread(self._ranks.wait_for_failure)
+            raise
+
+    async def _end_thread(self, steps_future: "asyncio.Future[None]") -> None:
+        """End the thread and the other ranks. On a GPU, a thread that waits for an ended rank continues to wait."""
+        if self._ranks is not None and self._ranks.has_failed:
+            await asyncio.to_thread(self._ranks.close)
+            await asyncio.wait([steps_future], timeout=FAILED_RANK_TIMEOUT_S)
+        else:
+            await asyncio.wait([steps_future])
+        self._executor.shutdown(wait=steps_future.done())
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
 
     async def _report_stats(self, emit: Emit) -> None:
         """Emit stats at intervals while requests are open and no finished step carries stats."""
@@ -201,6 +228,12 @@ class EngineLoop:
             self._post_outputs(event_loop)
             while self._steps_in_flight:
                 self._complete_oldest_step()
+            if self._ranks is not None:
+                self._ranks.stop()
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.abandon()
+            raise
         finally:
             if self._tracer is not None:
                 self._tracer.file.close()

@@ -9,6 +9,7 @@ import gc
 import itertools
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import zmq.asyncio
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.parent_watch import exit_with_parent, has_parent_ended
+from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.malloc_heaps import limit_malloc_heaps
@@ -39,6 +40,8 @@ EngineRecipe = Callable[[], tuple["ModelSpec", EngineConfig]]
 
 # Number of malloc heaps. With a heap for each thread that compiles grammars, freed grammars leave more unused memory.
 NUM_HEAPS = 2
+
+THREAD_NAME = "nanovllm-engine"  # prefix of the name of the thread that runs the model
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +63,10 @@ def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> Non
         asyncio.run(_serve(recipe, endpoint, exits_gracefully))
     if has_parent_ended():
         remove_socket()
+    if any(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate()):
+        # The thread that runs the model waits for a rank that has ended. Python would wait for the thread.
+        logging.shutdown()
+        os._exit(EXIT_CODE)
 
 
 def _remove_socket(endpoint: str) -> None:

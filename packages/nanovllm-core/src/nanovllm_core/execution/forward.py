@@ -10,6 +10,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable
 from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.attention.mla import plan_latent_batch
@@ -43,7 +44,8 @@ class BatchBounds(NamedTuple):
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
-    logits: [num_reqs, vocab], logits of each request's last token; empty if the step samples no token.
+    logits: [n, vocab], logits of the last token of each request in this rank's share of the requests (`own_rows`);
+        empty if the step samples no token.
     seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
     """
@@ -56,8 +58,16 @@ class ForwardOutput(NamedTuple):
 class ForwardPass:
     """Runs the model on rows of the request table."""
 
-    def __init__(self, model: CausalLM, table: RequestTable, cache: CacheMemory, config: ResolvedConfig):
+    def __init__(
+        self,
+        model: CausalLM,
+        table: RequestTable,
+        cache: CacheMemory,
+        config: ResolvedConfig,
+        parallel: ParallelContext,
+    ):
         self._model = model
+        self._parallel = parallel
         self._table = table
         self._cache = cache
         self._config = config
@@ -95,8 +105,17 @@ class ForwardPass:
         return self._model.forward(batch.input_ids, batch.positions, context), batch
 
     def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
-        """Logits [num_reqs, vocab] of each request's last token."""
-        return self._model.compute_logits(hidden.index_select(0, batch.last_token_indices))
+        """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""
+        return self.compute_own_logits(hidden.index_select(0, batch.last_token_indices))
+
+    def compute_own_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab] of this rank's share (`own_rows`) of hidden states, which are equal on all ranks.
+
+        Ranks exchange logits such that each rank has all columns of its rows. A rank can therefore choose the tokens of
+        its rows alone, with the same kernels as a single rank.
+        """
+        logits = self._parallel.exchange_columns(self._model.compute_logits(hidden))
+        return logits if logits.shape[1] == self._table.vocab_size else logits[:, : self._table.vocab_size]
 
     def plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds

@@ -25,11 +25,9 @@ class HeadLayout:
     @staticmethod
     def for_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "HeadLayout":
         """Split a layer's heads over the ranks. Raises ValueError if the ranks' shares would differ."""
-        return HeadLayout(
-            parallel.split_evenly(num_heads, "num_attention_heads"),
-            parallel.split_evenly(num_kv_heads, "num_key_value_heads"),
-            head_dim,
-        )
+        num_own_heads = parallel.split_evenly(num_heads, "num_attention_heads")
+        kv_heads = parallel.own_heads(num_kv_heads, "num_key_value_heads")
+        return HeadLayout(num_own_heads, kv_heads.stop - kv_heads.start, head_dim)
 
     @property
     def cache_spec(self) -> PagedSpec:
@@ -44,7 +42,7 @@ class HeadLayout:
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[LinearPart, ...]:
     """Describe the fused projection to queries, keys and values, with the usual names in checkpoints."""
     num_heads_by_name = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    return tuple(LinearPart(name, count * head_dim, bias) for name, count in num_heads_by_name.items())
+    return tuple(LinearPart(name, count * head_dim, bias, count) for name, count in num_heads_by_name.items())
 
 
 def attend(

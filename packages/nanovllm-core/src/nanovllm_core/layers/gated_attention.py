@@ -37,7 +37,7 @@ class GatedQKVLinear(ColumnParallelLinear):
     ):
         parts = (
             *qkv_parts(num_heads, num_kv_heads, head_dim, bias=bias),
-            LinearPart(GATE_PART_NAME, num_heads * head_dim, bias),
+            LinearPart(GATE_PART_NAME, num_heads * head_dim, bias, num_heads),
         )
         super().__init__(hidden_size, parts, build, quantization=quantization)
         self._num_heads = num_heads
