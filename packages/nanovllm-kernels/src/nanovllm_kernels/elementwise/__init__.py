@@ -103,7 +103,8 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
-    On CUDA, non-finite elements of value heads are cached as 0, because a later request may reuse the page.
+    On CUDA, infinite and NaN elements of value heads are cached as 0: FlashAttention may read them past a request's
+    end.
 
     qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous. Tokens may have any stride. Query heads
         are overwritten, and key heads may be overwritten.
@@ -114,7 +115,7 @@ def rope_and_cache(
         On a CPU with float32 `qkv`, any dtype is supported.
     qk_norm: norms of query and key heads before the rotation. None: no norms.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
-    keep_keys: also overwrite the keys and values in `qkv` with what is cached.
+    keep_keys: whether to also write the cached keys and values back to `qkv`.
     Returns: rotated queries [T, Hq, D] in the cache's dtype, or in the dtype of `qkv` if the cache is FP8 or a CPU
         computes in float32. The result is a view of `qkv` if the dtypes are equal.
     Raises: ValueError if `keep_keys` is set on a CPU or for an FP8 cache.
