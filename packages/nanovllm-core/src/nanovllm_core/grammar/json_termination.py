@@ -1,4 +1,4 @@
-"""Ends JSON strings, numbers and nesting that a small model would continue forever, where the grammar allows an end.
+"""Ends JSON strings, numbers and nesting that a small model would continue forever, as soon as the grammar allows.
 
 The grammar itself has no length limits, because length limits make xgrammar slow.
 """

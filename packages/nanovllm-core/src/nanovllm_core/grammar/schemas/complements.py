@@ -1,4 +1,4 @@
-"""Finds complements of shapes, for schemas with `not`, `oneOf` and `if`."""
+"""Finds complements of shapes, for schemas with `not`, `oneOf` and `if`. A shape describes values of one JSON type."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from nanovllm_core.grammar.schemas.shapes import (
 
 
 def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-    """The shapes of the values outside `shapes`. Raises SchemaError if no shapes describe these values."""
+    """The shapes of all values that `shapes` exclude. Raises SchemaError if no shapes describe these values."""
     remaining: tuple[Shape, ...] = ANY_VALUE_SHAPES
     shapes = list(shapes)
     constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}

@@ -1,4 +1,4 @@
-"""Finds the types that a JSON schema declares for its values. The time is bounded for any schema."""
+"""Finds the types that a JSON schema declares for its values. A limit on steps bounds the time."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 

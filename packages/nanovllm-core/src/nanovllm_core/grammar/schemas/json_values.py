@@ -26,7 +26,7 @@ def describe_value(value: JSON) -> str:
 
 
 def key_of(value: JSON) -> str:
-    """Write a text that only equal values share. The values 1 and 1.0 are equal; 1 and true differ."""
+    """A text that is the same for equal values only. The values 1 and 1.0 are equal; 1 and true differ."""
     match value:
         case dict():
             return "{" + ",".join(f"{key_of(name)}:{key_of(value[name])}" for name in sorted(value)) + "}"
