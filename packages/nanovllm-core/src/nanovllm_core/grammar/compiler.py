@@ -70,11 +70,11 @@ class Matcher:
         """Call `accept` of each matcher."""
         import xgrammar
 
-        own_matchers = cast("Sequence[Matcher]", matchers)
+        typed_matchers = cast("Sequence[Matcher]", matchers)
         accepted = xgrammar.BatchGrammarMatcher.batch_accept_token(
-            [matcher.inner for matcher in own_matchers], list(tokens)
+            [matcher.inner for matcher in typed_matchers], list(tokens)
         )
-        for matcher, token, is_accepted in zip(own_matchers, tokens, accepted, strict=True):
+        for matcher, token, is_accepted in zip(typed_matchers, tokens, accepted, strict=True):
             if is_accepted and matcher.terminator is not None:
                 matcher.terminator.accept(token)
         return accepted
@@ -84,13 +84,13 @@ class Matcher:
         """Call `fill` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
         import xgrammar
 
-        own_matchers = cast("Sequence[Matcher]", matchers)
+        typed_matchers = cast("Sequence[Matcher]", matchers)
         # Use one thread, because the effect of an error in another thread is unknown.
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
-            [matcher.inner for matcher in own_matchers], masks
+            [matcher.inner for matcher in typed_matchers], masks
         )
-        masks[: len(own_matchers)] &= own_matchers[0].usable_token_mask
-        for index, matcher in enumerate(own_matchers):
+        masks[: len(typed_matchers)] &= typed_matchers[0].usable_token_mask
+        for index, matcher in enumerate(typed_matchers):
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
 

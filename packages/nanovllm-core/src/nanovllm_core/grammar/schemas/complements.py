@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from nanovllm_core.grammar.schemas.document import SchemaError
-from nanovllm_core.grammar.schemas.json_values import key_of
+from nanovllm_core.grammar.schemas.json_values import equality_key
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -108,4 +108,4 @@ def _complement_of_string(shape: Text) -> list[Shape]:
     complement = _complement_of_counts(shape)
     complement += [Text(forbidden_patterns=frozenset({pattern})) for pattern in shape.patterns]
     complement += [Text(patterns=frozenset({pattern})) for pattern in shape.forbidden_patterns]
-    return complement + [Constant(text, key_of(text)) for text in shape.excluded]
+    return complement + [Constant(text, equality_key(text)) for text in shape.excluded]

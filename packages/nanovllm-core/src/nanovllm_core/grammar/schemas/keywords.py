@@ -8,7 +8,7 @@ from itertools import chain
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.complements import complement_shapes
 from nanovllm_core.grammar.schemas.document import LocatedSchema, SchemaError, escape_pointer_part
-from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, key_of
+from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, equality_key
 from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -196,7 +196,7 @@ class _KeywordReader:
             if len(values) > MAX_CONSTANTS:
                 raise self.unsupported_error(keyword, f"has more than {MAX_CONSTANTS} values")
             places = self.places_of((keyword,))
-            shapes = self.intersect(shapes, [Constant(value, key_of(value), places=places) for value in values])
+            shapes = self.intersect(shapes, [Constant(value, equality_key(value), places=places) for value in values])
         return shapes
 
     def read_number_keywords(self) -> Shape | None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import Document, LocatedSchema, SchemaError
-from nanovllm_core.grammar.schemas.json_values import JSON, key_of
+from nanovllm_core.grammar.schemas.json_values import JSON, equality_key
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
@@ -272,7 +272,7 @@ class ShapeResolver:
         self.count_steps()
         match shape, value:
             case Constant(), _:
-                return shape.key == key_of(value)
+                return shape.key == equality_key(value)
             case Number(), bool():
                 return False
             case Number(), int() | float():
@@ -298,7 +298,7 @@ class ShapeResolver:
     def _admits_items(self, shape: Array, value: list[JSON]) -> bool:
         if not allows_count(shape, len(value)):
             return False
-        if shape.unique and len({key_of(item) for item in value}) < len(value):
+        if shape.unique and len({equality_key(item) for item in value}) < len(value):
             return False
         for contained in shape.contains:
             count = sum(self.admits(contained.item_schemas, item) for item in value)

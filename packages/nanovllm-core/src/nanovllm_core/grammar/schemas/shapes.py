@@ -35,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Shape):
-    """One value. key: `json_values.key_of(value)`, which is the same for equal values only."""
+    """One value. key: `json_values.equality_key(value)`, which is the same for equal values only."""
 
     value: JSON = field(compare=False)
     key: str
