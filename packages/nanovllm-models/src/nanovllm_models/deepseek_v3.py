@@ -1,4 +1,7 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers."""
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers.
+
+In shapes, T is the number of tokens of a step.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +54,7 @@ class DeepseekMoEConfig:
 class DeepseekV3Config:
     """The fields of config.json that define the model.
 
-    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the last layer.
+    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the decoder layers.
     quantization: None for unquantised weights.
     """
 

@@ -1,6 +1,7 @@
 """Llama (https://arxiv.org/abs/2407.21783) and models of the same architecture, such as SmolLM2.
 
-Other families use these modules too, for example with other biases and norms.
+Other families use these modules too, for example with other biases and norms. In shapes, T is the number of tokens of a
+step.
 """
 
 from collections.abc import Callable

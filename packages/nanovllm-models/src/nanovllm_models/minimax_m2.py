@@ -1,6 +1,7 @@
 """MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, and every layer has experts.
 
-config.json declares modules for multi-token prediction (`num_mtp_modules`), but their weights are not published.
+config.json declares modules for multi-token prediction (`num_mtp_modules`), but their weights are not published. In
+shapes, T is the number of tokens of a step.
 """
 
 from dataclasses import dataclass, replace

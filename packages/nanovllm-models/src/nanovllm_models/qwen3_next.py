@@ -1,4 +1,7 @@
-"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet or gated attention, and experts."""
+"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet or gated attention, and experts.
+
+In shapes, T is the number of tokens of a step.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +48,7 @@ class Qwen3NextConfig:
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     delta: shape of Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
-    num_mtp_heads: declared heads for multi-token prediction. Published checkpoints have a head but declare none.
+    num_mtp_heads: number of declared heads for multi-token prediction. Published checkpoints have one but declare none.
     """
 
     vocab_size: int

@@ -26,9 +26,10 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_kernels.openmp_spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
-# Interval of stats while the engine has requests, also during a long step.
+# Interval at which `run` emits stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# The plan of the next step should be ready after this share of the running step's predicted time. Few steps end before.
+# The plan of the next step should be ready after this share of the predicted time of the running step, because few
+# steps end earlier.
 PLAN_READY_SHARE = 0.85
 # Planning takes about PLANNING_LEAD_S, plus PLANNING_LEAD_PER_REQUEST_S per waiting request.
 PLANNING_LEAD_S = 0.002
@@ -38,14 +39,14 @@ _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 
 
 class EngineLoop:
-    """Drives the scheduler and the runner on the thread `nanovllm-engine`, with at most `depth` steps in flight."""
+    """Drives the scheduler and the runner on the thread `nanovllm-engine`, with at most `max_steps_in_flight`."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         info: EngineInfo,
-        depth: int,
+        max_steps_in_flight: int,
         executor: ThreadPoolExecutor,
         spin_control: SpinControl,
         tracer: StepTracer | None,
@@ -62,7 +63,7 @@ class EngineLoop:
         self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
-        self._depth = depth
+        self._max_steps_in_flight = max_steps_in_flight
         self._tracer = tracer
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
         # Time of `time.perf_counter` at which the device began the oldest step in flight.
@@ -71,14 +72,14 @@ class EngineLoop:
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control  # shortens the busy waiting of torch's threads
-        # Messages to the engine thread, in order of arrival: new requests, and keys of aborted requests.
+        # Messages to the engine thread in order of arrival: a new request, or the key of an aborted request.
         self._inbox: deque[RequestState | int] = deque()
         self._inbox_changed = threading.Event()
         self._is_stopping = False
         # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_collection_s = 0.0
-        # The last collected stats, and the last stats that were passed to `emit`.
+        # The stats collected last, and the stats passed to `emit` last.
         self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
         self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
@@ -90,7 +91,7 @@ class EngineLoop:
         return (await self._grammars.compile(spec)).parameter_types
 
     def submit(self, key: int, client_request: Request) -> None:
-        """Queue a validated request with a unique key, once its grammar is compiled."""
+        """Queue a validated request with a unique key. The request waits until its grammar is compiled."""
         self._open_requests[key] = request = RequestState(key, client_request)
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
@@ -256,7 +257,7 @@ class EngineLoop:
             self._post(event_loop, outputs)
 
     def _launch_steps(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        while len(self._steps_in_flight) < self._depth:
+        while len(self._steps_in_flight) < self._max_steps_in_flight:
             self._wait_to_plan(event_loop)
             step = self._plan_step()
             if step is None:
