@@ -86,7 +86,7 @@ class CallReader(ABC, Generic[CallFormat]):
             self.collector.end_call(self.form.separator)
 
     def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
-        """If the answer has ended, reports the call `name` and returns True. Otherwise, or without a name: False."""
+        """Reports the call `name` and returns True if the answer has ended. Otherwise, or for None, returns False."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)

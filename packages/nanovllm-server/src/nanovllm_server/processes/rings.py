@@ -128,7 +128,7 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Returns the sum of the payload's 64-bit words, length and position, plus 1. A CRC would take ten times longer."""
+    """Sums the payload's 64-bit words, its length, its position and 1. A CRC would take ten times as long."""
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
     remainder = int.from_bytes(payload[8 * num_words :], "little")
