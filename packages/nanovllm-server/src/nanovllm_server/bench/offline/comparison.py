@@ -23,7 +23,10 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: the peer gets its device, dtype and limits too. peer: None for no comparison."""
+    """Options of a run. config: for our engine; its device, dtype and limits also apply to the peer.
+
+    peer: the engine to compare with; None for no comparison.
+    """
 
     model: Path
     load_format: Literal["auto", "dummy"]
