@@ -124,3 +124,28 @@ def test_uneven_split_over_ranks_is_refused(ranks):
         GatedMLP(8, 10, build)
     with pytest.raises(ValueError, match="num_attention_heads is 4, which 3 ranks can't split evenly"):
         HeadLayout.for_rank(4, 1, 8, build.parallel)
+
+
+def test_uneven_heads_are_filled_up_with_heads_of_zeros(ranks, x):
+    head_dim, group_size, num_kv_heads = 2, 3, 3
+    num_heads = group_size * num_kv_heads
+    sizes = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+    tensors = {f"{name}_proj.weight": torch.randn(size * head_dim, 8) for name, size in sizes.items()}
+    parts = qkv_parts(num_heads, num_kv_heads, head_dim, bias=False)
+    weight, residual, streams, queries = torch.randn(5, num_heads * head_dim), torch.randn(3, 5), [], []
+    for build in ranks(NUM_RANKS):
+        layout = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
+        assert (layout.num_heads, layout.num_kv_heads) == (6, 2)
+        projected = load_layer(ColumnParallelLinear(8, parts, build), **tensors)(x)
+        q, k, v = layout.view_heads(projected).split((6, 2, 2), 1)
+        if build.parallel.rank == 1:
+            assert not q[:, 3:].any()
+            assert not k[:, 1:].any()
+            assert not v[:, 1:].any()
+        queries.append(q.flatten(1))
+        layer = RowParallelLinear(num_heads * head_dim, 5, build, own_columns=parts[0].own_rows(build.parallel))
+        load_layer(layer, **{"layer.weight": weight})
+        streams.append(layer(queries[-1], ResidualStream(residual)))
+    expected = x @ tensors["q_proj.weight"].T
+    torch.testing.assert_close(torch.cat(queries, 1)[:, : num_heads * head_dim], expected)
+    torch.testing.assert_close(add_up(streams), residual + expected @ weight.T, rtol=1e-4, atol=1e-4)

@@ -144,6 +144,7 @@ class LlamaAttention(nn.Module):
             config.hidden_size,
             build,
             name="o_proj",
+            own_columns=projections[0].own_rows(build.parallel),
             bias=config.o_proj_bias,
             quantization=o_quantization,
         )

@@ -85,6 +85,9 @@ class MiniMaxM2Attention(LlamaAttention):
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__(config, index, build)
         self._parallel = build.parallel
+        if build.parallel.size <= config.num_key_value_heads:
+            # Additional heads of zeros would change the mean squares.
+            build.parallel.split_evenly(config.num_key_value_heads, "num_key_value_heads")
         # The norms have the rank's part of the weights, in the order of the projection's rows.
         query, key, _ = qkv_parts(config.num_attention_heads, config.num_key_value_heads, config.head_dim, bias=False)
         self.q_norm, self.k_norm = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend
+from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend, query_part
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import VocabEmbedding
 from nanovllm_core.layers.gated_attention import GatedQKVLinear
@@ -158,7 +158,13 @@ class GatedAttention(nn.Module):
             hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias, quantization=qkv_quantization
         )
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, hidden_size, build, name="o_proj", bias=bias, quantization=o_quantization
+            num_heads * head_dim,
+            hidden_size,
+            build,
+            name="o_proj",
+            own_columns=query_part("q_proj", num_heads, num_kv_heads, head_dim, bias=bias).own_rows(build.parallel),
+            bias=bias,
+            quantization=o_quantization,
         )
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gate_width = self.heads.num_heads * head_dim

@@ -123,6 +123,8 @@ def parser() -> argparse.ArgumentParser:
     add_engine_flags(
         engine.add_argument,
         (
+            "tensor_parallel_size",
+            "expert_parallel",
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",

@@ -130,7 +130,7 @@ class RankProcesses:
             raise self._failure.to_error()
 
     def wait_for_failure(self) -> None:
-        """Call after an error that another rank may have caused: wait briefly for its failure, and raise the exception."""
+        """Wait briefly for a failure and raise its exception. Call after an error that an ended rank may have caused."""
         self._has_failed.wait(REPORT_TIMEOUT_S)
         self.check()
 

@@ -13,6 +13,7 @@ class EngineInfo:
 
     num_blocks: number of cache blocks, not counting the null block, which padding uses.
     num_state_slots: number of state slots, not counting the null slot; 0 for a model without recurrent layers.
+    num_ranks: number of processes that share the model.
     matmul_arithmetic: how matrix products are computed, as text for users.
     """
 
@@ -32,6 +33,7 @@ class EngineInfo:
     supports_grammars: bool = False
     num_state_slots: int = 0
     state_bytes: int = 0
+    num_ranks: int = 1
     matmul_arithmetic: str = ""
 
     @property

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
 from nanovllm_core.model import BuildContext
-from nanovllm_core.parallel import ParallelContext, own_slice
+from nanovllm_core.parallel import own_slice
 from nanovllm_kernels.gemm import PackedWeight, logits, pack_linear
 from nanovllm_kernels.platform import residual_dtype
 
@@ -38,7 +38,8 @@ class VocabEmbedding(WeightedModule):
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the embedding table."""
-        yield f"{name}.weight", _vocabulary_slot(self._shape, self.weight, self._parallel)
+        own_rows = own_slice(self._parallel, self.weight.shape[0])
+        yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal vectors."""
@@ -73,7 +74,8 @@ class LMHead(WeightedModule):
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight, unless the head is tied."""
         if not self._is_tied:
-            yield f"{name}.weight", _vocabulary_slot(self._shape, self.weight, self._parallel)
+            own_rows = own_slice(self._parallel, self.weight.shape[0])
+            yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights, unless the head is tied."""
@@ -83,10 +85,3 @@ class LMHead(WeightedModule):
     def finish_loading(self) -> None:
         """Pack the weight. On a CPU this copies a tied table, because the faster matmul is worth the memory."""
         self._packed = pack_linear(self.weight)
-
-
-def _vocabulary_slot(shape: tuple[int, int], weight: Tensor, parallel: ParallelContext) -> WeightSlot:
-    """The slot that copies this rank's rows of a table [vocab_size, hidden_size] to `weight`."""
-    own_rows = own_slice(parallel, weight.shape[0])
-    num_own_rows = max(0, min(own_rows.stop, shape[0]) - own_rows.start)
-    return WeightSlot(shape, make_share_copier(weight[:num_own_rows], own_rows))

@@ -3,7 +3,7 @@
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,21 +23,26 @@ class LinearPart(NamedTuple):
     """A linear layer that a ColumnParallelLinear fuses.
 
     name: name in the checkpoint without the parent's path.
-    num_heads: number of heads of equal size in the output, whose rows stay on one rank. If there are more ranks than
-        heads, several ranks have the same head. None: the ranks split the rows evenly.
+    num_groups: number of groups of equal size in the output. The ranks share groups as wholes, see
+        `ParallelContext.own_groups`. None: the ranks split the rows evenly.
+    splits_groups: if there are more ranks than groups, the ranks split all rows evenly, instead of sharing a group.
     """
 
     name: str
     out_features: int
     bias: bool = False
-    num_heads: int | None = None
+    num_groups: int | None = None
+    splits_groups: bool = False
 
     def own_rows(self, parallel: ParallelContext) -> slice:
-        """The rows of this rank. Raises ValueError if the ranks can't share the rows."""
-        if self.num_heads is None:
+        """The rows of this rank, which may exceed the rows of the layer: the additional rows are zeros.
+
+        Raises ValueError if the ranks can't share the rows.
+        """
+        if self.num_groups is None or (self.splits_groups and parallel.size > self.num_groups):
             return own_slice(parallel, parallel.split_evenly(self.out_features, self.name))
-        heads, head_dim = parallel.own_heads(self.num_heads, self.name), self.out_features // self.num_heads
-        return slice(heads.start * head_dim, heads.stop * head_dim)
+        groups, group_size = parallel.own_groups(self.num_groups, self.name), self.out_features // self.num_groups
+        return slice(groups.start * group_size, groups.stop * group_size)
 
 
 class _Linear(WeightedModule):
@@ -96,7 +101,10 @@ class ColumnParallelLinear(_Linear):
         part_sizes = [rows.stop - rows.start for rows in self._own_rows]
         if quantization is None:
             self.weight = PackedWeight(self.allocate(sum(part_sizes), in_features), in_onednn_layout=False)
+            if any(rows.stop > part.out_features for part, rows in zip(parts, self._own_rows, strict=True)):
+                self.weight.data.zero_()
         else:
+            _check_rows(self._parts, self._own_rows)
             source_starts = [rows.start for rows in self._own_rows]
             self.weight = allocate_fused_weight(source_starts, part_sizes, in_features, build.device)
         # The fused bias is 0 for a part without a bias.
@@ -122,12 +130,19 @@ class ColumnParallelLinear(_Linear):
             start = rows.stop
 
 
+def _check_rows(parts: Sequence[LinearPart], own_rows: Sequence[slice]) -> None:
+    for part, rows in zip(parts, own_rows, strict=True):
+        if rows.stop > part.out_features:
+            raise ValueError(f"{part.name} has {part.num_groups} heads, which ranks can't split evenly in block FP8")
+
+
 class RowParallelLinear(_Linear):
-    """A linear layer whose result is added to the residual stream. The ranks share the input features evenly.
+    """A linear layer whose result is added to the residual stream. Each rank has a part of the input features.
 
     Raises ValueError if the ranks can't share the input features or the FP8 blocks (GROUP x GROUP) evenly.
 
     name: name of the layer in the checkpoint, for the error.
+    own_columns: input features of this rank, which may exceed `in_features`; None for an even share.
     quantization: format of the weight; None for the model's dtype.
     """
 
@@ -138,23 +153,31 @@ class RowParallelLinear(_Linear):
         build: BuildContext,
         *,
         name: str = "a row-parallel layer",
+        own_columns: slice | None = None,
         bias: bool = False,
         quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
         self._parallel = build.parallel
         self._shape = (out_features, in_features)
-        self._in_features_per_rank = build.parallel.split_evenly(in_features, f"the input size of {name}")
+        if own_columns is None:
+            own_columns = own_slice(
+                build.parallel, build.parallel.split_evenly(in_features, f"the input size of {name}")
+            )
+        self._own_columns = own_columns
+        num_columns = own_columns.stop - own_columns.start
         self._stored_bias = self.allocate(out_features).zero_() if bias else None
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(out_features, self._in_features_per_rank), in_onednn_layout=False)
-        elif build.parallel.size > 1 and self._in_features_per_rank % GROUP:
+            self.weight = PackedWeight(self.allocate(out_features, num_columns), in_onednn_layout=False)
+            if own_columns.stop > in_features:
+                self.weight.data.zero_()
+        elif own_columns.start % GROUP or (own_columns.stop % GROUP and own_columns.stop != in_features):
             raise ValueError(
                 f"the input size of {name} is {in_features}, but {build.parallel.size} ranks can't split its FP8 "
                 f"blocks of {GROUP}"
             )
         else:
-            self.weight = allocate_fused_weight([0], [out_features], self._in_features_per_rank, build.device)
+            self.weight = allocate_fused_weight([0], [out_features], num_columns, build.device)
         # The ranks' results are summed, so only one rank may add the bias.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
@@ -168,8 +191,7 @@ class RowParallelLinear(_Linear):
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight, the scales of a quantised weight, and the bias."""
-        columns = own_slice(self._parallel, self._in_features_per_rank)
         rows = slice(0, self._shape[0])
-        yield from self._weight_slots(name, self._shape, rows, rows, columns)
+        yield from self._weight_slots(name, self._shape, rows, rows, self._own_columns)
         if self._stored_bias is not None:
             yield f"{name}.bias", WeightSlot(self._shape[:1], self._stored_bias.copy_)

@@ -133,7 +133,7 @@ class LatentAttention(WeightedModule):
         if shape.query_rank is None:
             self.q_proj = ColumnParallelLinear(
                 hidden_size,
-                (LinearPart("q_proj", query_features, num_heads=shape.num_heads),),
+                (LinearPart("q_proj", query_features),),
                 build,
                 quantization=find_format("q_proj"),
             )
@@ -148,7 +148,7 @@ class LatentAttention(WeightedModule):
             self.q_a_layernorm = RMSNorm(shape.query_rank, shape.eps, build)
             self.q_b_proj = ColumnParallelLinear(
                 shape.query_rank,
-                (LinearPart("q_b_proj", query_features, num_heads=shape.num_heads),),
+                (LinearPart("q_b_proj", query_features),),
                 build,
                 quantization=find_format("q_b_proj"),
             )

@@ -35,17 +35,19 @@ class ParallelContext:
             raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size
 
-    def own_heads(self, num_heads: int, quantity: str) -> slice:
-        """This rank's share of a layer's heads. If there are more ranks than heads, several ranks have the same head.
+    def own_groups(self, num_groups: int, quantity: str) -> slice:
+        """This rank's share of `num_groups` groups. Shares have equal sizes, so the last shares may exceed the groups.
 
-        Raises ValueError if the shares would differ. quantity: what `num_heads` counts, for the error.
+        If there are more ranks than groups, several ranks have the same group.
+        Raises ValueError if the numbers of ranks with the same group would differ.
+        quantity: what `num_groups` counts, for the error.
         """
-        if self.size <= num_heads:
-            return own_slice(self, self.split_evenly(num_heads, quantity))
-        if self.size % num_heads:
-            raise ValueError(f"{quantity} is {num_heads}, which {self.size} ranks can't share evenly")
-        head = self.rank * num_heads // self.size
-        return slice(head, head + 1)
+        if self.size <= num_groups:
+            return own_slice(self, -(-num_groups // self.size))
+        if self.size % num_groups:
+            raise ValueError(f"{quantity} is {num_groups}, which {self.size} ranks can't share evenly")
+        group = self.rank * num_groups // self.size
+        return slice(group, group + 1)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""

@@ -25,7 +25,7 @@ THROUGHPUT_DEFAULT_LENGTHS = IntegerRange(100, 1024)
 # Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer, the others only to our engine.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    "state_dtype",
+    *("state_dtype", "tensor_parallel_size", "expert_parallel"),
 )
 UNSHARED_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
 

@@ -113,6 +113,8 @@ def _make_peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device:
         gpu_memory_utilization=config.gpu_memory_utilization,
         prefix_caching=config.prefix_caching,
         state_dtype=config.state_dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+        expert_parallel=config.expert_parallel,
         temperature=options.temperature,
         repeat=options.repeat,
         needs_first_tokens_time=benchmark.needs_first_tokens_time,

@@ -81,6 +81,8 @@ class PeerJob:
     gpu_memory_utilization: float
     prefix_caching: bool
     state_dtype: str
+    tensor_parallel_size: int
+    expert_parallel: bool
     temperature: float
     repeat: int
     needs_first_tokens_time: bool
