@@ -1,6 +1,6 @@
 """Collective operators of the tensor- and expert-parallel ranks of one host.
 
-A `Communicator` uses gloo on a CPU. On CUDA it uses kernels that write to the memory of peers, and NCCL for large tensors.
+A `Communicator` uses gloo on a CPU and NCCL on CUDA.
 """
 
 from typing import Protocol
@@ -20,9 +20,9 @@ NORMABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Communicator:
     """The collectives of one rank among the `size` ranks (processes) of a process group on one host.
 
-    All ranks call the same methods in the same order, with tensors of equal shapes and dtypes. Tensors are contiguous and
-    on the communicator's device. On CUDA all calls use one stream, or streams that wait for each other. Calls can be
-    captured in CUDA graphs, and work under torch.compile(fullgraph=True).
+    All ranks call the same methods in the same order, with tensors of equal shapes and dtypes. Tensors are contiguous
+    and on the communicator's device. On CUDA all calls use one stream, or streams that wait for each other. Calls can
+    be captured in CUDA graphs, and work under torch.compile(fullgraph=True).
 
     Sums have the same bits on every rank. They are computed in float32 in rank order and rounded once, except by NCCL:
     see `all_reduce`.
@@ -36,8 +36,10 @@ class Communicator:
 
         group: needs gloo for a CPU, and NCCL for CUDA. A group has at most one open communicator.
         device: device of all tensors. On CUDA each rank has another device, with an index.
-        Raises: ValueError if the group has one rank or an open communicator.
+        Raises: ValueError if the group has one rank or an open communicator, or if a CUDA device has no index.
         """
+        if device.type == "cuda" and device.index is None:
+            raise ValueError("device 'cuda' has no index; pass for example torch.device('cuda', rank)")
         if group.size() < 2:
             raise ValueError("a communicator needs a group of at least 2 ranks; with 1 rank, leave out the collectives")
         if group.group_name in _open_collectives:
@@ -50,9 +52,9 @@ class Communicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
 
-        NCCL, which computes large sums, rounds after each addition. NCCL's results have the same bits on every rank too:
-        for two ranks because addition commutes, and for more ranks because its rings and trees compute each sum on one
-        rank and copy it.
+        NCCL, which computes large sums, rounds after each addition. NCCL's results have the same bits on every rank
+        too: for two ranks because addition commutes, and for more ranks because its rings and trees compute each sum on
+        one rank and copy it.
 
         x: any shape; float32, bfloat16, float16, int32 or int64.
         """

@@ -32,7 +32,7 @@ class TorchCollectives:
         else:
             sums = self._sum_of_all(partial)
             new_residual = partial.copy_(sums) if residual is None else residual.copy_(residual + sums)
-        return rms_norm(new_residual, norm_weight, eps, dtype).to(dtype)
+        return rms_norm(new_residual, norm_weight, eps, dtype).to(dtype).contiguous()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' `x` [n, ...], concatenated: [size * n, ...]."""

@@ -1,0 +1,56 @@
+"""Starts one process per rank on this host, for programs and tests of the collectives."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def run_ranks(
+    function: Callable[..., None], size: int, device_type: str, *arguments: object, timeout_s: float = 120
+) -> None:
+    """Call `function(device, *arguments)` in `size` new processes, each a rank of the default process group.
+
+    function: module-level, so that a new process can import it.
+    device_type: "cpu" (gloo) or "cuda" (NCCL; rank r has GPU r).
+    timeout_s: limit of a wait for other ranks, on the host.
+    Raises: ProcessRaisedException with the traceback of a rank that failed. The other ranks are terminated.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        # Ranks meet in a file, and talk over loopback.
+        rendezvous = f"file://{Path(directory) / 'rendezvous'}"
+        mp.spawn(_run_rank, (function, size, device_type, rendezvous, timeout_s, arguments), size)
+
+
+def _run_rank(
+    rank: int,
+    function: Callable[..., None],
+    size: int,
+    device_type: str,
+    rendezvous: str,
+    timeout_s: float,
+    arguments: tuple[object, ...],
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=None if device.type == "cpu" else device,
+    )
+    function(device, *arguments)
+    # Not after an exception: other ranks may wait, and the parent terminates them.
+    dist.destroy_process_group()

@@ -1,0 +1,197 @@
+"""Checks that run in every rank's process, on a CPU and on GPUs. A failed check raises AssertionError."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanovllm_kernels.collective import Communicator
+from nanovllm_kernels.elementwise import prepare_norm_weight
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-5
+
+
+@contextmanager
+def open_communicator(device: torch.device) -> Iterator[Communicator]:
+    """A communicator of all ranks."""
+    communicator = Communicator(dist.group.WORLD, device)
+    yield communicator
+    communicator.close()
+
+
+def make_parts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
+    """Return the tensor of each rank. All ranks get the same list."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return [_random(shape, dtype, generator).to(device) for _ in range(dist.get_world_size())]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return torch.randn(shape, generator=generator).to(dtype)
+    info = torch.iinfo(torch.uint8 if dtype.itemsize == 1 else torch.int32)
+    integers = torch.randint(info.min, info.max, shape, generator=generator)
+    integers.view(-1)[::3] = info.max if info.min == 0 else -1  # all bits set
+    return integers.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else integers.to(dtype)
+
+
+def check_equal_on_all_ranks(x: Tensor) -> None:
+    own = x.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    gathered = own.new_empty(dist.get_world_size() * own.numel())
+    dist.all_gather_into_tensor(gathered, own)
+    for rank, other in enumerate(gathered.chunk(dist.get_world_size())):
+        assert torch.equal(own, other), f"rank {rank} has other bits"
+
+
+def check_close(actual: Tensor, parts: list[Tensor], addend: Tensor | float = 0.0, num_roundings: int = 1) -> None:
+    """Compare with `addend` plus the sum of `parts` in float64. num_roundings: to the dtype of `actual`."""
+    exact = sum((part.double() for part in parts), torch.zeros((), dtype=torch.float64, device=actual.device)) + addend
+    magnitude = sum(part.double().abs() for part in parts) + abs(addend)
+    relative = torch.finfo(actual.dtype).eps / 2 * num_roundings + torch.finfo(torch.float32).eps * len(parts)
+    excess = (actual.double() - exact).abs() - magnitude * relative
+    assert excess.max() <= 0, f"error of {excess.max().item()} beyond the tolerance"
+
+
+def check_sums(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Check `all_reduce` and `reduce_scatter`. The first dimension of `shape` is per rank."""
+    parts = make_parts(shape, dtype, device)
+    x = parts[communicator.rank].clone()
+    assert communicator.all_reduce(x) is x
+    if dtype.is_floating_point:
+        check_close(x, parts, num_roundings=communicator.size)
+    else:
+        assert torch.equal(x, sum(parts).to(dtype))
+    check_equal_on_all_ranks(x)
+    wide_parts = make_parts((communicator.size * shape[0], *shape[1:]), dtype, device)
+    own_sums = communicator.reduce_scatter(wide_parts[communicator.rank])
+    own_parts = [part.chunk(communicator.size)[communicator.rank] for part in wide_parts]
+    if dtype.is_floating_point:
+        check_close(own_sums, own_parts, num_roundings=communicator.size)
+    else:
+        assert torch.equal(own_sums, sum(own_parts).to(dtype))
+
+
+def check_copies(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Check `all_gather`, `exchange_columns` and `broadcast`, which keep the bits of integers."""
+    parts = make_parts(shape, dtype, device)
+    own = parts[communicator.rank]
+    assert _same(communicator.all_gather(own), torch.cat([_bits(part) for part in parts]))
+    for source in (0, communicator.size - 1):
+        x = own.clone()
+        communicator.broadcast(x, source)
+        assert _same(x, _bits(parts[source]))
+    columns = make_parts((communicator.size * shape[0], 0 if own.dim() < 2 else own[0].numel()), dtype, device)
+    exchanged = communicator.exchange_columns(columns[communicator.rank])
+    expected = torch.cat([_bits(part).chunk(communicator.size)[communicator.rank] for part in columns], 1)
+    assert _same(exchanged, expected)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _same(actual: Tensor, expected: Tensor) -> bool:
+    return torch.equal(_bits(actual), expected)
+
+
+def check_norm(
+    communicator: Communicator,
+    num_rows: int,
+    hidden_size: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
+    device: torch.device,
+) -> None:
+    """Check `all_reduce_norm`. dtypes: of the partial sums, of the residual (None: no residual), and of normed rows."""
+    dtype, residual_dtype, normed_dtype = dtypes
+    shape = (num_rows, hidden_size)
+    parts = make_parts(shape, dtype, device)
+    residual = None if residual_dtype is None else make_parts(shape, residual_dtype, device, seed=1)[0]
+    weight = make_parts((hidden_size,), normed_dtype, device, seed=2)[0]
+    partial = parts[communicator.rank].clone()
+    addend = 0.0 if residual is None else residual.double()
+    new_residual, normed = communicator.all_reduce_norm(
+        partial, residual, prepare_norm_weight(weight), EPS, normed_dtype
+    )
+    assert new_residual is (partial if residual is None else residual)
+    assert normed.dtype == normed_dtype
+    # NCCL rounds sums to the dtype of the partial sums first.
+    check_close(new_residual.to(dtype), parts, addend, num_roundings=communicator.size + 2)
+    check_close_norm(normed, new_residual, weight)
+    check_equal_on_all_ranks(new_residual)
+    check_equal_on_all_ranks(normed)
+
+
+def check_close_norm(normed: Tensor, x: Tensor, weight: Tensor) -> None:
+    x = x.double()
+    expected = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+    torch.testing.assert_close(normed.double(), expected, rtol=2 * torch.finfo(normed.dtype).eps, atol=1e-6)
+
+
+def check_compiled(communicator: Communicator, device: torch.device, backend: str) -> None:
+    """Check that torch.compile traces every operator without a graph break, and keeps its results."""
+    weight = torch.ones(64, device=device, dtype=torch.bfloat16)
+
+    def compute(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        new_residual, normed = communicator.all_reduce_norm(x * 2, residual + 1, weight, EPS, torch.bfloat16)
+        gathered = communicator.all_gather(normed)
+        scattered = communicator.reduce_scatter(gathered * 3)
+        source_columns = scattered + 0
+        communicator.broadcast(source_columns, 1)
+        return new_residual, communicator.all_reduce(scattered * 1), communicator.exchange_columns(source_columns)
+
+    x = make_parts((4 * communicator.size, 64), torch.bfloat16, device)[communicator.rank]
+    residual = torch.ones_like(x)
+    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(compute, fullgraph=True, backend=backend)
+    for actual, expected in zip(compiled(x, residual), compute(x, residual), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.05)
+
+
+def check_empty(communicator: Communicator, device: torch.device) -> None:
+    empty = torch.zeros((0, 16), device=device)
+    assert communicator.all_reduce(empty).shape == (0, 16)
+    new_residual, normed = communicator.all_reduce_norm(empty, None, torch.ones(16, device=device), EPS, torch.bfloat16)
+    assert new_residual is empty
+    assert (normed.shape, normed.dtype) == ((0, 16), torch.bfloat16)
+    assert communicator.all_gather(empty).shape == communicator.reduce_scatter(empty).shape == (0, 16)
+    assert communicator.exchange_columns(empty).shape == (0, 16 * communicator.size)
+    communicator.broadcast(empty)
+
+
+def check_rejected_arguments(communicator: Communicator, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="already|open communicator"):
+        Communicator(dist.group.WORLD, device)
+    x = torch.zeros((4 * communicator.size, 8), device=device)
+    with pytest.raises(ValueError, match="contiguous"):
+        communicator.all_reduce(x.t())
+    with pytest.raises(ValueError, match="can't sum torch.uint8"):
+        communicator.all_reduce(x.to(torch.uint8))
+    with pytest.raises(ValueError, match="can't be split evenly"):
+        communicator.reduce_scatter(x[1:])
+    with pytest.raises(ValueError, match="can't be split evenly"):
+        communicator.exchange_columns(x[1:])
+    with pytest.raises(ValueError, match="does not fit"):
+        communicator.all_reduce_norm(x, x[1:], x[0], EPS, torch.float32)
+
+
+def check_on_cpu(device: torch.device) -> None:
+    """Check every operator on a CPU."""
+    torch.set_grad_enabled(False)
+    with open_communicator(device) as communicator:
+        for dtype in (*FLOATS, torch.int32, torch.int64):
+            check_sums(communicator, (3, 33), dtype, device)
+            check_sums(communicator, (5,), dtype, device)
+        for dtype in (*FLOATS, torch.int32, torch.uint8, torch.float8_e4m3fn):
+            check_copies(communicator, (3, 7), dtype, device)
+        for dtype in FLOATS:
+            for residual_dtype in (None, dtype, torch.float32):
+                check_norm(communicator, 5, 576, (dtype, residual_dtype, dtype), device)
+        check_norm(communicator, 1, 64, (torch.bfloat16, torch.float32, torch.float32), device)
+        check_empty(communicator, device)
+        check_compiled(communicator, device, "aot_eager")
+        check_rejected_arguments(communicator, device)
+    # The group can have another communicator now.
+    with open_communicator(device) as communicator:
+        check_sums(communicator, (1, 2), torch.float32, device)
