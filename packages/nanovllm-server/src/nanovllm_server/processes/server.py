@@ -237,12 +237,13 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
     cache = f"{info.kv_cache_tokens} tokens ({info.kv_cache_bytes / GIB:.2f} GiB of {info.kv_cache_dtype})"
     if info.num_state_slots:
         cache += f", {info.num_state_slots} states ({info.state_bytes / GIB:.2f} GiB)"
+    device = info.device if info.num_ranks == 1 else f"{info.device}, {info.num_ranks} ranks"
     return (
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
         f"{warning}"
         f"  page     {url}/\n"
-        f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
+        f"  model    {', '.join(names)} ({info.dtype} on {device}, attention: {info.attention_backend})\n"
         f"  products {info.matmul_arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key_header} -H 'Content-Type: application/json' "
