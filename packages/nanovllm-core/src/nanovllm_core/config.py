@@ -67,6 +67,9 @@ class IndependentSettings:
     expert_parallel: Annotated[
         bool, "ranks share a mixture's experts as wholes; otherwise each rank has a part of every expert"
     ] = False
+    check_ranks: Annotated[
+        bool, "for debugging: fail if ranks have different hidden states after a step; waits for each step"
+    ] = False
     forbid_sync: Annotated[bool, "for debugging: fail if launching a step waits for the GPU"] = False
     trace: Annotated[Path | None, "file for the times of each step, for Perfetto or chrome://tracing"] = None
 

@@ -99,6 +99,18 @@ def test_settings_that_ranks_can_not_share_are_refused():
         asyncio.run(AsyncEngine.start(toy_model.toy_spec(), EngineConfig(device="cpu", expert_parallel=True)))
 
 
+def test_check_of_ranks_finds_different_hidden_states():
+    async def run() -> None:
+        spec = toy_model.toy_spec("disagreeing")
+        engine = await AsyncEngine.start(spec, replace(CONFIG, check_ranks=True))
+        assert tokens_of(await collect(engine, [1, 2, 3], SAMPLINGS["allowed"], "r"))
+        with pytest.raises(EngineDeadError, match="the ranks have different hidden states after step"):
+            await collect(engine, [1, toy_model.DisagreeingLM.TRIGGER], SAMPLINGS["allowed"], "s")
+        await engine.stop()
+
+    asyncio.run(run())
+
+
 def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
     async def run() -> None:
         engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)

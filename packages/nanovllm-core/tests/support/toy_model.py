@@ -94,11 +94,21 @@ class FailingLM(ToyLM):
         return super().forward(input_ids, positions, ctx)
 
 
+class DisagreeingLM(ToyLM):
+    """Rank 1 computes hidden states that differ from those of rank 0 in steps whose batch has the token TRIGGER."""
+
+    TRIGGER = 95
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        hidden = super().forward(input_ids, positions, ctx)
+        return hidden + 1e-6 * self.parallel.rank * (input_ids == self.TRIGGER).any()
+
+
 def refuse(build: BuildContext) -> ToyLM:
     raise ValueError("this model can't be built")
 
 
-BUILDERS = {"toy": ToyLM, "failing": FailingLM, "refusing": refuse}
+BUILDERS = {"toy": ToyLM, "failing": FailingLM, "disagreeing": DisagreeingLM, "refusing": refuse}
 
 
 def build_toy(kind: str, build: BuildContext) -> ToyLM:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm_core.cache.memory import CacheMemory
@@ -71,6 +72,10 @@ class ForwardPass:
         self._table = table
         self._cache = cache
         self._config = config
+        # Whether the ranks' hidden states have differed since the start. None: not checked.
+        self.has_disagreement: Tensor | None = None
+        if config.check_ranks and parallel.size > 1:
+            self.has_disagreement = torch.zeros(1, dtype=torch.bool, device=table.device)
         attention = cache.layout.attention_specs[0]
         self._num_heads = attention.num_heads
         self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
@@ -102,7 +107,16 @@ class ForwardPass:
             cache.state_caches,
             state_batch,
         )
-        return self._model.forward(batch.input_ids, batch.positions, context), batch
+        hidden = self._model.forward(batch.input_ids, batch.positions, context)
+        if self.has_disagreement is not None:
+            self.has_disagreement.logical_or_(self._differs_on_other_ranks(hidden, rows.query_start_loc[-1]))
+        return hidden, batch
+
+    def _differs_on_other_ranks(self, hidden: Tensor, num_tokens: Tensor) -> Tensor:
+        """Whether the first `num_tokens` rows of `hidden` have other bits on another rank. The other rows are padding."""
+        is_token = torch.arange(len(hidden), device=hidden.device) < num_tokens
+        digest = hidden.masked_fill(~is_token.unsqueeze(1), 0).view(torch.uint8).sum().view(1)
+        return (self._parallel.gather_rows(digest, self._parallel.size) != digest).any()
 
     def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""

@@ -153,6 +153,8 @@ class Runner:
                 self.plan_publisher.publish(plan, num_masks)
             handle = self._launch(plan, num_masks)
         handle.launch_s = time.perf_counter() - start
+        if (has_disagreement := self._forward.has_disagreement) is not None and bool(has_disagreement):
+            raise RuntimeError(f"the ranks have different hidden states after step {plan.step_number}")
         return handle
 
     def _launch(self, plan: StepPlan, num_masks: int) -> StepHandle:
