@@ -1,6 +1,6 @@
 """Engines of two ranks give the greedy tokens of one rank, which test_families.py compares to transformers.
 
-The test run has one setting per model. `python tests/equivalence/support/rank_matrix.py` runs every setting with every model.
+Each model has one setting here. `python tests/equivalence/support/rank_matrix.py` runs every setting with every model.
 """
 
 import pytest

@@ -91,7 +91,7 @@ def test_a_rank_that_can_not_build_the_model_fails_the_start_with_its_reason():
 
 
 def test_settings_that_ranks_can_not_share_are_refused():
-    with pytest.raises(ValueError, match="num_attention_heads is 4, which 3 ranks can't split evenly"):
+    with pytest.raises(ValueError, match="num_key_value_heads is 2, which 3 ranks can't share evenly"):
         asyncio.run(AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=3)))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 0, but must be 1\.\.16"):
         asyncio.run(AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=0)))

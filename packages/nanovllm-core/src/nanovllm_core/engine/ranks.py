@@ -68,7 +68,7 @@ class RankProcesses:
     """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0."""
 
     def __init__(self, spec: ModelSpec, config: ResolvedConfig):
-        # Only this user may enter the directory. `close` removes the directory.
+        # Only this user may enter the directory.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-ranks-")
         self._config = config
         self._rendezvous = Path(self._directory.name) / "rendezvous"
@@ -102,6 +102,8 @@ class RankProcesses:
         except BaseException:
             self.abandon()
             raise
+        # All ranks have connected. Remove the directory now, because it would remain if this process were killed.
+        self._directory.cleanup()
         runner.plan_publisher = self._publisher = PlanPublisher(self._ring.open_writer(self.check))
         return runner
 
@@ -130,7 +132,7 @@ class RankProcesses:
             raise self._failure.to_error()
 
     def wait_for_failure(self) -> None:
-        """Wait briefly for a failure and raise its exception. Call after an error that an ended rank may have caused."""
+        """Wait briefly for a failure, and raise its exception. Call after an error that an ended rank may cause."""
         self._has_failed.wait(REPORT_TIMEOUT_S)
         self.check()
 

@@ -113,7 +113,7 @@ class ForwardPass:
         return hidden, batch
 
     def _differs_on_other_ranks(self, hidden: Tensor, num_tokens: Tensor) -> Tensor:
-        """Whether the first `num_tokens` rows of `hidden` have other bits on another rank. The other rows are padding."""
+        """Whether the first `num_tokens` rows of `hidden` have other bits on another rank. Other rows are padding."""
         is_token = torch.arange(len(hidden), device=hidden.device) < num_tokens
         digest = hidden.masked_fill(~is_token.unsqueeze(1), 0).view(torch.uint8).sum().view(1)
         return (self._parallel.gather_rows(digest, self._parallel.size) != digest).any()
