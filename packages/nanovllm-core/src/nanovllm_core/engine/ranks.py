@@ -1,8 +1,9 @@
 """Runs the ranks of an engine other than rank 0, each in a process of its own."""
 
-import logging
+import io
 import multiprocessing
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -12,6 +13,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import TextIO
 
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent
@@ -29,8 +31,6 @@ STOP_TIMEOUT_S = 5.0
 FAILED_RANK_TIMEOUT_S = 1.0
 # Time that a failed rank has to report why it failed, after another rank has noticed the failure.
 REPORT_TIMEOUT_S = 2.0
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,8 @@ def run_rank(start: RankStart) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_with_parent()
+    # Only rank 0 shows progress bars.
+    sys.stderr = _OutputWithoutTerminal(sys.stderr)
     try:
         spin_control = SpinControl(is_on=start.config.device == "cpu" and can_shorten_spins())
         group = RankGroup(start.rank, start.config, start.rendezvous)
@@ -206,6 +208,25 @@ def follow_plans(runner: Runner, start: RankStart) -> None:
     decoder = PlanDecoder()
     while (payload := reader.read()) != STOP_MESSAGE:
         runner.launch(*decoder.decode(payload))
+
+
+class _OutputWithoutTerminal(io.TextIOBase):
+    """Writes to another text stream, but is never a terminal, so that libraries show no progress bars."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Write `text`; returns the number of characters."""
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return False."""
+        return False
 
 
 def _allow_child_processes() -> None:
