@@ -1,6 +1,7 @@
 """Collective operators of the tensor- and expert-parallel ranks of one host.
 
-A `Communicator` uses gloo on a CPU and NCCL on CUDA.
+A `Communicator` uses gloo on a CPU. On CUDA, kernels write small tensors to the memory of peers, and NCCL sends large
+tensors.
 """
 
 from typing import Protocol
@@ -31,12 +32,15 @@ class Communicator:
     rank: int
     size: int
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, *, use_peer_memory: bool = True) -> None:
         """Allocate the buffers of the rank. All ranks of `group` construct their communicator at the same time.
 
         group: needs gloo for a CPU, and NCCL for CUDA. A group has at most one open communicator.
         device: device of all tensors. On CUDA each rank has another device, with an index.
+        use_peer_memory: use kernels that write to the memory of other GPUs. Otherwise CUDA uses only NCCL, which also
+            works if the GPUs can't access each other's memory.
         Raises: ValueError if the group has one rank or an open communicator, or if a CUDA device has no index.
+            RuntimeError if the GPUs can't access each other's memory.
         """
         if device.type == "cuda" and device.index is None:
             raise ValueError("device 'cuda' has no index; pass for example torch.device('cuda', rank)")
@@ -47,7 +51,7 @@ class Communicator:
         self.rank = group.rank()
         self.size = group.size()
         self._name = group.group_name
-        _open_collectives[self._name] = TorchCollectives(group)
+        _open_collectives[self._name] = _open(group, device, use_peer_memory=use_peer_memory)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
@@ -119,6 +123,19 @@ class Collectives(Protocol):
     def exchange_columns(self, x: Tensor) -> Tensor: ...
     def broadcast(self, x: Tensor, source: int) -> None: ...
     def close(self) -> None: ...
+
+
+def _open(group: ProcessGroup, device: torch.device, *, use_peer_memory: bool) -> Collectives:
+    if device.type != "cuda" or not use_peer_memory:
+        return TorchCollectives(group)
+    from nanovllm_kernels.collective.peer_collectives import PeerCollectives, open_peer_memory
+
+    try:
+        return PeerCollectives(group, open_peer_memory(group, device))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {group.rank()} can't map the memory of the other GPUs; pass use_peer_memory=False to use only NCCL"
+        ) from error
 
 
 # By the name of the process group. Custom operators take only tensors and plain values, so they take the name.
