@@ -79,7 +79,7 @@ class RankProcesses:
         self._is_stopping = False
         self._on_failure: Callable[[], object] | None = None
         self._group: RankGroup | None = None
-        self._publisher: PlanPublisher | None = None
+        self._runner: Runner | None = None
         _allow_child_processes()
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
@@ -104,14 +104,17 @@ class RankProcesses:
             raise
         # All ranks have connected. Remove the directory now, because it would remain if this process were killed.
         self._directory.cleanup()
-        runner.plan_publisher = self._publisher = PlanPublisher(self._ring.open_writer(self.check))
+        runner.plan_publisher = PlanPublisher(self._ring.open_writer(self.check))
+        self._runner = runner
         return runner
 
     def stop(self) -> None:
         """End the plans and leave the group. Call on the thread of rank 0, after its last step."""
-        if self._publisher is not None and self._group is not None:
+        if self._runner is not None and self._group is not None:
             self._is_stopping = True
-            self._publisher.stop()
+            if self._runner.plan_publisher is not None:
+                self._runner.plan_publisher.stop()
+            self._runner.release_graphs()
             self._group.leave()
             self._group = None
 
@@ -189,6 +192,7 @@ def run_rank(start: RankStart) -> None:
         group = RankGroup(start.rank, start.config, start.rendezvous)
         runner = start_runner(start.spec, start.config, group.context)
         follow_plans(runner, start)
+        runner.release_graphs()
         group.leave()
         spin_control.close()
     except Exception as error:

@@ -128,6 +128,10 @@ class Runner:
         self._table.step_buffer.clear()
         self.graphs.capture(self._run_padded_forward, self._token_chooser.choose_padded)
 
+    def release_graphs(self) -> None:
+        """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
+        self.graphs.release()
+
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
         """Measure the seconds of a step with one chunk, after `context_len` cached tokens. Call before any request."""
