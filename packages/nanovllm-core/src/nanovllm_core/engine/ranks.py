@@ -2,6 +2,7 @@
 
 import io
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -195,6 +196,10 @@ def run_rank(start: RankStart) -> None:
         runner.release_graphs()
         group.leave()
         spin_control.close()
+        if runner.is_asynchronous:
+            # A normal end could wait for NCCL's threads.
+            sys.stdout.flush()
+            os._exit(0)
     except Exception as error:
         is_config_error = isinstance(error, ValueError)
         message = str(error) if is_config_error else f"failed: {type(error).__name__}: {error}"

@@ -1,5 +1,6 @@
 """Executes step plans on one device."""
 
+import gc
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -131,6 +132,7 @@ class Runner:
     def release_graphs(self) -> None:
         """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
         self.graphs.release()
+        gc.collect()
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
