@@ -1,7 +1,10 @@
 """Tests the collectives of ranks on a CPU. `collective_checks` has the checks, which run in the ranks' processes."""
 
+import multiprocessing
+
 import pytest
-from collective_checks import check_on_cpu
+from collective_checks import check_on_cpu, fail_on_last_rank, wait_on_all_ranks
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from nanovllm_kernels.collective.policy import (
     CHUNK_UNITS,
@@ -15,10 +18,24 @@ from nanovllm_kernels.collective.policy import (
 )
 from nanovllm_kernels.ladder.ranks import run_ranks
 
+TIMEOUT_S = 300
+
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_of_cpu_ranks(size):
-    run_ranks(check_on_cpu, size, "cpu")
+    run_ranks(check_on_cpu, size, "cpu", timeout_s=TIMEOUT_S)
+
+
+def test_rank_that_fails_ends_all_ranks():
+    with pytest.raises(ProcessRaisedException, match="this rank fails"):
+        run_ranks(fail_on_last_rank, 2, "cpu", timeout_s=TIMEOUT_S)
+    assert not multiprocessing.active_children()
+
+
+def test_ranks_that_hang_are_killed():
+    with pytest.raises(TimeoutError, match="wait_on_all_ranks did not end within 1 s"):
+        run_ranks(wait_on_all_ranks, 2, "cpu", timeout_s=1)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -10,6 +10,7 @@ import torch
 
 from nanovllm_kernels.ladder.ranks import run_ranks
 
+TIMEOUT_S = 500
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -19,7 +20,7 @@ def test_kernels_send_and_sum_in_the_interpreter(size, dtypes, tmp_path):
         pytest.skip("needs Triton's interpreter")
     from interpreted_peers import check_interpreted
 
-    run_ranks(check_interpreted, size, "cpu", tmp_path, dtypes)
+    run_ranks(check_interpreted, size, "cpu", tmp_path, dtypes, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.gpu
@@ -31,4 +32,4 @@ def test_collectives_of_two_gpus(check):
         pytest.skip("needs 2 GPUs")
     import collective_checks
 
-    run_ranks(vars(collective_checks)[check], 2, "cuda")
+    run_ranks(vars(collective_checks)[check], 2, "cuda", timeout_s=TIMEOUT_S)

@@ -30,7 +30,7 @@ from nanovllm_kernels.collective import (
 )
 from nanovllm_kernels.collective.peer_collectives import PeerCollectives
 from nanovllm_kernels.collective.peer_memory import PeerMemory, count_buffer_bytes
-from nanovllm_kernels.collective.policy import EMPTY_BYTE, MAX_PROGRAMS, SLOT_BYTES, LaunchPolicy
+from nanovllm_kernels.collective.policy import EMPTY_BYTE, MAX_PROGRAMS, LaunchPolicy
 
 KERNELS = (
     (gluon_peer_memory, ("find_region", "take_sum")),
@@ -62,49 +62,44 @@ class TritonForGluon:
 
 
 def put(units: tl.tensor, region: tl.tensor, slots: tl.tensor) -> None:
-    """Like `gluon_peer_memory.put`. Units are sent at random times and in random order, word by word."""
-    per_unit = units.shape[1].value if isinstance(units.shape[1], tl.constexpr) else units.shape[1]
-    words = _as_bits(units.handle.data).reshape(len(units.handle.data), -1)
-    if per_unit == 2:
-        words = np.stack((words, np.zeros_like(words)), -1).reshape(len(words), 4)
+    """Like `gluon_peer_memory.put`. Units are sent at random times, in random order and word by word."""
+    words = np.ascontiguousarray(units.handle.data).view(np.uint32)
+    if words.shape[1] == 2:
+        words = np.stack((words, np.zeros_like(words)), -1).reshape(-1, 4)
     else:
         words = np.where(words == EMPTY_WORD, OTHER_NAN, words)
-    assert words.shape[1] == 4
-    indices = [(unit, int(slot)) for unit, slot in enumerate(slots.handle.data[:, 0]) if slot >= 0]
-    random.shuffle(indices)
     time.sleep(random.choice((0, 0, 0.003)))
-    for unit, slot in indices:
-        target = _slot_words(region, slot)
-        # The sender may not overwrite a unit that the receiver has not taken.
-        assert (target == EMPTY_WORD).all(), "slot is not empty"
-        for word in random.sample(range(4), 4) if per_unit > 2 else range(4):
-            target[word] = words[unit, word]
+    indices = slots.handle.data[:, 0]
+    targets, sent_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
+    # The receiver has taken what was in the slots.
+    assert (targets[indices[sent_units]] == EMPTY_WORD).all(), "a slot is not empty"
+    for part in np.array_split(np.random.permutation(sent_units), 4):
+        # The receiver must read the halves of a 64-bit word together, so the half that says "not empty" comes last.
+        for word in (0, 2, 1, 3) if units.handle.data.shape[1] == 2 else random.sample(range(4), 4):
+            targets[indices[part], word] = words[part, word]
 
 
 def take(like: tl.tensor, region: tl.tensor, slots: tl.tensor) -> tl.tensor:
     """Like `gluon_peer_memory.take`."""
-    per_unit = like.handle.data.shape[1]
-    words = np.zeros((len(like.handle.data), 4), np.uint32)
-    for unit, slot in enumerate(slots.handle.data[:, 0]):
-        if slot >= 0:
-            source = _slot_words(region, int(slot))
-            deadline = time.monotonic() + TIMEOUT_S
-            while (source[1::2] if per_unit == 2 else source).max() == EMPTY_WORD:
-                assert time.monotonic() < deadline, f"slot {slot} stays empty"
-                time.sleep(0)
-            words[unit] = source
-            source[:] = EMPTY_WORD
-    bits = np.ascontiguousarray(words[:, ::2] if per_unit == 2 else words)
-    return tl.tensor(type(like.handle)(bits.view(like.handle.data.dtype), like.handle.dtype), like.type)
+    indices, is_exact = slots.handle.data[:, 0], like.handle.data.shape[1] == 2
+    sources, taken_units = _map_slots(region, indices), np.flatnonzero(indices >= 0)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (sources[indices[taken_units], 1 if is_exact else 0 :: 2 if is_exact else 1] == EMPTY_WORD).any():
+        assert time.monotonic() < deadline, "a slot stays empty"
+        time.sleep(0)
+    words = np.zeros((len(indices), 4), np.uint32)
+    words[taken_units] = sources[indices[taken_units]]
+    sources[indices[taken_units]] = EMPTY_WORD
+    elements = np.ascontiguousarray(words[:, ::2] if is_exact else words).view(like.handle.data.dtype)
+    return tl.tensor(type(like.handle)(elements, like.handle.dtype), like.type)
 
 
-def _as_bits(data: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(data).view(np.uint32)
-
-
-def _slot_words(region: tl.tensor, slot: int) -> np.ndarray:
-    address = int(region.handle.data.item()) + slot * SLOT_BYTES
-    return np.frombuffer((ctypes.c_uint32 * 4).from_address(address), np.uint32)
+def _map_slots(region: tl.tensor, indices: np.ndarray) -> np.ndarray:
+    """Return the words of the slots up to the last of `indices`: [slots, 4]."""
+    num_words = 4 * (int(indices.max()) + 1)
+    return np.frombuffer((ctypes.c_uint32 * num_words).from_address(int(region.handle.data.item())), np.uint32).reshape(
+        -1, 4
+    )
 
 
 def interpret_kernels() -> None:
@@ -160,6 +155,7 @@ def check_interpreted(device: torch.device, directory: Path, dtypes: tuple[torch
     torch.set_grad_enabled(False)
     interpret_kernels()
     random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
     # Two programs and small limits, so that every kernel loops over chunks.
     limits = {"one_shot_max_sent_bytes": 20 << 10, "two_shot_max_bytes": 40 << 10}
     policy = LaunchPolicy(dist.get_world_size(), 2, 32 << 10, **limits)

@@ -1,20 +1,22 @@
-"""Device functions that send units of 16 bytes to the receive buffers of peers, and receive units.
+"""Device functions that send units of 16 bytes to slots in the receive buffers of peers, and receive units.
 
-Protocol: a slot is empty while all its bits are set. `put` writes a unit into an empty slot of the receiver's buffer.
-`take` reads the slot until no word of it is empty, and makes the slot empty again. So the data itself signals its
-arrival, without flags, barriers or fences. Words arrive one by one: PTX guarantees only that each word is whole.
+A slot is empty while all its bits are set. `put` fills an empty slot of the receiver. `take` reads a slot until no word
+is empty, and empties the slot again. The data itself signals its arrival, so there are no flags, barriers and fences.
+Each word arrives as a whole; PTX does not promise more.
 
-No unit may contain an empty word. In floating-point data an empty word is one or two NaNs, and `put` sends other NaNs
-instead. `put_exact` sends any bits: each 64-bit word has 32 bits of data, and 32 bits that are never empty.
+Floating-point units have four words of 32 bits. A word with all bits set is NaN, which `put` sends as another NaN.
+Other units have only two elements of 32 bits. Each is sent in a word of 64 bits, whose upper half is 0.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-SLOT_BYTES = 16
+from nanovllm_kernels.collective.policy import SLOT_BYTES
 
-# An asm block handles one slot. Each element of a unit passes the slot's address; the block uses the first. Address 0
-# means that there is no slot. Operands: outputs, then the words of the unit, then addresses.
+_SLOT_BYTES = gl.constexpr(SLOT_BYTES)
+
+# An asm block handles one slot. Each element of a unit passes the slot's address, and the block uses the first address.
+# Address 0 means that there is no slot. Operands: outputs, words of the unit, addresses.
 _PUT = gl.constexpr("""{
     .reg .pred valid, empty<4>;
     .reg .b32 word<4>;
@@ -79,7 +81,7 @@ _TAKE_EXACT = gl.constexpr("""{
     st.relaxed.sys.global.v2.b64 [$2], {-1, -1};
     DONE:
 }""")
-# By the number of elements in a unit. Elements of 2 bytes share registers in pairs, addresses have a register each.
+# By the number of elements in a unit. Two elements of 2 bytes share a register.
 _PUT_CONSTRAINTS_2 = gl.constexpr("=&r,=&r,r,r,l,l,~{memory}")
 _PUT_CONSTRAINTS_4 = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,l,l,l,l,~{memory}")
 _PUT_CONSTRAINTS_8 = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,l,l,l,l,l,l,l,l,~{memory}")
@@ -99,7 +101,7 @@ def find_region(addresses_ptr, receiver, sender, phase, SIZE: gl.constexpr, REGI
 def put(units, region, slots):
     """Send `units` [n, elements] to `slots` [n, 1] of the region at address `region`. Slot -1: send nothing."""
     PER_UNIT: gl.constexpr = units.shape[1]
-    addresses = gl.where(slots >= 0, region + slots.to(gl.int64) * 16, 0)
+    addresses = gl.where(slots >= 0, region + slots.to(gl.int64) * _SLOT_BYTES, 0)
     if PER_UNIT == 2:
         gl.inline_asm_elementwise(_PUT_EXACT, _PUT_CONSTRAINTS_2, [units, addresses], units.dtype, False, 2)
     elif PER_UNIT == 4:
@@ -116,7 +118,7 @@ def take(like, region, slots):
     """
     PER_UNIT: gl.constexpr = like.shape[1]
     zeros = gl.full(like.shape, 0, gl.int64, like.type.layout)
-    addresses = zeros + gl.where(slots >= 0, region + slots.to(gl.int64) * 16, 0)
+    addresses = zeros + gl.where(slots >= 0, region + slots.to(gl.int64) * _SLOT_BYTES, 0)
     if PER_UNIT == 2:
         units = gl.inline_asm_elementwise(_TAKE_EXACT, _TAKE_CONSTRAINTS_2, [addresses], like.dtype, False, 2)
     elif PER_UNIT == 4:

@@ -81,9 +81,9 @@ def _all_reduce(
         for step in gl.static_range(1, SIZE):
             sender = (RANK + SIZE - step) % SIZE
             elements, mask, slots = _find_chunk(chunk, units, lanes, sender, num_elements, part_size)
-            own_terms = gl.load(x_ptr + elements, mask, 0)
-            region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES)
-            gl.store(x_ptr + elements, take(own_terms, region + SUM_OFFSET, slots), mask)
+            region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES) + SUM_OFFSET
+            sums = take(elements.to(x_ptr.dtype.element_ty), region, slots)
+            gl.store(x_ptr + elements, sums, mask)
     # All threads have read the phase.
     gl.thread_barrier()
     gl.store(phases_ptr + program, 1 - phase)

@@ -22,19 +22,14 @@ def open_peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemo
     size, region_bytes = group.size(), choose_region_bytes(group.size())
     buffer = SymmetricBuffer(group, device, count_buffer_bytes(size, region_bytes))
     buffer.memory.fill_(EMPTY_BYTE)
+    addresses = torch.tensor(buffer.addresses, dtype=torch.int64, device=device)
+    phases = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
     # Programs wait for each other, so all programs of a kernel must run at the same time: at most one per SM.
     num_sms = torch.tensor(describe_device(device).num_sms, dtype=torch.int32, device=device)
-    # The result arrives after all ranks have filled their buffers.
+    # The host gets the result after all ranks have emptied the slots of their buffers.
     dist.all_reduce(num_sms, dist.ReduceOp.MIN, group)
-    return PeerMemory(
-        rank=group.rank(),
-        size=size,
-        addresses=torch.tensor(buffer.addresses, dtype=torch.int64, device=device),
-        phases=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        num_programs=min(MAX_PROGRAMS, int(num_sms)),
-        region_bytes=region_bytes,
-        buffer=buffer,
-    )
+    num_programs = min(MAX_PROGRAMS, int(num_sms))
+    return PeerMemory(group.rank(), size, addresses, phases, num_programs, region_bytes, buffer)
 
 
 class PeerCollectives:

@@ -21,6 +21,11 @@ class SymmetricBuffer:
         Raises: RuntimeError if the GPUs can't access each other's memory.
         """
         self.memory = torch_symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._mapping = torch_symmetric_memory.rendezvous(self.memory, group)
+        try:
+            self._mapping = torch_symmetric_memory.rendezvous(self.memory, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{device} can't map the memory of the other GPUs; pass use_peer_memory=False to use only NCCL"
+            ) from error
         # `buffer_ptrs` are the beginnings of the allocations that hold the buffers.
         self.addresses = [pointer + self._mapping.offset for pointer in self._mapping.buffer_ptrs]

@@ -59,11 +59,12 @@ def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum:
     inputs.advance()
     for num_rows, hidden_size in SHAPES:
         shape = (num_rows, hidden_size)
+        # Not right before the norm, which may load its weight before the previous kernel ends.
+        weight = torch.ones(hidden_size, dtype=DTYPE, device=normed_sum.device)
         parts = inputs.make_all(shape)
         total = torch.stack(parts).sum(0)
         inputs.count_errors(communicator.all_reduce(parts[rank].clone()), total)
-        residual, weight = torch.ones_like(total), torch.ones(hidden_size, dtype=DTYPE, device=total.device)
-        residual, normed = communicator.all_reduce_norm(parts[rank], residual, weight, 1e-5, DTYPE)
+        residual, normed = communicator.all_reduce_norm(parts[rank], torch.ones_like(total), weight, 1e-5, DTYPE)
         inputs.count_errors(residual, total + 1)
         normed_sum += normed.double().sum()
         words = inputs.make_all(shape, torch.int32)
