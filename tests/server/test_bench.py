@@ -35,7 +35,7 @@ def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys
 def test_interference_measures_all_cases_on_the_default_model(run_server, default_model, tmp_path, capsys):
     lengths = ["--long-len=600", "--short-len=40", "--prompt-len=300", "--conversation-len=400", "--message-len=60"]
     lengths += ["--turn-len=40", "--stream-len=500", "--output-len=4"]
-    counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--num-turns=2", "--conversations=3"]
+    counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--turn-conversations=2", "--conversations=3"]
     counts += ["--turn-streams=2", "--repeat=1"]
     file = tmp_path / "interference.json"
     flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")

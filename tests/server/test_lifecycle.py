@@ -12,6 +12,7 @@ import urllib.request
 
 import openai
 import pytest
+from kill_ranks import kill_once
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +106,12 @@ async def test_dead_engine_ends_the_server(run_server, tiny_model):
             assert status == 503
             assert "engine" in body["reason"]
         assert await asyncio.to_thread(server.process.wait, 30) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_killed_rank_ends_the_server_and_leaves_nothing(tiny_model, rank):
+    command = [sys.executable, "-m", "nanovllm_server", str(tiny_model), *FLAGS]
+    await kill_once([*command, "--port", "0", "--device", "cpu", "-tp", "2"], rank, num_ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,13 @@ KERNELS = [
         "_save_conv_inputs",
         4,
         STATES,
-        {"PER_KEY": 512, "GATES": 256, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "CHANNEL_BLOCK": 1024},
+        {
+            "CHANNELS_PER_KEY_HEAD": 512,
+            "GATES_PER_KEY_HEAD": 256,
+            "NUM_CHANNELS": 8192,
+            "NUM_TAPS": 4,
+            "CHANNEL_BLOCK": 1024,
+        },
     ),
     (
         "linear_attention.triton_chunks",
@@ -425,7 +431,7 @@ def test_block_fp8_uses_fp8_tensor_cores(num_rows, num_columns, gated):
         "NUM_SPLITS": config.num_splits,
         "STAGES": config.num_stages,
         "PREFETCHED_TILES": triton_block_fp8.NUM_PREFETCHED_TILES,
-        "ALIGNED": True,
+        "TILE_SHARES_SCALE": True,
         "SWAP": config.block_m < triton_block_fp8.MIN_LEFT_ROWS,
         "QUANTIZED": not fused,
         "GATED": gated,

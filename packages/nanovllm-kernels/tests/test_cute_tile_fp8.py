@@ -75,7 +75,7 @@ class SimulatedWarp:
         low, high = (np.asarray(x).astype(np.float16).view(np.uint16).astype(np.int64) for x in (low, high))
         return low | high << 16
 
-    def power_of_2(self, exponent):
+    def power_of_2_from_biased(self, exponent):
         return np.where(exponent > 0, 2.0 ** (exponent - 127.0), 0.0)
 
     def exp2(self, x):

@@ -28,6 +28,8 @@ def test_without_flags_every_setting_has_its_default():
         ("--target-step-ms 12.5 --cpu-cache-gib 0.5", {"target_step_ms": 12.5, "cpu_cache_gib": 0.5}),
         ("--block-size 64 --depth 1", {"block_size": 64, "depth": 1}),
         ("--no-prefix-caching --no-compile", {"prefix_caching": False, "compile": False}),
+        ("--tensor-parallel-size 2 --expert-parallel", {"tensor_parallel_size": 2, "expert_parallel": True}),
+        ("-tp 4", {"tensor_parallel_size": 4}),
         ("--multi-tenant", {"prefix_hash": "sha256"}),
         ("--trace steps.json", {"trace": Path("steps.json")}),
     ],

@@ -12,7 +12,7 @@ from nanovllm_server import cli
 README = Path(__file__).parent.parent / "README.md"
 FLAGS_SECTION = README.read_text().split("\n## Flags\n")[1].split("\n## ")[0]
 ACTIONS = {
-    action.option_strings[0]: action
+    action.option_strings[-1]: action
     for action in cli.parser()._actions
     if action.option_strings and action.dest not in ("help", "version")
 }

@@ -20,6 +20,7 @@ GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
+MAX_RANKS = 16  # ranks of one engine
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps.
 PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
@@ -60,6 +61,15 @@ class IndependentSettings:
     ] = "fast"
     watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
     seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0
+    tensor_parallel_size: Annotated[
+        int, "number of ranks: processes that share the model; on GPUs one rank per GPU of this host"
+    ] = 1
+    expert_parallel: Annotated[
+        bool, "ranks share a mixture's experts as wholes; otherwise each rank has a part of every expert"
+    ] = False
+    check_ranks: Annotated[
+        bool, "for debugging: fail if ranks have different hidden states after a step; waits for each step"
+    ] = False
     forbid_sync: Annotated[bool, "for debugging: fail if launching a step waits for the GPU"] = False
     trace: Annotated[Path | None, "file for the times of each step, for Perfetto or chrome://tracing"] = None
 
@@ -139,6 +149,7 @@ def resolve(
     has_flash_attention: bool = False,
     has_cute: bool = False,
     has_fp8: bool = False,
+    num_gpus: int | None = None,
 ) -> ResolvedConfig:
     """Choose a value for every setting that is None, and check all settings. Raises ConfigError.
 
@@ -148,6 +159,7 @@ def resolve(
     has_flash_attention: whether FlashAttention is installed and supports the GPU.
     has_cute: whether CuTe DSL is installed and supports the GPU.
     has_fp8: whether the GPU supports FP8.
+    num_gpus: number of usable GPUs; None for 1 if `has_cuda`, else 0.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
@@ -171,6 +183,11 @@ def resolve(
     dtype = config.dtype or str(preferred_dtype).removeprefix("torch.")
     _require(dtype in ("float32", "bfloat16", "float16"), "dtype", dtype, "'float32', 'bfloat16' or 'float16'")
     _check_kv_cache_dtype(config, device, backend, has_fp8)
+    num_ranks, max_ranks = config.tensor_parallel_size, MAX_RANKS
+    if device == "cuda":
+        max_ranks = min(max_ranks, int(has_cuda) if num_gpus is None else num_gpus)
+    _require(1 <= num_ranks <= max_ranks, "tensor_parallel_size", num_ranks, f"1..{max_ranks} on this machine")
+    _require(num_ranks > 1 or not config.expert_parallel, "expert_parallel", True, "False if tensor_parallel_size is 1")
     settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
     return ResolvedConfig(
         **settings,

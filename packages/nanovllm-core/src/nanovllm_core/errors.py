@@ -12,7 +12,7 @@ class RequestError(ValueError):
 
 
 # invalid_grammar: the grammar can't be compiled. invalid_schema: a JSON schema in the grammar is invalid.
-# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML elements can't hold its values.
+# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML can't express its values.
 GrammarErrorCode = Literal["invalid_grammar", "invalid_schema", "unsupported_schema", "unsupported_parameters"]
 
 

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 class GrammarSpec(msgspec.Struct, frozen=True):
     """A grammar that an output must match.
 
-    kind: the language of `source`. "json_schema": a JSON Schema as JSON. Properties come in the schema's order;
-        undeclared properties are allowed only where the schema describes them; whitespace is bounded. "regex": a
-        regular expression for the whole output. "ebnf": rules in GBNF; the output matches `root`. "structural_tag": a
-        structural tag of xgrammar as JSON, with the additions of `nanovllm_core.grammar.schema_enforcement`.
+    kind: the language of `source`.
+        "json_schema": a JSON Schema as JSON. Properties come in the schema's order. Undeclared properties are allowed
+        only where the schema describes them. The amount of whitespace is limited.
+        "regex": a regular expression that matches the whole output.
+        "ebnf": rules in GBNF, of which the rule `root` matches the whole output.
+        "structural_tag": a structural tag of xgrammar as JSON, with the additions of `grammar.schema_enforcement`.
     place: JSON pointer to `source` in the client's request. Each `GrammarError.place` begins with this pointer.
     """
 
@@ -23,7 +25,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# Schemas that state only the types of parameters written as XML, by JSON pointer to the parameters' original schema.
+# Maps the JSON pointer of a schema of XML parameters to a schema that states only the parameters' types.
 ParameterTypes = dict[str, dict[str, Any]]
 
 
@@ -40,7 +42,7 @@ class GrammarMatcher(Protocol):
         ...
 
     def fill(self, masks: NDArray[np.int32], index: int) -> None:
-        """Write the mask of allowed next tokens to masks[index]. Format: `nanovllm_kernels.sampling.apply_masks_`."""
+        """Write the mask of allowed next tokens to masks[index], for `nanovllm_kernels.sampling.apply_masks_`."""
         ...
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Limits the memory that glibc's malloc keeps after it is freed."""
+"""Limits the freed memory that glibc's malloc keeps."""
 
 import ctypes
 import sys
@@ -12,7 +12,7 @@ _M_ARENA_MAX = -8
 def limit_malloc_heaps(num_heaps: int, max_block_bytes: int | None = None) -> None:
     """Limit the heaps of this process. Has no effect without glibc.
 
-    num_heaps: maximum number of heaps. By default, threads get up to eight heaps for each CPU core.
+    num_heaps: maximum number of heaps. By default, a process has up to eight heaps per CPU core.
     max_block_bytes: malloc returns larger blocks to the system when they are freed. None: glibc chooses the size.
     """
     mallopt = _find_function("mallopt")
@@ -25,7 +25,7 @@ def limit_malloc_heaps(num_heaps: int, max_block_bytes: int | None = None) -> No
 def return_freed_memory() -> None:
     """Return the free pages of all heaps to the system, in about 20 ms for 100 MB. Has no effect without glibc.
 
-    By itself malloc returns only the end of its first heap, and only if all blocks there are free.
+    Without this call, malloc returns only the free end of its first heap.
     """
     malloc_trim = _find_function("malloc_trim")
     if malloc_trim is not None:

@@ -97,7 +97,11 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [n, vocab_size] of hidden states [n, hidden], gathered over ranks, preferably in float32."""
+        """Returns logits of hidden states [n, hidden], preferably in float32.
+
+        With one rank, the logits are [n, vocab_size]. With several ranks, each rank returns its columns: [n, c], with
+        the same c on all ranks. The columns of all ranks, concatenated, begin with the columns of the vocabulary.
+        """
         ...
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:

@@ -12,6 +12,7 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps, Ste
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
 from nanovllm_core.layers import compilation
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
@@ -134,7 +135,7 @@ def test_only_rows_that_asked_get_log_probabilities():
     tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
     which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
     step = make_inputs(5, which, wanted)
-    found = StepHandle(step, tokens, compute_logprobs(tokens, logits, step), None).read_results()
+    found = StepHandle(step, tokens, compute_logprobs(tokens, logits, step, ParallelContext()), None).read_results()
     assert found.tokens.tolist() == [3, 1, 1, 5]
     expected = logits.log_softmax(-1)
     assert [index for index, _ in found.logprobs] == [0, 2, 3]
@@ -158,7 +159,7 @@ def test_prompt_is_scored_in_chunks(count):
         max_chunk_len = max(max_chunk_len, len(chunk))
         return chunk @ head.t()
 
-    scores = score_prompt_tokens(hidden, tokens, 3, compute_logits)
+    scores = score_prompt_tokens(hidden, tokens, 3, compute_logits, ParallelContext())
     handle = StepHandle(make_inputs(0, [], []), None, None, None, prompt_scores=[scores])
     (found,) = handle.read_results().prompt_logprobs
     assert max_chunk_len <= MAX_SCORED_TOKENS

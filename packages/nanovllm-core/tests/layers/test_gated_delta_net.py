@@ -62,7 +62,7 @@ def run_layer(layer, norm, x):
         backend="torch",
     )
     ctx = ForwardContext(attention, torch.arange(len(x)), (), state_caches=(cache,), state_batch=states)
-    return layer.out_proj(layer.forward(*layer.project(x, norm), ctx))
+    return layer.out_proj.add_partial(layer.forward(*layer.project(x, norm), ctx))
 
 
 def test_results_of_all_ranks_add_up_to_that_of_one_rank(build, ranks):

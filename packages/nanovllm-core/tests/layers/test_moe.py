@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rank_results import add_up
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,6 +23,7 @@ from nanovllm_core.layers.moe import (
 )
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize, quantize_blocks
 
@@ -72,12 +74,14 @@ def routing() -> tuple[Tensor, Tensor, Tensor]:
 def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, routing):
     x, weights, ids = routing
     tensors = expert_tensors("experts", names)
-    residual, total = torch.randn(5, HIDDEN), torch.zeros(5, HIDDEN)
+    residual, streams = torch.randn(5, HIDDEN), []
     for build in ranks(size):
         experts = Experts(NUM_EXPERTS, HIDDEN, WIDTH, build, names)
         load_weights(nn.ModuleDict({"experts": experts}), reversed(tensors.items()))
-        total += experts.forward(x, weights, ids, residual.clone())
-    torch.testing.assert_close(total, compute_experts(x, weights, ids, tensors, names) + residual, rtol=1e-4, atol=1e-4)
+        streams.append(experts.forward(x, weights, ids, ResidualStream(residual.clone())))
+    torch.testing.assert_close(
+        add_up(streams), compute_experts(x, weights, ids, tensors, names) + residual, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_widths_that_ranks_cannot_share_are_refused(ranks):
@@ -96,15 +100,15 @@ def test_quantised_experts_keep_the_scales_of_each_tensor(size, width, ranks, ro
         for name, tensor in stored.items()
         if name.endswith(".weight")
     }
-    total = torch.zeros(5, HIDDEN)
+    streams = []
     for build in ranks(size):
         experts = Experts(NUM_EXPERTS, HIDDEN, width, build, quantization=BlockFP8())
         load_weights(nn.ModuleDict({"experts": experts}), stored.items())
         assert experts.weights.w13.dtype == torch.float8_e4m3fn
-        total += experts.forward(x, weights, ids)
+        streams.append(experts.forward(x, weights, ids, ResidualStream(torch.zeros(5, HIDDEN))))
     expected = compute_experts(x, weights, ids, plain, MLP_LINEAR_NAMES)
     # What is multiplied is rounded to e4m3 too.
-    assert (total - expected).norm() < 0.08 * expected.norm()
+    assert (add_up(streams) - expected).norm() < 0.08 * expected.norm()
     del stored["experts.2.up_proj.weight_scale_inv"]
     with pytest.raises(WeightError, match=r"lacks 1 of 24 .*: experts\.2\.up_proj\.weight_scale_inv \[2, 1\]"):
         load_weights(nn.ModuleDict({"experts": experts}), stored.items())
@@ -130,10 +134,12 @@ def test_a_router_and_its_experts_are_one_feed_forward_layer(bias, name, build):
     weights /= weights.sum(-1, keepdim=True)
     own = {key.removeprefix("mlp."): tensor for key, tensor in tensors.items()}
     expected = compute_experts(x, weights, ids, own, MLP_LINEAR_NAMES)
-    torch.testing.assert_close(mlp.forward(x), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(mlp.forward(x, residual.clone()), expected + residual, rtol=1e-4, atol=1e-4)
-    normed = mlp.forward(norm.forward(x), residual.clone())
-    torch.testing.assert_close(mlp.forward(x, residual.clone(), norm), normed)
+
+    def forward(*arguments):
+        return mlp.forward(arguments[0], ResidualStream(residual.clone()), *arguments[1:]).residual
+
+    torch.testing.assert_close(forward(x), expected + residual, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forward(x, norm), forward(norm.forward(x)))
 
 
 @pytest.mark.parametrize("quantization", [None, BlockFP8()])
@@ -148,13 +154,13 @@ def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, 
         tensors, own = (quantized(plain) for plain in (tensors, own))
     gates = {} if gate is None else {f"mlp.{gate}.weight": torch.randn(1, HIDDEN)}
     x, residual = torch.randn(6, HIDDEN), torch.randn(6, HIDDEN)
-    joint, apart = torch.zeros(6, HIDDEN), torch.zeros(6, HIDDEN)
+    joint, apart, shared_results = [], [], []
     for build in ranks(size):
         sizes = (NUM_EXPERTS, HIDDEN, width, build)
         router = Router(HIDDEN, NUM_EXPERTS, ROUTING, build, shared=shared)
         mlp = SparseMLP(router, Experts(*sizes, shared=shared, quantization=quantization))
         load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())
-        joint += mlp.forward(x, residual.clone())
+        joint.append(mlp.forward(x, ResidualStream(residual.clone())))
         assert router.forward(x)[1][:, -1].tolist() == [NUM_EXPERTS] * 6
 
         chosen = SparseMLP(Router(HIDDEN, NUM_EXPERTS, ROUTING, build), Experts(*sizes, quantization=quantization))
@@ -166,8 +172,9 @@ def test_shared_expert_is_computed_as_one_more_expert(size, gate, quantization, 
             token_gate = TokenGate(HIDDEN, build)
             load_weights(nn.ModuleDict({"mlp": nn.ModuleDict({gate: token_gate})}), gates.items())
             weight = token_gate.forward(x)
-        apart += chosen.forward(x, residual.clone()) + weight * beside["shared_expert"].forward(x)
-    torch.testing.assert_close(joint, apart, rtol=1e-4, atol=1e-3)
+        apart.append(chosen.forward(x, ResidualStream(residual.clone())))
+        shared_results.append(weight * beside["shared_expert"].compute_partial(x))
+    torch.testing.assert_close(add_up(joint), add_up(apart) + sum(shared_results), rtol=1e-4, atol=1e-3)
     del own[next(iter(own))]
     with pytest.raises(WeightError, match=r"lacks 1 of \d+ tensors: mlp\.shared_expert\.gate_proj\.weight \[256, 8\]"):
         load_weights(nn.ModuleDict({"mlp": mlp}), (tensors | own | gates).items())

@@ -4,12 +4,14 @@ import re
 
 import pytest
 import torch
+from rank_results import add_up
 from torch import nn
 
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
 from nanovllm_kernels.gemm.block_fp8 import BlockFP8Weight, dequantize, linear, quantize_blocks
 
@@ -61,13 +63,16 @@ def test_ranks_keep_the_scales_of_their_rows(ranks, sizes):
 def test_row_parallel_ranks_split_whole_blocks(ranks, build):
     tensors = make_quantized_tensors("layer", 200, 512)
     x, residual = torch.randn(3, 512), torch.randn(3, 200)
-    expected = load_layer(RowParallelLinear(512, 200, build, quantization=FP8), tensors)(x, residual.clone())
-    total = torch.zeros(3, 200)
+    layer = load_layer(RowParallelLinear(512, 200, build, quantization=FP8), tensors)
+    expected = layer(x, ResidualStream(residual.clone())).residual
+    streams = []
     for rank, share in zip(ranks(2), x.chunk(2, 1), strict=True):
         layer = load_layer(RowParallelLinear(512, 200, rank, quantization=FP8), tensors)
-        total += layer(share.contiguous(), residual.clone())
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
-    with pytest.raises(ValueError, match=r"in_features is 320, but 2 ranks can't split its FP8 blocks of 128"):
+        streams.append(layer(share.contiguous(), ResidualStream(residual)))
+    torch.testing.assert_close(add_up(streams), expected, rtol=1e-5, atol=1e-4)
+    with pytest.raises(
+        ValueError, match=r"input size of a row-parallel layer is 320, but 2 ranks can't split its FP8 blocks of 128"
+    ):
         RowParallelLinear(320, 200, ranks(2)[0], quantization=FP8)
 
 
@@ -84,7 +89,8 @@ def test_gated_mlp_multiplies_quantised_weights(build):
     )
     normed = norm(x)
     expected = x + linear(nn.functional.silu(linear(normed, gate)) * linear(normed, up), down)
-    torch.testing.assert_close(model["mlp"](x, x.clone(), norm), expected, rtol=1e-4, atol=1e-4)
+    stream = model["mlp"](x, ResidualStream(x.clone()), norm)
+    torch.testing.assert_close(stream.residual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torch import nn
 from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart, RowParallelLinear
 from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightError, fill_random, load_weights
 
 
@@ -30,8 +31,10 @@ def test_every_weight_is_copied_to_its_layer(model):
     load_weights(model, reversed(tensors.items()))
     x = torch.randn(3, 4)
     gate, up, down, norm = tensors.values()
-    torch.testing.assert_close(model["mlp"](x), (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T)
-    torch.testing.assert_close(model["mlp"](x, x.clone(), model["norm"]), model["mlp"](model["norm"](x)) + x)
+    mlp, expected = model["mlp"], (nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    torch.testing.assert_close(mlp.compute_partial(x), expected)
+    stream = mlp(x, ResidualStream(x.clone()), model["norm"])
+    torch.testing.assert_close(stream.residual, mlp.compute_partial(model["norm"](x)) + x)
     assert torch.equal(model["norm"].weight, norm)
 
 

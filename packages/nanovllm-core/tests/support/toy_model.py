@@ -15,6 +15,7 @@ from nanovllm_core.layers.attention import HeadLayout, attend, qkv_parts
 from nanovllm_core.layers.embedding import LMHead, VocabEmbedding
 from nanovllm_core.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding
 from nanovllm_core.layers.weights import load_weights
 
@@ -58,6 +59,7 @@ def toy_weights() -> Iterator[tuple[str, Tensor]]:
 class ToyLM(nn.Module):
     def __init__(self, build: BuildContext):
         super().__init__()
+        self.parallel = build.parallel
         self.heads = HeadLayout.for_rank(HEADS, KV_HEADS, HEAD_DIM, build.parallel)
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
         self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
@@ -67,11 +69,12 @@ class ToyLM(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         rotation = self.rotary.plan(positions)
-        x = self.embed(input_ids)
+        stream = ResidualStream(self.embed(input_ids))
         for index, layer in enumerate(self.layers):
-            qkv = self.heads.view_heads(layer.qkv_proj(layer.norm(x)))
-            x = layer.o_proj(attend(qkv, rotation, ctx, index), x)
-        return x
+            x, rows, norm = layer.norm.resolve(stream)
+            qkv = self.heads.view_heads(layer.qkv_proj(rows, norm))
+            stream = layer.o_proj(attend(qkv, rotation, ctx, index), ResidualStream(x))
+        return stream.complete(self.parallel)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
@@ -91,11 +94,21 @@ class FailingLM(ToyLM):
         return super().forward(input_ids, positions, ctx)
 
 
+class DisagreeingLM(ToyLM):
+    """Rank 1 computes hidden states that differ from those of rank 0 in steps whose batch has the token TRIGGER."""
+
+    TRIGGER = 95
+
+    def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        hidden = super().forward(input_ids, positions, ctx)
+        return hidden + 1e-6 * self.parallel.rank * (input_ids == self.TRIGGER).any()
+
+
 def refuse(build: BuildContext) -> ToyLM:
     raise ValueError("this model can't be built")
 
 
-BUILDERS = {"toy": ToyLM, "failing": FailingLM, "refusing": refuse}
+BUILDERS = {"toy": ToyLM, "failing": FailingLM, "disagreeing": DisagreeingLM, "refusing": refuse}
 
 
 def build_toy(kind: str, build: BuildContext) -> ToyLM:

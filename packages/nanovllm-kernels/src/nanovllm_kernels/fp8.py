@@ -12,14 +12,15 @@ DTYPE = torch.float8_e4m3fn  # of quantised values
 SCALE_BYTES = 1
 EXPONENT_BIAS = 127  # of float32
 E4M3_EXPONENT_BIAS = 7
-# The largest e4m3 value is 1.75 * 2^8. Adding CARRY_ABOVE_MAX_SIGNIFICAND to float32 bits carries into the exponent
-# exactly if the significand is above 1.75.
+# The largest e4m3 value is 1.75 * 2^8. Adding CARRY_ABOVE_MAX_SIGNIFICAND to a float32's bits increments the exponent
+# if, and only if, the significand is above 1.75.
 MAX_E4M3 = 448.0
 MAX_E4M3_EXPONENT = 8
 CARRY_ABOVE_MAX_SIGNIFICAND = (1 << 23) - 1 - 0x600000
 # Biased exponent of the smallest scale. The smallest scale is 2^-40 instead of 0, because kernels divide by scales.
 MIN_SCALE_EXPONENT = EXPONENT_BIAS - 40
-# Block FP8 computes the scale of a group of elements from at least this magnitude, so that no scale is 0.
+# Block FP8 (`gemm.block_fp8`) raises the largest magnitude of a group of elements to at least this value before it
+# computes the group's scale, so that no scale is 0.
 MIN_GROUP_MAGNITUDE = 1e-10
 
 
@@ -47,7 +48,7 @@ def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert e4m3 to float32 or bfloat16. On a CPU, torch's own conversion takes four times as long."""
+    """Convert e4m3 to float32 or bfloat16. On a CPU, `Tensor.to` takes four times as long."""
     int_dtype, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
     # The shift puts exponent and mantissa in place. The mask clears four bits that sign extension has set.
     bits = values.view(torch.int8).to(int_dtype).bitwise_left_shift_(shift).bitwise_and_(~(0x78 << (shift + 4)))

@@ -1,7 +1,8 @@
-"""Support for Numba kernels on a CPU: memory by address, bf16, and the threads of torch's OpenMP runtime.
+"""Supports Numba kernels on a CPU: memory access by address, bf16, and the threads of torch's OpenMP runtime.
 
 Kernels take addresses as integers, which makes a call cheap. Callers keep the tensors alive, and check dtypes and
-strides. Numba recompiles a kernel only if the kernel's own file changes: after a change here, touch the kernels' files.
+strides. Numba recompiles a kernel only if the file of the kernel changes: after a change here, touch the kernels'
+files.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ VECTOR_INSTRUCTIONS = next(
 # Number of float32 values per vector.
 LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 
-# Fast-math flags that let the compiler reorder sums, as vectorised sums require. They support NaN and infinities.
+# Fast-math flags that let the compiler reorder sums, as vectorised sums require. NaN and infinity keep their meaning.
 _FAST_MATH = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 # `exp` clamps its input to this range, whose results are finite and positive in float32.

@@ -19,7 +19,7 @@ LINE_BYTES = 64
 # after column i, so that one 32-bit word holds both.
 GROUP_WIDTH = 2 * LANES
 NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH  # per panel
-# Maximum number of rows that a multiplier takes at once. The sums fill 12 of AVX2's 16 registers.
+# Maximum number of rows that an intrinsic of `make_multiplier` takes at once. The sums fill 12 of AVX2's 16 registers.
 TILE_ROWS = 6
 # Number of products per sum in an iteration of the unrolled inner loop.
 UNROLL = 4
@@ -169,7 +169,7 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, out_ptr: Any) -> Any
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: Any) -> Any:
-    """Transpose TRANSPOSED_SIZE elements of TRANSPOSED_SIZE bf16 keys, and convert them to float32.
+    """Transpose a square of bf16 elements (from TRANSPOSED_SIZE keys), and convert it to float32.
 
     out_ptr: address of the result. Its rows are 4 * GROUP_WIDTH bytes apart.
     """
@@ -225,7 +225,7 @@ def convert_group(_typing: Any, values_ptr: Any, out_ptr: Any) -> Any:
 
 
 @intrinsic
-def largest(_typing: Any, values_ptr: Any, count: Any) -> Any:
+def find_max(_typing: Any, values_ptr: Any, count: Any) -> Any:
     """Return the largest of `count` float32 values. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:

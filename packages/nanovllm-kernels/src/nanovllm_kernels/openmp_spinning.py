@@ -1,7 +1,7 @@
 """Shortens the spinning of torch's threads at barriers while other processes need the cores.
 
 GCC's OpenMP runtime spins for milliseconds at each barrier. If another process uses a core, one thread may reach a
-barrier late by a time slice. The other threads spin meanwhile. A decode step has hundreds of barriers.
+barrier late by a time slice, and the other threads spin meanwhile. A decode step has hundreds of barriers.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def can_shorten_spins() -> bool:
 
 
 class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
-    """Limits spinning at a barrier to microseconds, from construction until `__exit__`. Threads sleep afterwards.
+    """Limits spinning to microseconds per barrier, from construction until `__exit__`. Threads that wait longer sleep.
 
     GCC's runtime spins briefly if it has more threads than the process has cores (GCC's manual, GOMP_SPINCOUNT). This
     object makes the runtime start additional threads, which sleep until `__exit__`.

@@ -150,7 +150,7 @@ MINIMAX_M2 = XmlCalls(
 
 DEEPSEEK_R1 = FencedCalls(
     name="deepseek_r1",
-    # Later models of DeepSeek use the same tags without the fence.
+    # The fence is a marker because later models of DeepSeek use the same tags without a fence.
     template_markers=("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "```json"),
     begin="<｜tool▁calls▁begin｜>",
     end="<｜tool▁calls▁end｜>",
@@ -174,12 +174,12 @@ LLAMA = JsonCalls(
 
 REASONING_FORMATS = {reasoning.name: reasoning for reasoning in (THINK,)}
 
-# `detect_format` takes the first match. A template of QWEN3_CODER may also contain the markers of HERMES.
+# `detect_format` takes the first match. QWEN3_CODER comes first, because its templates may contain HERMES's markers.
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     call_format.name: call_format for call_format in (QWEN3_CODER, HERMES, MINIMAX_M2, DEEPSEEK_R1, LLAMA)
 }
 
-# Formats of tool calls by architecture, for chat templates that do not mention tools.
+# Maps an architecture to its format of tool calls, for chat templates that do not mention tools.
 FORMAT_BY_ARCHITECTURE: dict[str, ToolCallFormat] = {
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "DeepseekV3ForCausalLM": DEEPSEEK_R1,

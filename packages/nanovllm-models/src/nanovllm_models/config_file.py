@@ -1,4 +1,4 @@
-"""Parses fields of config.json that several families share, without transformers, whose import takes seconds."""
+"""Parses fields of config.json that several families share. Avoids transformers, whose import takes seconds."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
 # Characters of globs and regular expressions, which modules' names do not contain.
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
-# Base of the rotary frequencies, the default of transformers.
+# Default base of the rotary frequencies, as in transformers.
 DEFAULT_ROPE_THETA = 10000.0
 
 

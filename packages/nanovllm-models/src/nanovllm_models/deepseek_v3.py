@@ -1,4 +1,7 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers."""
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) and R1: latent attention, and experts in most layers.
+
+In shapes, T is the number of tokens of a step.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +17,7 @@ from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, Routing, SharedExpertNames, can_fuse_shared
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
 from nanovllm_models.checkpoint import WeightSource
@@ -50,7 +54,7 @@ class DeepseekMoEConfig:
 class DeepseekV3Config:
     """The fields of config.json that define the model.
 
-    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the last layer.
+    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the decoder layers.
     quantization: None for unquantised weights.
     """
 
@@ -166,14 +170,16 @@ class DeepseekV3MoE(nn.Module):
         self.experts = Experts(moe.num_experts, hidden_size, width, build, shared=shared, quantization=quantization)
         self.shared_experts = None
         if shared is None:
-            self.shared_experts = GatedMLP(hidden_size, shared_width, build, quantization=shared_quantization)
+            self.shared_experts = GatedMLP(
+                hidden_size, shared_width, build, size_name="moe_intermediate_size", quantization=shared_quantization
+            )
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `residual` plus the experts' result for norm(x); all [T, hidden]. May overwrite `residual`."""
-        normed = norm.forward(x)
+    def forward(self, x: Tensor, stream: ResidualStream, norm: RMSNorm | None) -> ResidualStream:
+        """Add the experts' result for norm(x) [T, hidden] to `stream`. norm: None for no norm."""
+        normed = x if norm is None else norm.forward(x)
         if self.shared_experts is not None:
-            residual = self.shared_experts.forward(normed, residual)
-        return self.experts.forward(normed, *self.gate.forward(normed), residual)
+            stream = self.shared_experts.forward(normed, stream)
+        return self.experts.forward(normed, *self.gate.forward(normed), stream)
 
 
 class DeepseekV3Layer(nn.Module):
@@ -197,18 +203,20 @@ class DeepseekV3Layer(nn.Module):
             mlp_quantization = find_quantization(quantization, f"{name}.mlp", *MLP_LINEAR_NAMES)
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
 
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and latents, the inputs of `self_attn`, for the residual stream x [T, hidden]."""
-        return self.self_attn.project(x, self.input_layernorm)
+    def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the completed residual stream [T, hidden], and queries and latents, the inputs of `self_attn`."""
+        x, rows, norm = self.input_layernorm.resolve(stream)
+        return x, *self.self_attn.project(rows, norm)
 
-    def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:
+    def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """Return the residual stream after the layer.
 
         attended: result of `self_attn`.
         x: residual stream before the layer; may be overwritten.
         """
-        x = self.self_attn.o_proj.forward(attended, x)
-        return self.mlp.forward(x, x, self.post_attention_layernorm)
+        stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
+        x, rows, norm = self.post_attention_layernorm.resolve(stream)
+        return self.mlp.forward(rows, ResidualStream(x), norm)
 
 
 class MTPOutputHead(nn.Module):
@@ -241,8 +249,7 @@ def run_between(
     attended: Tensor, x: Tensor, layer: DeepseekV3Layer, next_layer: DeepseekV3Layer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the code between two attentions; returns the residual stream and the inputs of the next attention."""
-    x = layer.after_attention(attended, x)
-    return x, *next_layer.before_attention(x)
+    return next_layer.before_attention(layer.after_attention(attended, x))
 
 
 class DeepseekV3Model(nn.Module):
@@ -270,14 +277,13 @@ class DeepseekV3Model(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
-        x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.decoder_layers()
-        q, latents = layer.before_attention(x)
+        x, q, latents = layer.before_attention(ResidualStream(self.embed_tokens.forward(input_ids)))
         for next_layer in later_layers:
             attended = layer.self_attn.forward(q, latents, rotation, ctx)
             x, q, latents = self._run_between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
-        return self.norm.forward(layer.after_attention(layer.self_attn.forward(q, latents, rotation, ctx), x))
+        return self.norm.normalize(layer.after_attention(layer.self_attn.forward(q, latents, rotation, ctx), x))
 
 
 class DeepseekV3ForCausalLM(DecoderWithHead):

@@ -93,7 +93,7 @@ def _build_directory(directory: Path, progress: bool | None) -> None:
     from nanovllm_models.gguf_conversion import convert
 
     source = find_source_file()
-    # This process holds the lock: the processes that made these directories have ended.
+    # This process holds the lock, so the processes that made these directories have ended.
     for abandoned in directory.parent.glob(f"{WORK_DIRECTORY_PREFIX}*"):
         shutil.rmtree(abandoned)
     work_directory = Path(tempfile.mkdtemp(prefix=WORK_DIRECTORY_PREFIX, dir=directory.parent))

@@ -17,7 +17,7 @@ REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^
 # Globs of the files to download: configuration and tokenizer, and weights.
 METADATA_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 WEIGHT_FILES = ("*.safetensors",)
-# Globs of copies of the weights in other layouts.
+# Globs of files that are not downloaded: copies of the weights in other layouts.
 IGNORED_FILES = ("*/*", "consolidated*")
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         return ModelDirectory(path, path.name)
     path = Path(_expand_home(model))
     if os.path.isdir(_expand_home(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
-        # Checked here, because the engine and the tokenizer load concurrently and would report this fault differently.
+        # Check now: the engine and the tokenizer, which load concurrently, would report this fault differently.
         check_has_config(path)
         return ModelDirectory(path, path.resolve().name)
     match = REPOSITORY.fullmatch(model)

@@ -1,4 +1,4 @@
-"""Bounds the number of a text's tokens without encoding the text."""
+"""Computes a lower bound of the number of a text's tokens, without encoding the text."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ MAX_COMPOSED_CHARACTERS = 4
 
 
 class LengthBound(NamedTuple):
-    """Computes a lower bound of the number of a text's tokens.
+    """Bounds the number of a text's tokens by the number of the text's characters.
 
-    max_token_characters: maximum number of the text's characters that become one token.
-    dropped_characters: characters that become no token.
+    max_token_characters: maximum number of characters that become one token.
+    dropped_characters: characters that the tokenizer drops.
     """
 
     max_token_characters: int

@@ -1,6 +1,7 @@
 """Llama (https://arxiv.org/abs/2407.21783) and models of the same architecture, such as SmolLM2.
 
-Other families use these modules too, for example with other biases and norms.
+Other families use these modules too, for example with other biases and norms. In shapes, T is the number of tokens of a
+step.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec, PagedSpec
 from nanovllm_models.checkpoint import WeightSource
@@ -138,7 +140,13 @@ class LlamaAttention(nn.Module):
         self.heads = HeadLayout.for_rank(num_heads, num_kv_heads, head_dim, build.parallel)
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, projections, build, quantization=qkv_quantization)
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, config.hidden_size, build, bias=config.o_proj_bias, quantization=o_quantization
+            num_heads * head_dim,
+            config.hidden_size,
+            build,
+            name="o_proj",
+            own_columns=projections[0].own_rows(build.parallel),
+            bias=config.o_proj_bias,
+            quantization=o_quantization,
         )
         self.q_norm, self.k_norm = (
             RMSNorm(head_dim, config.rms_norm_eps, build) if config.qk_norm else None for _ in range(2)
@@ -175,24 +183,25 @@ class LlamaLayer(nn.Module):
             config.hidden_size, config.intermediate_size, build, bias=config.mlp_bias, quantization=quantization
         )
 
-    def before_attention(self, x: Tensor) -> Tensor:
-        """Return the input of `self_attn` for the residual stream x [T, hidden]."""
-        return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
+    def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
+        """Return the completed residual stream [T, hidden], and the input of `self_attn`."""
+        x, rows, norm = self.input_layernorm.resolve(stream)
+        return x, self.self_attn.qkv_proj.forward(rows, norm)
 
-    def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:
+    def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """Return the residual stream after the layer.
 
         attended: result of `self_attn`.
         x: residual stream before the layer; may be overwritten.
         """
-        x = self.self_attn.o_proj.forward(attended, x)
-        return self.mlp.forward(x, x, self.post_attention_layernorm)
+        stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
+        x, rows, norm = self.post_attention_layernorm.resolve(stream)
+        return self.mlp.forward(rows, ResidualStream(x), norm)
 
 
 def run_between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: LlamaLayer) -> tuple[Tensor, Tensor]:
     """Run the code between two attentions; returns the residual stream and the input of the next attention."""
-    x = layer.after_attention(attended, x)
-    return x, next_layer.before_attention(x)
+    return next_layer.before_attention(layer.after_attention(attended, x))
 
 
 # Takes a layer's index. Makes a LlamaLayer, or a module with the same methods and attributes.
@@ -218,14 +227,13 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
-        x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.layers
-        qkv = layer.before_attention(x)
+        x, qkv = layer.before_attention(ResidualStream(self.embed_tokens.forward(input_ids)))
         for next_layer in later_layers:
             attended = layer.self_attn.forward(qkv, rotation, ctx)
             x, qkv = self._run_between[layer.has_experts](attended, x, layer, next_layer)
             layer = next_layer
-        return self.norm.forward(layer.after_attention(layer.self_attn.forward(qkv, rotation, ctx), x))
+        return self.norm.normalize(layer.after_attention(layer.self_attn.forward(qkv, rotation, ctx), x))
 
 
 class LlamaForCausalLM(DecoderWithHead):

@@ -1,6 +1,7 @@
 """MiniMax-M2 (https://github.com/MiniMax-AI/MiniMax-M2): half of each head is rotated, and every layer has experts.
 
-config.json declares modules for multi-token prediction (`num_mtp_modules`), but their weights are not published.
+config.json declares modules for multi-token prediction (`num_mtp_modules`), but their weights are not published. In
+shapes, T is the number of tokens of a step.
 """
 
 from dataclasses import dataclass, replace
@@ -9,12 +10,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import attend
+from nanovllm_core.layers.attention import attend, qkv_parts
 from nanovllm_core.layers.moe import ExpertNames, Experts, Router, Routing, SparseMLP
 from nanovllm_core.layers.norm import RMSNorm
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import Rotation
 from nanovllm_core.model import BuildContext, ForwardContext, ModelSpec
-from nanovllm_kernels.elementwise import norm_parts
+from nanovllm_kernels.elementwise import compute_mean_squares, norm_parts
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.llama import (
@@ -82,14 +84,27 @@ class MiniMaxM2Attention(LlamaAttention):
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__(config, index, build)
-        self.q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps, build)
-        self.k_norm = RMSNorm(config.num_key_value_heads * config.head_dim, config.rms_norm_eps, build)
+        self._parallel = build.parallel
+        if build.parallel.size <= config.num_key_value_heads:
+            # Additional heads of zeros would change the mean squares.
+            build.parallel.split_evenly(config.num_key_value_heads, "num_key_value_heads")
+        # The norms have the rank's part of the weights, in the order of the projection's rows.
+        query, key, _ = qkv_parts(config.num_attention_heads, config.num_key_value_heads, config.head_dim, bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(part.out_features, config.rms_norm_eps, build, own_elements=part.own_rows(build.parallel))
+            for part in (query, key)
+        )
 
     def forward(self, qkv: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Attend; returns [T, query heads * head_dim]. qkv: [T, all heads * head_dim], overwritten."""
         heads = self.heads
         norm_widths = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        norm_parts(qkv, norm_widths, (self.q_norm.packed_weight, self.k_norm.packed_weight), self.q_norm.eps)
+        weights, parallel = (self.q_norm.packed_weight, self.k_norm.packed_weight), self._parallel
+        mean_squares = None
+        if parallel.size > 1:
+            # All ranks have parts of equal size, so the mean over ranks is the mean over the whole projection.
+            mean_squares = parallel.all_reduce(compute_mean_squares(qkv, norm_widths)) / parallel.size
+        norm_parts(qkv, norm_widths, weights, self.q_norm.eps, mean_squares)
         return attend(heads.view_heads(qkv), rotation, ctx, self._index)
 
 
@@ -110,14 +125,16 @@ class MiniMaxM2Layer(nn.Module):
         experts = Experts(num_experts, hidden_size, width, build, EXPERT_NAMES, quantization=quantization)
         self.block_sparse_moe = SparseMLP(router, experts)
 
-    def before_attention(self, x: Tensor) -> Tensor:
+    def before_attention(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
         """See `LlamaLayer.before_attention`."""
-        return self.self_attn.qkv_proj.forward(x, self.input_layernorm)
+        x, rows, norm = self.input_layernorm.resolve(stream)
+        return x, self.self_attn.qkv_proj.forward(rows, norm)
 
-    def after_attention(self, attended: Tensor, x: Tensor) -> Tensor:
+    def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """See `LlamaLayer.after_attention`."""
-        x = self.self_attn.o_proj.forward(attended, x)
-        return self.block_sparse_moe.forward(x, x, self.post_attention_layernorm)
+        stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
+        x, rows, norm = self.post_attention_layernorm.resolve(stream)
+        return self.block_sparse_moe.forward(rows, ResidualStream(x), norm)
 
 
 def build_minimax_m2(

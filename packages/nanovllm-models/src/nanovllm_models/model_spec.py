@@ -1,4 +1,4 @@
-"""Makes what all families share: the output head of a model, and the ModelSpec of a checkpoint."""
+"""Has code that all families share: it makes the output head of a model, and the ModelSpec of a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +51,7 @@ class DecoderWithHead(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied_embedding)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [T, hidden]."""
+        """Return hidden states [T, hidden] of the T tokens of a step."""
         return self.model.forward(input_ids, positions, ctx)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

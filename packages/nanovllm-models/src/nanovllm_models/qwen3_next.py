@@ -1,4 +1,7 @@
-"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet or gated attention, and experts."""
+"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet or gated attention, and experts.
+
+In shapes, T is the number of tokens of a step.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend
+from nanovllm_core.layers.attention import HeadLayout, QKNorm, attend, query_part
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
 from nanovllm_core.layers.embedding import VocabEmbedding
 from nanovllm_core.layers.gated_attention import GatedQKVLinear
@@ -19,6 +22,7 @@ from nanovllm_core.layers.mlp import GatedMLP
 from nanovllm_core.layers.moe import MLP_LINEAR_NAMES, Experts, Router, SharedExpertNames, TokenGate, can_fuse_shared
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
 from nanovllm_kernels.elementwise import sigmoid_and_mul
@@ -44,7 +48,7 @@ class Qwen3NextConfig:
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     delta: shape of Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
-    num_mtp_heads: declared heads for multi-token prediction. Published checkpoints have a head but declare none.
+    num_mtp_heads: number of declared heads for multi-token prediction. Published checkpoints have one but declare none.
     """
 
     vocab_size: int
@@ -154,7 +158,13 @@ class GatedAttention(nn.Module):
             hidden_size, num_heads, num_kv_heads, head_dim, build, bias=bias, quantization=qkv_quantization
         )
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, hidden_size, build, bias=bias, quantization=o_quantization
+            num_heads * head_dim,
+            hidden_size,
+            build,
+            name="o_proj",
+            own_columns=query_part("q_proj", num_heads, num_kv_heads, head_dim, bias=bias).own_rows(build.parallel),
+            bias=bias,
+            quantization=o_quantization,
         )
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gate_width = self.heads.num_heads * head_dim
@@ -163,10 +173,11 @@ class GatedAttention(nn.Module):
         self._is_norm_fused = qkv_quantization is None
         self._cache_index = cache_index
 
-    def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x) to the inputs `qkv` and `gate` of `forward`. x: [T, hidden]."""
-        arguments = (x, norm) if self._is_norm_fused else (norm.forward(x),)
-        qkv, gate = self.qkv_proj.forward(*arguments).split(self._projected_widths, -1)
+    def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """Project norm(x) to the inputs `qkv` and `gate` of `forward`. x: [T, hidden]. norm: None for no norm."""
+        if norm is not None and not self._is_norm_fused:
+            x, norm = norm.forward(x), None
+        qkv, gate = self.qkv_proj.forward(x, norm).split(self._projected_widths, -1)
         return qkv, gate
 
     def forward(self, qkv: Tensor, gate: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
@@ -185,6 +196,7 @@ class Qwen3NextMoE(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig, build: BuildContext, name: str):
         super().__init__()
+        self._parallel = build.parallel
         hidden_size, moe, width = config.hidden_size, config.moe, config.shared_intermediate_size
         quantization = MLP_LINEAR_NAMES.find_quantization(config.quantization, f"{name}.experts")
         shared_quantization = find_quantization(config.quantization, f"{name}.shared_expert", *MLP_LINEAR_NAMES)
@@ -197,17 +209,29 @@ class Qwen3NextMoE(nn.Module):
         )
         self.shared_expert = self.shared_expert_gate = None
         if shared_expert is None:
-            self.shared_expert = GatedMLP(hidden_size, width, build, quantization=shared_quantization)
+            self.shared_expert = GatedMLP(
+                hidden_size,
+                width,
+                build,
+                size_name="shared_expert_intermediate_size",
+                quantization=shared_quantization,
+            )
             self.shared_expert_gate = TokenGate(hidden_size, build)
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return `residual` plus the experts' result for norm(x); all [T, hidden]. May overwrite `residual`."""
-        normed = norm.forward(x)
-        out = self.experts.forward(normed, *self.gate.forward(normed), residual)
+    def forward(self, x: Tensor, stream: ResidualStream, norm: RMSNorm | None) -> ResidualStream:
+        """Add the experts' result for norm(x) [T, hidden] to `stream`. norm: None for no norm."""
+        normed = x if norm is None else norm.forward(x)
+        stream = self.experts.forward(normed, *self.gate.forward(normed), stream)
         if self.shared_expert is None:
-            return out
-        shared, gate = self.shared_expert.forward(normed), self.shared_expert_gate.forward(normed)
-        return torch.addcmul(out, shared.to(out.dtype), gate.to(out.dtype))
+            return stream
+        shared, gate = self.shared_expert.compute_partial(normed), self.shared_expert_gate.forward(normed)
+
+        def add_shared(base: Tensor | None) -> Tensor:
+            if base is None:
+                return shared * gate.to(shared.dtype)
+            return torch.addcmul(base, shared.to(base.dtype), gate.to(base.dtype))
+
+        return stream.add(self._parallel, add_shared)
 
 
 class Qwen3NextLayer(nn.Module):
@@ -256,9 +280,10 @@ class Qwen3NextLayer(nn.Module):
         # Whether `mlp` also norms, see GatedAttention.
         self._is_norm_fused = mlp_quantization is None
 
-    def before_mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of `mix` for the residual stream x [T, hidden]."""
-        return (self.self_attn if self.has_attention else self.linear_attn).project(x, self.input_layernorm)
+    def before_mix(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the completed residual stream [T, hidden], and the two inputs of `mix`."""
+        x, rows, norm = self.input_layernorm.resolve(stream)
+        return x, *(self.self_attn if self.has_attention else self.linear_attn).project(rows, norm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Run gated attention or Gated DeltaNet on the results of `before_mix`."""
@@ -266,16 +291,17 @@ class Qwen3NextLayer(nn.Module):
             return self.self_attn.forward(*projected, rotation, ctx)
         return self.linear_attn.forward(*projected, ctx)
 
-    def after_mix(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def after_mix(self, mixed: Tensor, x: Tensor) -> ResidualStream:
         """Return the residual stream after the layer.
 
         mixed: result of `mix`.
         x: residual stream before the layer; may be overwritten.
         """
-        x = (self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj).forward(mixed, x)
-        if self._is_norm_fused:
-            return self.mlp.forward(x, x, self.post_attention_layernorm)
-        return self.mlp.forward(self.post_attention_layernorm.forward(x), x)
+        out_proj = self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj
+        x, rows, norm = self.post_attention_layernorm.resolve(out_proj.forward(mixed, ResidualStream(x)))
+        if norm is not None and not self._is_norm_fused:
+            rows, norm = norm.forward(rows), None
+        return self.mlp.forward(rows, ResidualStream(x), norm)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -287,8 +313,7 @@ def run_between(
     mixed: Tensor, x: Tensor, layer: Qwen3NextLayer, next_layer: Qwen3NextLayer
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the code between two calls of `mix`; returns the residual stream and the inputs of the next `mix`."""
-    x = layer.after_mix(mixed, x)
-    return x, *next_layer.before_mix(x)
+    return next_layer.before_mix(layer.after_mix(mixed, x))
 
 
 class Qwen3NextModel(nn.Module):
@@ -319,15 +344,15 @@ class Qwen3NextModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden states [T, hidden]."""
         rotation = self._rotary.plan(positions)
-        x = self.embed_tokens.forward(input_ids)
         layer, *later_layers = self.layers
-        projected = layer.before_mix(x)
+        x, *inputs = layer.before_mix(ResidualStream(self.embed_tokens.forward(input_ids)))
+        projected = tuple(inputs)
         for next_layer in later_layers:
             mixed = layer.mix(projected, rotation, ctx)
             x, *inputs = self._run_between[_classify_pair(layer, next_layer)](mixed, x, layer, next_layer)
             projected = tuple(inputs)
             layer = next_layer
-        return self.norm.forward(layer.after_mix(layer.mix(projected, rotation, ctx), x))
+        return self.norm.normalize(layer.after_mix(layer.mix(projected, rotation, ctx), x))
 
 
 def _classify_pair(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[bool, bool, bool]:

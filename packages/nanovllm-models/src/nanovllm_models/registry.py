@@ -1,4 +1,4 @@
-"""Loads a model directory with the family for its architecture."""
+"""Loads a model directory, with the family that implements the directory's architecture."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ class BuildSpec(Protocol):
         ...
 
 
-# Families by the name under `architectures` in config.json.
+# Maps a name in the field `architectures` of config.json to the function of its family.
 FAMILIES: dict[str, BuildSpec] = {
     "LlamaForCausalLM": llama.build_spec,
     "Qwen2ForCausalLM": qwen2.build_spec,

@@ -1,4 +1,7 @@
-"""Encodes a text's segments separately and caches their token ids. A segment is the text between two added tokens."""
+"""Encodes a text's segments separately and caches their token ids.
+
+A segment is the text between two added tokens, such as special tokens.
+"""
 
 import logging
 import re
@@ -148,7 +151,7 @@ class SegmentEncoder:
 def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CACHE_BYTES) -> SegmentEncoder | None:
     """Return an encoder for `backend`; None if a segment's ids may depend on other segments."""
     added_tokens = backend.get_added_tokens_decoder()
-    # The backend matches the other added tokens later, in a segment that is already normalized.
+    # Texts are not split at normalized added tokens: the backend finds these later, in a segment's normalized text.
     splitting_ids = {token.content: token_id for token_id, token in added_tokens.items() if not token.normalized}
     depends_on_context = any(
         token.single_word or token.lstrip or token.rstrip for token in added_tokens.values() if not token.normalized

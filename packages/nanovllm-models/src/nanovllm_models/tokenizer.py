@@ -51,7 +51,7 @@ class Tokenizer:
         self._length_bound = find_length_bound(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
-        # Template variables are keyword arguments of this function, next to its own parameters.
+        # Template variables can't have these names, because `apply_chat_template` takes variables as keyword arguments.
         self._reserved_names = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
 
     @property
@@ -61,7 +61,7 @@ class Tokenizer:
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Exchange encoded pieces of text with other processes, if this tokenizer caches such segments."""
+        """Exchange the token ids of segments with other processes. Does nothing if segments are not cached."""
         if self._segment_encoder is not None:
             self._segment_encoder.share(exchange)
 
@@ -80,7 +80,7 @@ class Tokenizer:
         return token_ids
 
     def min_num_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of `text`, much faster than `encode`; 0 without a bound."""
+        """Return a lower bound of the number of tokens of `text`, much faster than `encode`; 0 if no bound is known."""
         return 0 if self._length_bound is None else self._length_bound.min_num_tokens(text)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:

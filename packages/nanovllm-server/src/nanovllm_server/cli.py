@@ -78,18 +78,23 @@ def parser() -> argparse.ArgumentParser:
         type=integer_from(1),
         help="processes that serve HTTP; default: depends on the device and the number of cores",
     )
-    http.add_argument("--max-queue", type=integer_from(0), default=1024, help="sequences that may wait; more get a 429")
     http.add_argument(
-        "--max-body-mib", type=integer_from(1, 1024), default=16, help="size of a request's body; larger ones get a 413"
+        "--max-queue", type=integer_from(0), default=1024, help="sequences that may wait; others get a 429"
+    )
+    http.add_argument(
+        "--max-body-mib",
+        type=integer_from(1, 1024),
+        default=16,
+        help="maximum body of a request; a larger one gets a 413",
     )
     http.add_argument(
         "--body-memory-mib",
         type=integer_from(1),
         metavar="MIB",
-        help="memory of all large bodies in each HTTP worker; further ones wait; default: twice --max-body-mib",
+        help="memory for large bodies in each HTTP worker; further bodies wait; default: twice --max-body-mib",
     )
     http.add_argument(
-        "--request-timeout", type=seconds, metavar="SECONDS", help="maximum time; a longer request gets a 504"
+        "--request-timeout", type=seconds, metavar="SECONDS", help="maximum time of a request; then a 504"
     )
     http.add_argument(
         "--drain-timeout",
@@ -99,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         help="time for running requests to end when the server stops",
     )
     http.add_argument(
-        "--allow-priority", action="store_true", help="let requests set `priority`; without it they get a 400"
+        "--allow-priority", action="store_true", help="let requests set `priority`; otherwise such requests get a 400"
     )
     http.add_argument(
         "--worker-timeout",
@@ -108,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="an HTTP worker that does not respond for this time is replaced",
     )
-    http.add_argument("--chat-template", help="Jinja template to use instead of the model's, or a file with it")
+    http.add_argument("--chat-template", help="Jinja template instead of the model's, or a file with a template")
     http.add_argument("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="format of reasoning")
     http.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help="format of tool calls")
     model = flags.add_argument_group("model")
@@ -118,6 +123,8 @@ def parser() -> argparse.ArgumentParser:
     add_engine_flags(
         engine.add_argument,
         (
+            "tensor_parallel_size",
+            "expert_parallel",
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -147,10 +154,11 @@ def parser() -> argparse.ArgumentParser:
         "--metrics-prefix",
         choices=METRICS_PREFIXES,
         default="nanovllm",
-        help="prefix of the metrics' names; vllm: names and labels of vLLM, for its dashboards",
+        help="prefix of the metrics' names; vllm: use vLLM's names and labels, for dashboards made for vLLM",
     )
     logs.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the log")
-    logs.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level")
+    levels = ("debug", "info", "warning", "error")
+    logs.add_argument("--log-level", choices=levels, default="info", help="lowest level of messages in the log")
     logs.add_argument("--log-prompts", action="store_true", help="write rendered prompts to the log")
     return flags
 
@@ -194,7 +202,7 @@ def settings(options: argparse.Namespace) -> "Settings":
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if not allowed_hosts and api_keys:
-        # The key already protects the server, because an attacker's page does not know the key.
+        # The key already protects the server: a page that attacks through DNS rebinding does not know the key.
         allowed_hosts = (ANY_NAME,)
     body_memory_mib = options.body_memory_mib or 2 * options.max_body_mib
     if body_memory_mib < options.max_body_mib:

@@ -12,11 +12,16 @@ from nanovllm_server.flag_types import integer_from
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
+# Additional names of flags.
+_SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 _DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)}
 
 
 def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]) -> None:
-    """Adds one flag for each of these fields of `EngineConfig`. A boolean field gets the flag `--no-NAME`."""
+    """Adds one flag for each of these fields of `EngineConfig`.
+
+    A boolean field gets the flag `--NAME` if its default is False, else `--no-NAME`.
+    """
     hints = get_type_hints(EngineConfig, include_extras=True)
     for name in field_names:
         field_type, description = get_args(hints[name])
@@ -24,9 +29,10 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         value_type, is_optional = _split_optional(field_type)
         options: dict[str, Any] = {"default": argparse.SUPPRESS if is_optional else _DEFAULT_BY_FIELD[name]}
         if value_type is bool:
-            flag = f"no-{flag}"
-            description = f"turn off: {description}"
-            options = {"default": argparse.SUPPRESS, "dest": name, "action": "store_const", "const": False}
+            turns_on = _DEFAULT_BY_FIELD[name] is False
+            if not turns_on:
+                flag, description = f"no-{flag}", f"turn off: {description}"
+            options = {"default": argparse.SUPPRESS, "dest": name, "action": "store_const", "const": turns_on}
         elif get_origin(value_type) is Literal:
             choices = get_args(value_type)
             if is_optional and isinstance(choices[0], str):
@@ -38,7 +44,7 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         else:
             # Every optional integer is a size of at least 1.
             options["type"] = integer_from(1) if value_type is int and is_optional else value_type
-        add_flag(f"--{flag}", help=description.replace("%", "%%"), **options)
+        add_flag(*_SHORT_FLAGS.get(name, ()), f"--{flag}", help=description.replace("%", "%%"), **options)
 
 
 def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig:

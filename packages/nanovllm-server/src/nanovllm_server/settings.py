@@ -29,12 +29,12 @@ class Settings:
 
     model: a directory, or a repository of the Hugging Face Hub; None for the bundled model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
-    api_keys: accepted keys; empty: requests need no key.
+    api_keys: accepted API keys; if there are none, requests need no key.
     allowed_hosts: names that the Host header may have, besides addresses and names such as localhost; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
     reasoning_parser, tool_call_parser: name of a format, or "none"; None: detect the format from the template.
-    load_format: dummy: random weights instead of the model's.
+    load_format: "dummy" for random weights instead of the model's weights.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
     body_memory_bytes: maximum memory of all large request bodies in each worker.
     drain_timeout_s: time for running requests to end when the server stops.
@@ -68,7 +68,7 @@ class Settings:
 
 
 def read_template(template_or_path: str) -> str:
-    """Returns the argument if it has a brace or a line break, else the text of the file at this path.
+    """Returns the argument if it has a brace or a line break, and otherwise the text of the file at this path.
 
     Raises: SettingsError.
     """

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.flags import build_parser
-from nanovllm_server.bench.workload import LengthRange
+from nanovllm_server.bench.workload import IntegerRange
 
 COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "soak", "trace", "kernels")
 
@@ -31,13 +31,13 @@ def test_help_imports_nothing_slow():
 
 def test_lengths_parse_as_a_number_or_a_range():
     options = build_parser().parse_args(["throughput", "--input-len", "7", "--output-len", "3..5"])
-    assert (options.input_len, options.output_len) == (LengthRange(7, 7), LengthRange(3, 5))
+    assert (options.input_len, options.output_len) == (IntegerRange(7, 7), IntegerRange(3, 5))
 
 
 def test_throughput_defaults_to_nano_bench():
     options = build_parser().parse_args(["throughput"])
     assert options.num_requests == 256
-    assert options.input_len == options.output_len == LengthRange(100, 1024)
+    assert options.input_len == options.output_len == IntegerRange(100, 1024)
     assert (options.temperature, options.prefix_len, options.peer) == (0.6, 0, "none")
 
 

@@ -104,7 +104,7 @@ def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     assert set(steps) == {"host", "plan", "launch", "output"}
     assert steps["launch"] == steps["output"] == steps["host"] == 11
     # A CPU records no times of the device.
-    assert figures_of_trace["rest"] is None
+    assert figures_of_trace["device_idle"] is None
 
 
 def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):

@@ -12,7 +12,7 @@ from nanovllm_server.bench import serve
 from nanovllm_server.bench.client import ExchangeError, list_models, parse_base_url, stream_chat
 from nanovllm_server.bench.report import BenchError, OutputFiles
 from nanovllm_server.bench.serve import ServeOptions, latency_stats
-from nanovllm_server.bench.workload import LengthRange, WorkloadShape
+from nanovllm_server.bench.workload import IntegerRange, WorkloadShape
 
 OK_HEAD = b"HTTP/1.1 200 OK_HEAD\r\n\r\n"
 
@@ -22,7 +22,7 @@ def options(url) -> ServeOptions:
     return ServeOptions(
         endpoint=parse_base_url(f"{url}/v1", None),
         model=None,
-        shape=WorkloadShape(6, LengthRange(3, 5), LengthRange(8, 8)),
+        shape=WorkloadShape(6, IntegerRange(3, 5), IntegerRange(8, 8)),
         rates=[None],
         concurrencies=[None],
         temperature=0.0,
@@ -133,7 +133,7 @@ async def test_engine_death_in_mid_stream_is_an_error(options, engine):
     engine.endless, engine.delay = True, 0.005
     asyncio.get_running_loop().call_later(0.1, engine.die, "out of memory")
     with pytest.raises(BenchError, match="out of memory"):
-        await serve.measure(replace(options, shape=WorkloadShape(3, LengthRange(3, 3), LengthRange(400, 400))))
+        await serve.measure(replace(options, shape=WorkloadShape(3, IntegerRange(3, 3), IntegerRange(400, 400))))
 
 
 async def test_only_deltas_with_content_are_pieces():

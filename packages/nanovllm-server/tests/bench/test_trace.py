@@ -31,7 +31,7 @@ def run_trace(tmp_path, path, *flags: str):
     result = tmp_path / "result.json"
     assert bench_cli.main(["trace", str(path), *flags, "--json", str(result)]) == 0
     figures = json.loads(result.read_bytes())
-    return {track.pop("track"): track for track in figures["tracks"]}, figures["rest"]
+    return {track.pop("track"): track for track in figures["tracks"]}, figures["device_idle"]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from nanovllm_server.bench.workload import (
     SINGLE_TOKEN_WORDS,
-    LengthRange,
+    IntegerRange,
     WorkloadShape,
     arrival_times,
     random_prompts,
@@ -10,11 +10,11 @@ from nanovllm_server.bench.workload import (
     random_text_requests,
 )
 
-SHAPE = WorkloadShape(50, LengthRange(3, 9), LengthRange(2, 5), prefix_len=4)
+SHAPE = WorkloadShape(50, IntegerRange(3, 9), IntegerRange(2, 5), prefix_len=4)
 
 
 def test_nano_bench_has_133966_output_tokens():
-    requests = random_requests(WorkloadShape(256, LengthRange(100, 1024), LengthRange(100, 1024)), vocab_size=151_936)
+    requests = random_requests(WorkloadShape(256, IntegerRange(100, 1024), IntegerRange(100, 1024)), vocab_size=151_936)
     assert sum(request.max_tokens for request in requests) == 133_966
     assert max(max(request.prompt) for request in requests) == 10_000
 

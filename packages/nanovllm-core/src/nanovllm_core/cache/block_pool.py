@@ -49,7 +49,7 @@ class BlockPool:
         self._num_holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder from each block. Blocks without a holder are evicted in the order of `blocks`.
+        """Remove one holder from each block. Blocks without a holder can be evicted later, in the order of `blocks`.
 
         Raises RuntimeError if a block has no holder.
         """

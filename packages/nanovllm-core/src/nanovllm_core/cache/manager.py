@@ -17,7 +17,11 @@ class BlockShortage(NamedTuple):
 
 
 class CacheManager:
-    """Manages the blocks of all requests. state_pool: None for a model without recurrent layers."""
+    """Manages the blocks of all requests.
+
+    watermark: share of all blocks that `admit` can keep free.
+    state_pool: None for a model without recurrent layers.
+    """
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # Cached tokens yield no logits. Compute the tokens whose logits are needed for sampling or log-probabilities.
+        # Cached tokens yield no logits, so stop before the first token whose logits are needed.
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )

@@ -80,7 +80,7 @@ class CacheLayout:
 
 
 class CacheSize(NamedTuple):
-    """The size of the caches. The null block and the null slot are not counted."""
+    """The size of the caches, not counting the null block and the null slot (index 0), which padding uses."""
 
     num_blocks: int
     num_slots: int

@@ -33,7 +33,7 @@ class PrefixHasher:
         self._block_size = block_size
         self._algorithm: HashAlgorithm = algorithm
         self._hash_blocks: HashBlocks = _hash_blocks_sha256 if algorithm == "sha256" else _hash_blocks_fast
-        # Clients do not know the secret, so they can't compute hashes.
+        # Without this secret, clients can't compute hashes to search for collisions.
         self._secret = secrets.token_bytes(32)
 
     def extend_hashes(self, request: RequestState) -> None:

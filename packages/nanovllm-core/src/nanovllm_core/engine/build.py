@@ -1,7 +1,10 @@
 """Builds an engine's loop."""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -9,7 +12,9 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
+from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
+from nanovllm_core.engine.server import THREAD_NAME
 from nanovllm_core.engine.trace import StepTracer, TraceFile
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
@@ -20,6 +25,8 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
+
+Result = TypeVar("Result")
 
 
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
@@ -33,20 +40,23 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_flash_attention=has_flash_attention(),
         has_cute=has_cute(),
         has_fp8=has_fp8(),
+        num_gpus=torch.cuda.device_count(),
     )
     # Open the file before loading the model, so that an unusable path fails at once.
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
-    executor = ThreadPoolExecutor(1, "nanovllm-engine")
+    executor = ThreadPoolExecutor(1, THREAD_NAME)
+    ranks = RankProcesses(spec, resolved) if resolved.tensor_parallel_size > 1 else None
+    step_time_model = StepTimeModel()
     try:
-        event_loop = asyncio.get_running_loop()
-        runner = await event_loop.run_in_executor(executor, start_runner, spec, resolved)
-        step_time_model = StepTimeModel()
+        runner = await _run_on_thread(executor, ranks, partial(_start_rank_0, spec, resolved, ranks))
         token_limits = resolved.max_num_batched_tokens, runner.max_model_len
         with log_phase("calibration"):
-            await event_loop.run_in_executor(executor, calibrate, step_time_model, runner.time_step, *token_limits)
+            await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
     except BaseException:
         executor.shutdown(wait=False)
+        if ranks is not None:
+            await asyncio.to_thread(ranks.close)
         spin_control.close()
         if trace_file is not None:
             trace_file.close()
@@ -62,7 +72,43 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         spin_control,
         None if trace_file is None else StepTracer(trace_file, runner.device),
         grammars,
+        ranks,
     )
+
+
+def _start_rank_0(spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses | None) -> Runner:
+    return start_runner(spec, config) if ranks is None else ranks.start_rank_0(spec)
+
+
+async def _run_on_thread(
+    executor: ThreadPoolExecutor, ranks: RankProcesses | None, function: Callable[[], Result]
+) -> Result:
+    """Run a function on the engine's thread. If another rank ends meanwhile, raise the reason instead."""
+    event_loop = asyncio.get_running_loop()
+    result = event_loop.run_in_executor(executor, function)
+    if ranks is None:
+        return await result
+    failure = event_loop.create_future()
+
+    def end_wait() -> None:
+        if not failure.done():
+            failure.set_result(None)
+
+    ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(end_wait))
+    await asyncio.wait((result, failure), return_when=asyncio.FIRST_COMPLETED)
+    if failure.done():
+        # Ending all ranks also ends the thread's wait for them, except on a GPU.
+        await asyncio.to_thread(ranks.close)
+        await asyncio.wait([result], timeout=FAILED_RANK_TIMEOUT_S)
+        ranks.check()
+    try:
+        return await result
+    except ValueError:
+        raise
+    except Exception:
+        # The other rank's end is the cause of this rank's error.
+        await asyncio.to_thread(ranks.wait_for_failure)
+        raise
 
 
 def _make_scheduler(

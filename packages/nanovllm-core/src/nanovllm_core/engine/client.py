@@ -24,7 +24,7 @@ from nanovllm_core.request import Request
 if TYPE_CHECKING:
     from nanovllm_core.model import ModelSpec
 
-# Time for which the client reads remaining messages after the engine's process has ended.
+# After the engine's process has ended, the client reads remaining messages for this time.
 _DRAIN_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class EngineClient(Engine):
 
     @classmethod
     async def adopt(cls, owned_process: EngineProcess) -> "EngineClient":
-        """Own a started engine, and wait until the engine serves. Raises ConfigError, EngineDeadError."""
+        """Return the owner of a started engine, once the engine serves. Raises ConfigError, EngineDeadError."""
         try:
             return await cls._connect(owned_process.address, owned_process)
         except BaseException as error:
@@ -198,7 +198,7 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """The recipe of an engine process, once `spec` and `config` are bound."""
+    """Return the arguments. With bound arguments, this function is the recipe of an engine process."""
     return spec, config
 
 

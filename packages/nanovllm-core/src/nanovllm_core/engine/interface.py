@@ -51,7 +51,7 @@ class OpenRequest:
 
 
 class Engine(ABC):
-    """An engine. first_key: key of the first request. death_reason: why the engine is dead; None while it lives."""
+    """An engine. first_key: key (internal id) of the first request. death_reason: why the engine is dead, or None."""
 
     def __init__(self, info: EngineInfo, first_key: int = 0):
         self.info = info

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import StepTracer, Track
@@ -25,9 +26,10 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_kernels.openmp_spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
-# Interval of stats while the engine has requests, also during a long step.
+# Interval at which `run` emits stats while the engine has requests, also during a long step.
 STATS_INTERVAL_S = 0.1
-# The plan of the next step should be ready after this share of the running step's predicted time. Few steps end before.
+# The plan of the next step should be ready after this share of the predicted time of the running step, because few
+# steps end earlier.
 PLAN_READY_SHARE = 0.85
 # Planning takes about PLANNING_LEAD_S, plus PLANNING_LEAD_PER_REQUEST_S per waiting request.
 PLANNING_LEAD_S = 0.002
@@ -37,20 +39,22 @@ _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
 
 
 class EngineLoop:
-    """Drives the scheduler and the runner on the thread `nanovllm-engine`, with at most `depth` steps in flight."""
+    """Drives the scheduler and the runner on the thread `nanovllm-engine`, with at most `max_steps_in_flight`."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         info: EngineInfo,
-        depth: int,
+        max_steps_in_flight: int,
         executor: ThreadPoolExecutor,
         spin_control: SpinControl,
         tracer: StepTracer | None,
         grammars: Grammars | None,
+        ranks: RankProcesses | None,
     ):
         self.info = info
+        self._ranks = ranks
         self._grammars = grammars
         # Tasks that compile the grammars of requests, by request key.
         self._compile_tasks: dict[int, asyncio.Task[None]] = {}
@@ -59,7 +63,7 @@ class EngineLoop:
         self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
-        self._depth = depth
+        self._max_steps_in_flight = max_steps_in_flight
         self._tracer = tracer
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
         # Time of `time.perf_counter` at which the device began the oldest step in flight.
@@ -68,14 +72,14 @@ class EngineLoop:
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control  # shortens the busy waiting of torch's threads
-        # Messages to the engine thread, in order of arrival: new requests, and keys of aborted requests.
+        # Messages to the engine thread in order of arrival: a new request, or the key of an aborted request.
         self._inbox: deque[RequestState | int] = deque()
         self._inbox_changed = threading.Event()
         self._is_stopping = False
         # Messages from the engine thread to the event loop.
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_collection_s = 0.0
-        # The last collected stats, and the last stats that were passed to `emit`.
+        # The stats collected last, and the stats passed to `emit` last.
         self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
         self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
@@ -87,7 +91,7 @@ class EngineLoop:
         return (await self._grammars.compile(spec)).parameter_types
 
     def submit(self, key: int, client_request: Request) -> None:
-        """Queue a validated request with a unique key, once its grammar is compiled."""
+        """Queue a validated request with a unique key. The request waits until its grammar is compiled."""
         self._open_requests[key] = request = RequestState(key, client_request)
         spec = request.sampling.grammar
         if spec is not None and self._grammars is not None:
@@ -127,7 +131,7 @@ class EngineLoop:
         self._inbox_changed.set()
 
     async def run(self, emit: Emit) -> None:
-        """Serve until `stop`. Raises the exception of a failed step, after which the engine cannot continue.
+        """Serve until `stop`. Raises the exception of a failed step or rank, after which the engine cannot continue.
 
         emit: called with the outputs of each step and with stats. Stats are None except about every STATS_INTERVAL_S.
         """
@@ -135,8 +139,13 @@ class EngineLoop:
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)
         steps_future.add_done_callback(lambda _: self._outbox_changed.set())
         stats_task = asyncio.create_task(self._report_stats(emit))
+        if self._ranks is not None:
+            self._ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(self._outbox_changed.set))
         try:
             while True:
+                # The thread may wait for an ended rank forever, so do not wait for the thread.
+                if self._ranks is not None:
+                    self._ranks.check()
                 # Check before emptying the outbox: the thread posts its last outputs before it ends.
                 has_thread_ended = steps_future.done()
                 while self._outbox:
@@ -148,16 +157,35 @@ class EngineLoop:
                     break
                 await self._outbox_changed.wait()
                 self._outbox_changed.clear()
-            await steps_future
+            await self._raise_cause(steps_future)
         finally:
             stats_task.cancel()
             self.stop()
-            await asyncio.wait([steps_future])
-            self._executor.shutdown()
+            await self._end_thread(steps_future)
             for compile_task in self._compile_tasks.values():
                 compile_task.cancel()
             if self._grammars is not None:
                 self._grammars.close()
+
+    async def _raise_cause(self, steps_future: "asyncio.Future[None]") -> None:
+        """Raise the exception that has ended the thread: if a rank has ended, the reason of that end."""
+        try:
+            await steps_future
+        except Exception:
+            if self._ranks is not None:
+                await asyncio.to_thread(self._ranks.wait_for_failure)
+            raise
+
+    async def _end_thread(self, steps_future: "asyncio.Future[None]") -> None:
+        """End the thread and the other ranks. On a GPU, a thread that waits for an ended rank continues to wait."""
+        if self._ranks is not None and self._ranks.has_failed:
+            await asyncio.to_thread(self._ranks.close)
+            await asyncio.wait([steps_future], timeout=FAILED_RANK_TIMEOUT_S)
+        else:
+            await asyncio.wait([steps_future])
+        self._executor.shutdown(wait=steps_future.done())
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)
 
     async def _report_stats(self, emit: Emit) -> None:
         """Emit stats at intervals while requests are open and no finished step carries stats."""
@@ -201,6 +229,12 @@ class EngineLoop:
             self._post_outputs(event_loop)
             while self._steps_in_flight:
                 self._complete_oldest_step()
+            if self._ranks is not None:
+                self._ranks.stop()
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.abandon()
+            raise
         finally:
             if self._tracer is not None:
                 self._tracer.file.close()
@@ -223,7 +257,7 @@ class EngineLoop:
             self._post(event_loop, outputs)
 
     def _launch_steps(self, event_loop: asyncio.AbstractEventLoop) -> None:
-        while len(self._steps_in_flight) < self._depth:
+        while len(self._steps_in_flight) < self._max_steps_in_flight:
             self._wait_to_plan(event_loop)
             step = self._plan_step()
             if step is None:

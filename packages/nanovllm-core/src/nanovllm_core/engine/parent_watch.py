@@ -15,23 +15,24 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     """Start a thread that ends this process when the parent process has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event. If the caller sets the event, the main thread first gets `EXIT_GRACE_S` seconds to exit by itself.
+    Returns an event, which the caller sets when the main thread can exit by itself. The main thread then has
+    `EXIT_GRACE_S` seconds to exit after the parent's end.
     """
-    exits_gracefully = threading.Event()
+    can_exit_gracefully = threading.Event()
     parent = multiprocessing.parent_process()
     if parent is None:
-        return exits_gracefully
+        return can_exit_gracefully
 
     def exit_after_parent() -> None:
         parent.join()
         if clean_up is not None:
             clean_up()
-        if exits_gracefully.is_set():
+        if can_exit_gracefully.is_set():
             time.sleep(EXIT_GRACE_S)
         os._exit(EXIT_CODE)
 
     threading.Thread(target=exit_after_parent, name="nanovllm-parent", daemon=True).start()
-    return exits_gracefully
+    return can_exit_gracefully
 
 
 def has_parent_ended() -> bool:

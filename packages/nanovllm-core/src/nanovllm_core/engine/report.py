@@ -30,6 +30,7 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
         prefix_caching=config.prefix_caching,
         attention_backend=config.attention_backend,
         supports_grammars=spec.vocabulary is not None,
+        num_ranks=config.tensor_parallel_size,
         matmul_arithmetic=describe_arithmetic(runner.device, config.torch_dtype),
     )
 

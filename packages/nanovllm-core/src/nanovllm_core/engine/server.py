@@ -9,6 +9,7 @@ import gc
 import itertools
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import zmq.asyncio
 
 from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
-from nanovllm_core.engine.parent_watch import exit_with_parent, has_parent_ended
+from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.malloc_heaps import limit_malloc_heaps
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
 # Returns the model and the settings. The engine's process calls the recipe, because the call may import torch.
 EngineRecipe = Callable[[], tuple["ModelSpec", EngineConfig]]
 
-# Number of malloc heaps. With a heap for each thread that compiles grammars, freed grammars leave more unused memory.
+# Maximum number of malloc heaps. If each thread that compiles grammars had a heap, freed grammars would leave more
+# unused memory.
 NUM_HEAPS = 2
+
+THREAD_NAME = "nanovllm-engine"  # prefix of the name of the thread that runs the model
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> Non
     """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
 
     endpoint: ZeroMQ endpoint to bind, in a directory of its own. If the parent has ended, the directory is removed.
-    lifeline: kept open while this process lives, so that clients detect the end of the process.
+    lifeline: end of a pipe, open while this process lives, so that clients detect the end of the process.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,11 +59,15 @@ def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> Non
     limit_malloc_heaps(NUM_HEAPS)
     remove_socket = partial(_remove_socket, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
-    exits_gracefully = exit_with_parent(remove_socket)
+    can_exit_gracefully = exit_with_parent(remove_socket)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(recipe, endpoint, exits_gracefully))
+        asyncio.run(_serve(recipe, endpoint, can_exit_gracefully))
     if has_parent_ended():
         remove_socket()
+    if any(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate()):
+        # The thread that runs the model waits for a rank that has ended. Python would wait for the thread.
+        logging.shutdown()
+        os._exit(EXIT_CODE)
 
 
 def _remove_socket(endpoint: str) -> None:
@@ -70,7 +78,7 @@ def _remove_socket(endpoint: str) -> None:
         path.parent.rmdir()
 
 
-async def _serve(recipe: EngineRecipe, endpoint: str, exits_gracefully: threading.Event) -> None:
+async def _serve(recipe: EngineRecipe, endpoint: str, can_exit_gracefully: threading.Event) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
         # Without high-water marks, no message is dropped or blocked. Mandatory routing reports disconnected clients.
@@ -91,10 +99,10 @@ async def _serve(recipe: EngineRecipe, endpoint: str, exits_gracefully: threadin
                 _log.exception("the engine could not start")
             await _send_to_all(socket, wire.StartFailed(_one_line(error), is_config_error))
             return
-        # Exclude the existing objects from garbage collections, because most live until the process ends.
+        # Exclude existing objects from garbage collections, because most of them live until the process ends.
         gc.collect()
         gc.freeze()
-        exits_gracefully.set()
+        can_exit_gracefully.set()
         await EngineServer(engine_loop, socket).run()
 
 

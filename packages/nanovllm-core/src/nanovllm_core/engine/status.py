@@ -11,8 +11,9 @@ GRAMMARS_UNSUPPORTED = (
 class EngineInfo:
     """Properties of an engine that do not change. Settings: see `EngineConfig`.
 
-    num_blocks: number of cache blocks without the null block.
-    num_state_slots: number of state slots without the null slot; 0 for a model without recurrent layers.
+    num_blocks: number of cache blocks, not counting the null block, which padding uses.
+    num_state_slots: number of state slots, not counting the null slot; 0 for a model without recurrent layers.
+    num_ranks: number of processes that share the model.
     matmul_arithmetic: how matrix products are computed, as text for users.
     """
 
@@ -32,6 +33,7 @@ class EngineInfo:
     supports_grammars: bool = False
     num_state_slots: int = 0
     state_bytes: int = 0
+    num_ranks: int = 1
     matmul_arithmetic: str = ""
 
     @property
@@ -53,7 +55,8 @@ class EngineStats:
     step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, under the
         lowest maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
-    step_limit_s: time limit of a mixed step (with prompts and decodes).
+    step_limit_s: time limit of a step with prompts and decodes.
+    decode_step_s: moving average of the times of steps without prompts.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
     step_time_error: mean relative error of recent predictions of step times.
     """

@@ -80,7 +80,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step for one client, perhaps empty. stats: None between two intervals of stats."""
+    """The outputs of one step for one client, perhaps empty. stats: sent about ten times a second, otherwise None."""
 
     outputs: StepOutputs
     stats: EngineStats | None

@@ -202,13 +202,13 @@ class Constraints:
         # Number of coming steps that will match each row in a separate call.
         self._num_separate_steps = 0
 
-    def begin_step(self, plan: StepPlan) -> bool:
-        """Begin a step. Returns whether the step must call `fill_masks` before it samples."""
+    def begin_step(self, plan: StepPlan) -> int:
+        """Begin a step. Returns the number of masks; if it is not 0, call `fill_masks` before sampling."""
         for new in plan.new_rows:
             self._replace_constraint(new)
         self.failures, self._step_constraints, self._mask_candidates = [], [], []
         if not self._constraint_by_row:
-            return False
+            return 0
         rows, _, is_sampled = plan.scheduled
         sampling_rows = rows[is_sampled]
         for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
@@ -217,7 +217,7 @@ class Constraints:
             if constraint.may_need_mask:
                 self._mask_candidates.append((index, constraint))
             constraint.num_launched_outputs += 1
-        return bool(self._mask_candidates)
+        return len(self._mask_candidates)
 
     def fill_masks(self, sampling_indices: NDArray[np.int64]) -> Masks | None:
         """Wait for the tokens of earlier steps and fill the masks. Returns None if no row is restricted.

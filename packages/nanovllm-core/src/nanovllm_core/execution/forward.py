@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm_core.cache.memory import CacheMemory
@@ -10,6 +11,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable
 from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
 from nanovllm_kernels.attention.mla import plan_latent_batch
@@ -43,7 +45,8 @@ class BatchBounds(NamedTuple):
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
-    logits: [num_reqs, vocab], logits of each request's last token; empty if the step samples no token.
+    logits: [n, vocab], logits of the last token of each request in this rank's share of the requests (`own_rows`);
+        empty if the step samples no token.
     seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
     """
@@ -56,11 +59,23 @@ class ForwardOutput(NamedTuple):
 class ForwardPass:
     """Runs the model on rows of the request table."""
 
-    def __init__(self, model: CausalLM, table: RequestTable, cache: CacheMemory, config: ResolvedConfig):
+    def __init__(
+        self,
+        model: CausalLM,
+        table: RequestTable,
+        cache: CacheMemory,
+        config: ResolvedConfig,
+        parallel: ParallelContext,
+    ):
         self._model = model
+        self._parallel = parallel
         self._table = table
         self._cache = cache
         self._config = config
+        # Whether the ranks' hidden states have differed since the start. None: not checked.
+        self.has_disagreement: Tensor | None = None
+        if config.check_ranks and parallel.size > 1:
+            self.has_disagreement = torch.zeros(1, dtype=torch.bool, device=table.device)
         attention = cache.layout.attention_specs[0]
         self._num_heads = attention.num_heads
         self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
@@ -92,11 +107,29 @@ class ForwardPass:
             cache.state_caches,
             state_batch,
         )
-        return self._model.forward(batch.input_ids, batch.positions, context), batch
+        hidden = self._model.forward(batch.input_ids, batch.positions, context)
+        if self.has_disagreement is not None:
+            self.has_disagreement.logical_or_(self._differs_on_other_ranks(hidden, rows.query_start_loc[-1]))
+        return hidden, batch
+
+    def _differs_on_other_ranks(self, hidden: Tensor, num_tokens: Tensor) -> Tensor:
+        """Whether the first `num_tokens` rows of `hidden` have other bits on another rank. Other rows are padding."""
+        is_token = torch.arange(len(hidden), device=hidden.device) < num_tokens
+        digest = hidden.masked_fill(~is_token.unsqueeze(1), 0).view(torch.uint8).sum().view(1)
+        return (self._parallel.gather_rows(digest, self._parallel.size) != digest).any()
 
     def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
-        """Logits [num_reqs, vocab] of each request's last token."""
-        return self._model.compute_logits(hidden.index_select(0, batch.last_token_indices))
+        """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""
+        return self.compute_own_logits(hidden.index_select(0, batch.last_token_indices))
+
+    def compute_own_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab] of this rank's share (`own_rows`) of hidden states, which are equal on all ranks.
+
+        Ranks exchange logits such that each rank has all columns of its rows. A rank can therefore choose the tokens of
+        its rows alone, with the same kernels as a single rank.
+        """
+        logits = self._parallel.exchange_columns(self._model.compute_logits(hidden))
+        return logits if logits.shape[1] == self._table.vocab_size else logits[:, : self._table.vocab_size]
 
     def plan_attention(
         self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds

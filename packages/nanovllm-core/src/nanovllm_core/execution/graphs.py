@@ -225,7 +225,8 @@ class StepGraphs:
         with torch.cuda.stream(stream):
             # The first measurement includes the memory of the pool and of libraries.
             total = capture_bytes(self._shapes[0])
-            for mode in {shape.mode for shape in self._shapes}:
+            # In the same order on all ranks, because captured steps wait for the other ranks.
+            for mode in dict.fromkeys(shape.mode for shape in self._shapes):
                 mode_shapes = [shape for shape in self._shapes if shape.mode == mode]
                 total += len(mode_shapes) * max(capture_bytes(shape) for shape in mode_shapes[:2])
         torch.cuda.current_stream().wait_stream(stream)

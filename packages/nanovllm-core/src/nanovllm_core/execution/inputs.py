@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm_core.parallel import ParallelContext
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -82,6 +84,12 @@ class MaskBuffer:
         self._device_buffer[: len(self._host_buffer)].copy_(self._host_buffer, non_blocking=True)
         self._is_clear = False
         return self.first_masks(len(rows))
+
+    def share(self, count: int, parallel: ParallelContext) -> Masks:
+        """Copy the first `count` masks of rank 0 to the other ranks."""
+        parallel.broadcast(self._device_buffer[: self._size + count * self._num_words])
+        self._is_clear = False
+        return self.first_masks(count)
 
     def first_masks(self, count: int) -> Masks:
         """Views of the first `count` masks."""

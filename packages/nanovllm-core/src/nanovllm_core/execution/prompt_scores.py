@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.sampling import compute_logprobs, compute_ranks
 
 MAX_SCORED_TOKENS = 128  # maximum number of prompt tokens whose logits are in memory at once
@@ -21,17 +22,24 @@ class PromptScores(NamedTuple):
 
 
 def score_prompt_tokens(
-    hidden: Tensor, tokens: Tensor, num_top: int, compute_logits: Callable[[Tensor], Tensor]
+    hidden: Tensor,
+    tokens: Tensor,
+    num_top: int,
+    compute_own_logits: Callable[[Tensor], Tensor],
+    parallel: ParallelContext,
 ) -> PromptScores:
     """Log-probabilities of prompt tokens, and of the `num_top` likeliest tokens at their positions.
 
-    hidden: [n, hidden], hidden states at the positions before the tokens. tokens: int32 [n].
+    hidden: [n, hidden], hidden states at the positions before the tokens.
+    tokens: int32 [n].
+    compute_own_logits: see `ForwardPass.compute_own_logits`.
     """
 
     def score_chunk(hidden: Tensor, tokens: Tensor) -> PromptScores:
-        logits = compute_logits(hidden)
-        result = compute_logprobs(logits, tokens, num_top)
-        return PromptScores(result.chosen, compute_ranks(logits, tokens), result.top_ids, result.top_logprobs)
+        logits, own_tokens = compute_own_logits(hidden), parallel.own_rows(tokens)
+        result = compute_logprobs(logits, own_tokens, num_top)
+        own_scores = result.chosen, compute_ranks(logits, own_tokens), result.top_ids, result.top_logprobs
+        return PromptScores(*(parallel.gather_rows(scores, len(tokens)) for scores in own_scores))
 
     chunks = map(score_chunk, hidden.split(MAX_SCORED_TOKENS), tokens.split(MAX_SCORED_TOKENS))
     return PromptScores(*map(torch.cat, zip(*chunks, strict=True)))

@@ -14,6 +14,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
 from nanovllm_core.execution.graphs import GraphShape, StepGraphs, graph_shapes
 from nanovllm_core.execution.host_copy import HostCopyRing
+from nanovllm_core.execution.plan_messages import PlanPublisher
 from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import StepHandle
@@ -39,8 +40,11 @@ class Runner:
     attention_rounds: how the device divides the attention of prompt chunks into rounds.
     """
 
-    def __init__(self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device):
+    def __init__(
+        self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device, parallel: ParallelContext
+    ):
         self.device = device
+        self._parallel = parallel
         self.device_name = describe_device(device).name
         self.is_asynchronous = device.type != "cpu"
         self.cache = CacheMemory(CacheLayout.from_specs(model.cache_specs(), config), device)
@@ -64,8 +68,10 @@ class Runner:
             device,
             has_recurrent_layers=bool(layout.state_specs),
         )
-        self._token_chooser = TokenChooser(self._table, compiles=config.compile)
-        self._forward = ForwardPass(model, self._table, self.cache, config)
+        self._token_chooser = TokenChooser(self._table, parallel, compiles=config.compile)
+        self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
+        # Sends plans to the other ranks. None: there are no other ranks, or they run the same steps by themselves.
+        self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_num_seqs, config.max_num_batched_tokens)
@@ -74,13 +80,13 @@ class Runner:
 
     @classmethod
     @torch.inference_mode()
-    def build(cls, spec: ModelSpec, config: ResolvedConfig) -> "Runner":
+    def build(cls, spec: ModelSpec, config: ResolvedConfig, parallel: ParallelContext) -> "Runner":
         """Build the model and the tables. Raises the exceptions of `spec.build` and of `CacheLayout.from_specs`."""
         device = torch.device(config.device)
         if device.type == "cuda":
             set_cache_directories()
-        model = spec.build(BuildContext(device, config.torch_dtype, ParallelContext(), config.compile))
-        return cls(model, spec, config, device)
+        model = spec.build(BuildContext(device, config.torch_dtype, parallel, config.compile))
+        return cls(model, spec, config, device, parallel)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -122,6 +128,10 @@ class Runner:
         self._table.step_buffer.clear()
         self.graphs.capture(self._run_padded_forward, self._token_chooser.choose_padded)
 
+    def release_graphs(self) -> None:
+        """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
+        self.graphs.release()
+
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
         """Measure the seconds of a step with one chunk, after `context_len` cached tokens. Call before any request."""
@@ -133,18 +143,25 @@ class Runner:
         return min(durations_s)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan, num_masks: int | None = None) -> StepHandle:
         """Launch a step. On CUDA the host waits for the previous step only if masks depend on its tokens.
 
         If `config.forbid_sync` is set, any other wait for the device raises RuntimeError.
+        num_masks: number of masks that rank 0 broadcasts; None on rank 0.
         """
         start = time.perf_counter()
         with _forbid_waiting() if self._config.forbid_sync else nullcontext():
-            handle = self._launch(plan)
+            if num_masks is None:
+                num_masks = self._token_chooser.begin_step(plan)
+            if self.plan_publisher is not None:
+                self.plan_publisher.publish(plan, num_masks)
+            handle = self._launch(plan, num_masks)
         handle.launch_s = time.perf_counter() - start
+        if (has_disagreement := self._forward.has_disagreement) is not None and bool(has_disagreement):
+            raise RuntimeError(f"the ranks have different hidden states after step {plan.step_number}")
         return handle
 
-    def _launch(self, plan: StepPlan) -> StepHandle:
+    def _launch(self, plan: StepPlan, num_masks: int) -> StepHandle:
         host_slot = None if self._host_copies is None else self._host_copies.next_slot()
         if host_slot is not None:
             host_slot.begin_event.record(host_slot.stream)
@@ -153,7 +170,7 @@ class Runner:
             self.cache.copy_states(*step.state_copies)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step)
-        return self._token_chooser.choose(plan, step, output, host_slot, graphs, prompt_scores)
+        return self._token_chooser.choose(step, output, num_masks, host_slot, graphs, prompt_scores)
 
     def _run_model(
         self, plan: StepPlan, step: StepInputs
@@ -176,7 +193,7 @@ class Runner:
         # The kernels need aligned memory, so copy the tokens.
         tokens = self._table.tokens[row, start : start + num_tokens].clone()
         hidden = hidden[first_logits_index : first_logits_index + num_tokens]
-        return score_prompt_tokens(hidden, tokens, num_top, self._model.compute_logits)
+        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_own_logits, self._parallel)
 
     def _run_padded_forward(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
@@ -234,14 +251,20 @@ class Runner:
         return handle.duration_s
 
 
-def start_runner(spec: ModelSpec, config: ResolvedConfig) -> Runner:
-    """Build a runner and prepare it for steps. Raises the exceptions of `Runner.build` and of `plan_cache`."""
+def start_runner(spec: ModelSpec, config: ResolvedConfig, parallel: ParallelContext | None = None) -> Runner:
+    """Build a runner and prepare it for steps. Raises the exceptions of `Runner.build` and of `plan_cache`.
+
+    parallel: this process's rank; None for a single rank. All ranks must call this function with equal settings.
+    """
+    parallel = parallel or ParallelContext()
     with log_phase("weights"):
-        runner = Runner.build(spec, config)
+        runner = Runner.build(spec, config, parallel)
     with log_phase("compile"):
         runner.warm_up()
     with log_phase("memory"):
-        runner.allocate(plan_cache(config, runner.cache.layout, runner.measure_free_bytes()))
+        # All ranks have the same blocks, so the rank with the least memory decides.
+        free_bytes = parallel.minimum(runner.measure_free_bytes(), runner.device)
+        runner.allocate(plan_cache(config, runner.cache.layout, free_bytes))
     with log_phase("capture"):
         runner.capture()
     return runner

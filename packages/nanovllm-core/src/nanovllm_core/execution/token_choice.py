@@ -14,6 +14,7 @@ from nanovllm_core.execution.prompt_scores import PromptScores
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
 from nanovllm_kernels.request_tables import TokenTables, commit_tokens
@@ -42,28 +43,34 @@ GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 class TokenChooser:
     """Chooses the tokens of all rows of a step with kernels or a captured graph."""
 
-    def __init__(self, table: RequestTable, *, compiles: bool):
+    def __init__(self, table: RequestTable, parallel: ParallelContext, *, compiles: bool):
         self._table = table
+        self._parallel = parallel
         self._constraints = Constraints(table.num_rows, table.vocab_size, table.device)
         self._gather_columns = compile_for_rows(gather_columns, min_rows=1) if compiles else gather_columns
 
+    def begin_step(self, plan: StepPlan) -> int:
+        """Begin a step on rank 0. Returns the number of masks that the step needs, which the other ranks must know."""
+        return self._constraints.begin_step(plan)
+
     def choose(
         self,
-        plan: StepPlan,
         step: StepInputs,
         output: ForwardOutput,
+        num_masks: int,
         host_slot: HostCopySlot | None,
         graphs: SamplingGraphs | None,
         prompt_scores: Sequence[PromptScores],
     ) -> StepHandle:
         """Choose tokens, and wait for the previous step if masks depend on its tokens.
 
+        num_masks: result of `begin_step` on rank 0.
         host_slot: None on a CPU.
         graphs: sampling graphs that read `output`; None to launch kernels.
         prompt_scores: one entry per `PromptLogprobsRange` of the plan.
         """
         constraints, ops = self._constraints, step.sampling_ops
-        masks = constraints.fill_masks(step.sampling_indices) if constraints.begin_step(plan) else None
+        masks = self._fill_masks(step, num_masks) if num_masks else None
         if masks is not None:
             ops |= _MASK
         if graphs is not None:
@@ -81,21 +88,38 @@ class TokenChooser:
         # Graphs contain no log-probabilities, because few requests ask for them.
         token_logprobs = None
         if tokens is not None and step.max_num_logprobs >= 0:
-            token_logprobs = compute_logprobs(tokens, output.logits, step)
+            token_logprobs = compute_logprobs(tokens, output.logits, step, self._parallel)
         handle = StepHandle(step, tokens, token_logprobs, host_slot, constraints.failures, prompt_scores)
         constraints.end_step(handle)
         return handle
 
+    def _fill_masks(self, step: StepInputs, num_masks: int) -> Masks | None:
+        """The masks of a step. Rank 0 fills the masks, and waits for the previous step if they depend on its tokens."""
+        masks = None
+        if self._parallel.rank == 0:
+            masks = self._constraints.fill_masks(step.sampling_indices)
+        if self._parallel.size == 1:
+            return masks
+        mask_buffer = self._constraints.mask_buffer
+        if self._parallel.rank == 0 and masks is None:
+            # No row is restricted, but the other ranks expect masks.
+            mask_buffer.send([-1] * num_masks)
+        return mask_buffer.share(num_masks, self._parallel)
+
     def choose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
         """Choose tokens int32 [rows] for all rows of the step buffer, including padding. Graphs capture this method."""
-        count = output.logits.shape[0]
+        count = output.seq_lens.shape[0]
         masks = self._constraints.mask_buffer.first_masks(count) if ops & _MASK else None
         return self._choose_and_write(ops, output, self._table.step_buffer.first_rows(count), masks)
 
     def _choose_and_write(self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None) -> Tensor:
-        tokens = choose_tokens(
-            output.logits, rows.table_rows, output.seq_lens, self._table, ops, self._gather_columns, masks
+        parallel, count = self._parallel, rows.table_rows.shape[0]
+        own_rows, own_positions = map(parallel.own_rows, (rows.table_rows, output.seq_lens[:count]))
+        own_masks = None if masks is None else _select_own_masks(masks, len(own_rows), parallel)
+        own_tokens = choose_tokens(
+            output.logits, own_rows, own_positions, self._table, ops, self._gather_columns, own_masks
         )
+        tokens = parallel.gather_rows(own_tokens, count)
         self._write_tokens(rows, tokens, ops)
         return tokens
 
@@ -104,6 +128,14 @@ class TokenChooser:
         counts = table.token_counts if ops & _PENALTY else None
         tables = TokenTables(table.tokens, table.num_computed)
         commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
+
+
+def _select_own_masks(masks: Masks, num_own_rows: int, parallel: ParallelContext) -> Masks:
+    """The masks of this rank's share of rows (`own_rows`). Masks of other ranks' rows become unused."""
+    if parallel.size == 1:
+        return masks
+    own_indices = masks.rows - parallel.rank * num_own_rows
+    return masks._replace(rows=own_indices.masked_fill_((own_indices < 0) | (own_indices >= num_own_rows), -1))
 
 
 def choose_tokens(
@@ -153,14 +185,23 @@ def select_graph(graphs: SamplingGraphs, ops: int) -> int:
     return ops if ops in graphs else next(captured for captured in graphs if not ops & ~captured)
 
 
-def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs) -> sampling.Logprobs:
+def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs, parallel: ParallelContext) -> sampling.Logprobs:
     """Log-probabilities of chosen and likeliest tokens, for the requests that ask for them.
 
-    tokens: [n]. logits: [n, vocab], without penalties and temperature. Both tensors may have padding at the end.
+    tokens: [n]. May have padding at the end.
+    logits: this rank's share of [n, vocab], without penalties and temperature.
     """
     indices, count = step.sampling_indices[step.num_logprobs >= 0], len(step.device_rows.table_rows)
+    selected = None
     if indices.size < count:
         selected = stage_upload(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)
+    if parallel.size > 1:
+        own = sampling.compute_logprobs(logits, parallel.own_rows(tokens), step.max_num_logprobs)
+        columns = (parallel.gather_rows(column, count) for column in own)
+        return sampling.Logprobs(
+            *(column if selected is None else column.index_select(0, selected) for column in columns)
+        )
+    if selected is not None:
         tokens, logits = tokens.index_select(0, selected), logits.index_select(0, selected)
     elif len(tokens) > count:
         tokens, logits = tokens[:count], logits[:count]

@@ -1,1 +1,1 @@
-"""Compiles grammars off the event loop, and tracks the state of each output in its grammar."""
+"""Compiles grammars in threads and child processes, and tracks the state of each output in its grammar."""

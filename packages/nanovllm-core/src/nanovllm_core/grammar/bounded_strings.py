@@ -2,8 +2,9 @@
 
 Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per character. Longer bounds take 17 ms per mask.
 """
-# `x{0,n}` becomes optional runs of blocks, followed by a tail. A block has BLOCK_LENGTH characters. Each run takes half
-# of the remaining blocks. All bounds share the rules of tails, such as `tail2 ::= "" | x tail1`.
+# `x{0,n}`, up to n characters of the class x, becomes optional runs of blocks, followed by a tail. A block has
+# BLOCK_LENGTH characters. Each run takes half of the remaining blocks. All strings share the rules of tails, such as
+# `tail2 ::= "" | x tail1`.
 # Blocks have a lookahead that never matches. xgrammar applies lookaheads to masks, but not to accepted tokens.
 # The lookahead keeps tokens that cross a block's end out of masks. Without it, xgrammar tests such tokens at run time.
 # The tail allows these tokens: each run is optional, so a tail can begin wherever a block begins.
@@ -16,14 +17,14 @@ from typing import Any, cast
 BLOCK_LENGTH = 16
 # Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# Maximum number of required characters in a string. Each required character takes a state of its own.
+# Maximum `low` of a string. Each required character takes another state of xgrammar's automaton.
 MAX_REQUIRED_LENGTH = 32
 
 _CHARACTER = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
 _CLASS = rf"(?:\[(?:{_CHARACTER}(?:-{_CHARACTER})?)+\]|{_CHARACTER})"
 _BOUNDED_PATTERN = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{([0-9]{{1,7}}),([0-9]{{1,7}})\}}\$")
 _RANGE_PATTERN = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?")
-# A JSON string holds these code points without an escape, except the code points in _ESCAPED.
+# A JSON string holds the code points from _FIRST_POINT to _LAST_POINT unescaped, except those in _ESCAPED.
 _FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
 # Keywords by the kind of their value: one schema, a list of schemas, or a map from names to schemas.
@@ -42,9 +43,9 @@ class BoundedString:
 
 
 class BoundedStrings:
-    """Replaces bounded strings in schemas by marks (placeholder patterns), and the marks in a grammar by rules.
+    """Replaces patterns of bounded strings in schemas by marks, and marks in xgrammar's rules by other rules.
 
-    source: text of the schemas, which must not contain a mark.
+    A mark is a placeholder pattern. source: text of the schemas. Marks contain a word that `source` does not contain.
     """
 
     def __init__(self, source: str):
@@ -105,11 +106,11 @@ class _SharedRules:
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
         self._prefix = prefix
-        self._run_lengths: set[int] = set()  # Numbers of blocks in a run.
+        self._run_lengths: set[int] = set()  # Lengths of the runs, in blocks.
         self._max_tail_length = 0
 
     def write_rule_body(self, bounded: BoundedString) -> str:
-        """The rule body of one string, without its quotation marks."""
+        """The body of the rule for one string. The rule does not match the string's quotation marks."""
         num_optional = bounded.high - bounded.low
         num_blocks = max(num_optional - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH
         tail = num_optional - num_blocks * BLOCK_LENGTH

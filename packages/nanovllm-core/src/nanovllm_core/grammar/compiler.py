@@ -52,7 +52,7 @@ class Matcher:
     terminator: JsonTerminator | None
 
     def accept(self, token: int) -> bool:
-        """Advance by one token. Returns False, without any change, if the grammar does not allow the token here."""
+        """Advance by one token. Returns False, and does not advance, if the grammar does not allow the token next."""
         accepted = self.inner.accept_token(token)
         if accepted and self.terminator is not None:
             self.terminator.accept(token)
@@ -70,11 +70,11 @@ class Matcher:
         """Call `accept` of each matcher."""
         import xgrammar
 
-        own_matchers = cast("Sequence[Matcher]", matchers)
+        typed_matchers = cast("Sequence[Matcher]", matchers)
         accepted = xgrammar.BatchGrammarMatcher.batch_accept_token(
-            [matcher.inner for matcher in own_matchers], list(tokens)
+            [matcher.inner for matcher in typed_matchers], list(tokens)
         )
-        for matcher, token, is_accepted in zip(own_matchers, tokens, accepted, strict=True):
+        for matcher, token, is_accepted in zip(typed_matchers, tokens, accepted, strict=True):
             if is_accepted and matcher.terminator is not None:
                 matcher.terminator.accept(token)
         return accepted
@@ -84,13 +84,13 @@ class Matcher:
         """Call `fill` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
         import xgrammar
 
-        own_matchers = cast("Sequence[Matcher]", matchers)
+        typed_matchers = cast("Sequence[Matcher]", matchers)
         # Use one thread, because the effect of an error in another thread is unknown.
         xgrammar.BatchGrammarMatcher(max_threads=1).batch_fill_next_token_bitmask(
-            [matcher.inner for matcher in own_matchers], masks
+            [matcher.inner for matcher in typed_matchers], masks
         )
-        masks[: len(own_matchers)] &= own_matchers[0].usable_token_mask
-        for index, matcher in enumerate(own_matchers):
+        masks[: len(typed_matchers)] &= typed_matchers[0].usable_token_mask
+        for index, matcher in enumerate(typed_matchers):
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
 
@@ -99,7 +99,7 @@ class Matcher:
 class Grammar:
     """A compiled grammar, which starts a `Matcher` for each output.
 
-    token_classes: effects of tokens in a JSON text; None for grammars without JSON.
+    token_classes: tokens by their effect in a JSON text; None for grammars without JSON.
     parameter_types: types of the values in XML parameters. Only parsers of the output use these types.
     """
 
@@ -134,7 +134,7 @@ class Compiler:
     def _xgrammar_compiler(self) -> "xgrammar.GrammarCompiler":
         import xgrammar
 
-        # RAW means that the tokens' bytes contain no escapes.
+        # RAW: the tokens are given as the bytes of their text, without escapes.
         info = xgrammar.TokenizerInfo(
             list(self._tokens),
             xgrammar.VocabType.RAW,
@@ -160,7 +160,7 @@ class Compiler:
         _ = self._xgrammar_compiler, self._usable_token_mask, self._token_classes
 
     def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
-        """Compile a grammar with converted JSON schemas. Raises GrammarError."""
+        """Compile a grammar whose JSON schemas were converted by `convert_grammar`. Raises GrammarError."""
         inner = self._xgrammar_compiler
         try:
             match spec.kind:
@@ -210,7 +210,7 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
         except RuntimeError:
             if bounded_strings:
                 raise
-            # Only the compiler knows the tokens that a tag names by their text.
+            # A tag may name tokens by their text. Only the compiler has the vocabulary that resolves such names.
             return compiler.compile_structural_tag(text)
     rules = bounded_strings.insert_rules(str(grammar)) if bounded_strings else str(grammar)
     merged_rules = merge_whitespace_rules(rules)

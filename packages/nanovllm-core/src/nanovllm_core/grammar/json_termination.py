@@ -1,4 +1,4 @@
-"""Ends JSON strings, numbers and nesting that a small model would continue forever, where the grammar allows an end.
+"""Ends JSON strings, numbers and nesting that a small model would continue forever, as soon as the grammar allows.
 
 The grammar itself has no length limits, because length limits make xgrammar slow.
 """
@@ -44,35 +44,35 @@ class JsonTokenClasses:
     """Classifies the tokens of a vocabulary by their effect in a JSON text.
 
     tokens: the bytes of each token.
-    structural: ids of tokens that contain a quotation mark, backslash, bracket or brace.
-    numeric: ids of tokens that consist of characters of numbers.
+    structural_ids: ids of tokens that contain a quotation mark, backslash, bracket or brace.
+    numeric_ids: ids of tokens that consist of characters of numbers.
 
     The other fields are masks, int32 [num_words]:
-    whitespace: tokens of whitespace.
-    opening: tokens that contain an opening bracket or brace.
-    quote: the token `"`, which closes a string.
-    letter: the token `a`, which may occur in a string, but can't begin a JSON value.
-    bracket: the token `[`, which begins an array.
-    line_break: a line break, which no string contains.
-    number: tokens that begin with a character of numbers.
+    whitespace_mask: tokens of whitespace.
+    opening_mask: tokens that contain an opening bracket or brace.
+    quote_mask: the token `"`, which closes a string.
+    letter_mask: the token `a`, which may occur in a string, but can't begin a JSON value.
+    bracket_mask: the token `[`, which begins an array.
+    line_break_mask: a line break, which no string contains.
+    number_start_mask: tokens that begin with a character of numbers.
     """
 
     def __init__(self, tokens: Sequence[bytes], num_words: int):
         self.tokens = tokens
         self._num_words = num_words
-        self.structural = frozenset(
+        self.structural_ids = frozenset(
             index for index, token in enumerate(tokens) if not _STRUCTURAL_BYTES.isdisjoint(token)
         )
-        self.numeric = frozenset(
+        self.numeric_ids = frozenset(
             index for index, token in enumerate(tokens) if token and _NUMBER_BYTES.issuperset(token)
         )
-        self.whitespace = self._pack_mask([token.isspace() for token in tokens])
-        self.opening = self._pack_mask([not _OPENING_BRACKETS.isdisjoint(token) for token in tokens])
-        self.quote = self._pack_mask([token == b'"' for token in tokens])
-        self.letter = self._pack_mask([token == b"a" for token in tokens])
-        self.bracket = self._pack_mask([token == b"[" for token in tokens])
-        self.line_break = self._pack_mask([token == b"\n" for token in tokens])
-        self.number = self._pack_mask([token[:1] != b"" and token[0] in _NUMBER_BYTES for token in tokens])
+        self.whitespace_mask = self._pack_mask([token.isspace() for token in tokens])
+        self.opening_mask = self._pack_mask([not _OPENING_BRACKETS.isdisjoint(token) for token in tokens])
+        self.quote_mask = self._pack_mask([token == b'"' for token in tokens])
+        self.letter_mask = self._pack_mask([token == b"a" for token in tokens])
+        self.bracket_mask = self._pack_mask([token == b"[" for token in tokens])
+        self.line_break_mask = self._pack_mask([token == b"\n" for token in tokens])
+        self.number_start_mask = self._pack_mask([token[:1] != b"" and token[0] in _NUMBER_BYTES for token in tokens])
 
     def _pack_mask(self, is_member: list[bool]) -> NDArray[np.int32]:
         bits = np.zeros(self._num_words * 32, np.bool_)
@@ -98,8 +98,8 @@ class JsonTerminator:
     def accept(self, token: int) -> None:
         """Append the next token."""
         self._tokens_since_quote.append(token)
-        self._num_numeric_tokens = self._num_numeric_tokens + 1 if token in self._token_classes.numeric else 0
-        if token not in self._token_classes.structural and not self._is_escaped:
+        self._num_numeric_tokens = self._num_numeric_tokens + 1 if token in self._token_classes.numeric_ids else 0
+        if token not in self._token_classes.structural_ids and not self._is_escaped:
             return
         for byte in self._token_classes.tokens[token]:
             if self._is_escaped:
@@ -120,8 +120,8 @@ class JsonTerminator:
         mask: int32 [num_words], the allowed next tokens.
         """
         if self._depth >= MAX_DEPTH:
-            mask_without_opening = mask & ~self._token_classes.opening
-            if (mask_without_opening & ~self._token_classes.whitespace).any():
+            mask_without_opening = mask & ~self._token_classes.opening_mask
+            if (mask_without_opening & ~self._token_classes.whitespace_mask).any():
                 mask[:] = mask_without_opening
         if self._num_numeric_tokens >= MIN_NUMERIC_TOKENS:
             self._restrict_to_number_end(mask)
@@ -133,23 +133,23 @@ class JsonTerminator:
     def _restrict_to_number_end(self, mask: NDArray[np.int32]) -> None:
         token_classes = self._token_classes
         # The output is inside a string, or a string may begin.
-        if (mask & (token_classes.letter | token_classes.quote)).any():
+        if (mask & (token_classes.letter_mask | token_classes.quote_mask)).any():
             return
         # Take one more token, because the number may begin inside that token.
         last_tokens = self._tokens_since_quote[-min(self._num_numeric_tokens, MAX_NUMBER_LENGTH) - 1 :]
         text = b"".join([token_classes.tokens[token] for token in last_tokens])[-MAX_NUMBER_LENGTH:]
         number_match = _TRAILING_NUMBER.search(text)
-        end_mask = mask & ~token_classes.number
+        end_mask = mask & ~token_classes.number_start_mask
         if number_match is not None and _LONG_NUMBER.fullmatch(number_match[0]) and end_mask.any():
             mask[:] = end_mask
 
     def _restrict_to_string_end(self, mask: NDArray[np.int32], period: int) -> None:
         token_classes = self._token_classes
-        if (mask & token_classes.line_break).any():
+        if (mask & token_classes.line_break_mask).any():
             return
         # Where a value may begin, a quotation mark would open a string instead of closing one.
-        may_be_in_string = (mask & token_classes.letter).any() or not (mask & token_classes.bracket).any()
-        end_mask = mask & token_classes.quote
+        may_be_in_string = (mask & token_classes.letter_mask).any() or not (mask & token_classes.bracket_mask).any()
+        end_mask = mask & token_classes.quote_mask
         if not may_be_in_string:
             return
         if end_mask.any():

@@ -15,21 +15,21 @@ MAX_CONVERTED_BYTES = 1 << 20
 
 
 class EnforceableGrammar(msgspec.Struct, frozen=True):
-    """A grammar with converted JSON schemas. parameter_types: types of the values before the conversion."""
+    """A grammar with converted JSON schemas. parameter_types: types of the values in XML parameters."""
 
     spec: GrammarSpec
     parameter_types: ParameterTypes
 
 
 def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:
-    """Converts the JSON schemas of a grammar.
+    """Converts the JSON schemas of a grammar. Raises GrammarError.
 
-    Raises GrammarError. Time and memory have no limit here: call this in the vetting process, which has limits.
+    This function limits neither time nor memory: call it in a child of the vetting process, which limits both.
 
-    A structural tag may contain fields that xgrammar does not know:
+    Besides xgrammar's fields, a structural tag may contain:
     "place", beside "json_schema": JSON pointer to the schema, for errors.
     "objects_only", beside "json_schema": if true, excludes values other than objects.
-    "xml_parameters", a type of format: `convert_grammar` replaces this format by formats that xgrammar knows.
+    a format of type "xml_parameters", which `convert_grammar` replaces by formats that xgrammar knows.
     """
     if spec.kind not in ("json_schema", "structural_tag"):
         return EnforceableGrammar(spec, {})

@@ -1,11 +1,11 @@
-"""Constructs the formats of xgrammar's structural tags (xgrammar 0.2) as JSON."""
+"""Constructs formats of structural tags as JSON. A structural tag is a grammar in the notation of xgrammar 0.2."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
-# The format of a text, as a JSON object whose field `type` names the kind of format.
+# A format describes texts. It is a JSON object whose field `type` names the kind of format.
 TagFormat = dict[str, JSON]
 EMPTY_TEXT: TagFormat = {"type": "const_string", "value": ""}
 
@@ -31,12 +31,15 @@ def ebnf(grammar: str) -> TagFormat:
 
 
 def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
-    """JSON that a converted schema allows. excludes: texts that no string without a pattern may contain."""
+    """JSON that `schema`, a result of `convert_schema`, allows.
+
+    excludes: texts that no string without a pattern may contain.
+    """
     return {"type": "json_schema", "json_schema": schema, "excludes": [*excludes]}
 
 
 def unconverted_json(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
-    """JSON that a schema allows after `convert_grammar` has converted the schema.
+    """JSON that `schema` allows. xgrammar can't read this format: `convert_grammar` converts the schema first.
 
     place: JSON pointer to the schema, for errors.
     objects_only: exclude values other than objects.

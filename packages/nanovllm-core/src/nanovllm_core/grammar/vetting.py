@@ -29,7 +29,7 @@ MAX_BYTES = 512 << 20
 # Time for the vetting process to import torch, or to kill a child after the deadline.
 _START_TIMEOUT_S = 60.0
 
-# Verdicts: the last byte of a reply.
+# Verdicts on a grammar. Each reply of the vetting process ends with one of these bytes.
 PASSED, REFUSED, TOO_LONG, DIED = b"+", b"-", b"t", b"x"
 _HEADER = struct.Struct("<I")
 
@@ -98,7 +98,7 @@ class Vetter:
 
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
         """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
-        # An empty reply means that the vetting process died. The grammar is not the cause: try again.
+        # An empty reply means that the vetting process died, but not because of the grammar: try again.
         reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:

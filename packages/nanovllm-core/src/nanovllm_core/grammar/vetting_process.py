@@ -32,7 +32,7 @@ class VettingChild:
     """A child process that compiles one grammar.
 
     deadline: time at which the child is killed, on the clock `time.monotonic`.
-    reply_fd: descriptor to which the process that started the child writes the verdict.
+    reply_fd: descriptor of the reply. The child writes its result, then the vetting process writes the verdict.
     """
 
     deadline: float
@@ -40,8 +40,8 @@ class VettingChild:
 
 
 def main() -> None:
-    """Serve the socket whose descriptor is the only argument, until its other end is closed."""
-    # Terminals and service managers send these signals to all processes. This process ends after the engine ends.
+    """Answer requests on the socket whose descriptor is the program's argument, until the engine closes its end."""
+    # Terminals and service managers send these signals to all processes. Ignore them: the engine ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, _ignore_signal)
@@ -51,7 +51,7 @@ def main() -> None:
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
     with socket.socket(fileno=int(sys.argv[1])) as engine:
-        # Import while the engine reads its vocabulary.
+        # Import xgrammar while the engine reads the vocabulary, which the first message contains.
         import_module("xgrammar")
 
         if (setup_message := receive_message(engine)) is None:
@@ -140,7 +140,7 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup
         _write_reply(reply_fd, enforceable)
         exit_code = 0
     except GrammarError as error:
-        if "bad_alloc" not in error.message:  # Out of memory keeps the exit code 2.
+        if "bad_alloc" not in error.message:  # If memory ran out, keep exit code 2: the verdict is DIED.
             _write_reply(reply_fd, error.args)
             exit_code = 1
     finally:

@@ -1,6 +1,7 @@
 """Merges the whitespace rules of a JSON grammar, so that xgrammar compiles large schemas several times faster.
 
-xgrammar 0.2.8 writes a rule for each place that allows whitespace, and its time grows with the square of the rules.
+xgrammar 0.2.8 writes a rule for each position that allows whitespace. Its time grows with the square of the number of
+rules.
 """
 
 import re
@@ -18,14 +19,14 @@ _NAME_AND_NEXT = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|'
     r'([A-Za-z_][\w.-]*)(?: (?:(?="(\\?[ -~])(?:\\.|[^"\\])*"(?![{*+?]))|(?=([A-Za-z_][\w.-]*)(?![\w.{*+?(-]))))?'
 )
-# Escapes of a literal that stand for one character. Others are longer than two characters.
+# Escapes of two characters in a literal. Other escapes are longer.
 _SHORT_ESCAPES = frozenset(['\\"', "\\\\"])
 
 
 def merge_whitespace_rules(grammar: str) -> str:
-    """Return an equal grammar in which places with the same next element share a whitespace rule.
+    """Return an equal grammar in which positions before the same element share a whitespace rule.
 
-    The lookahead of a shared rule is the next element, because xgrammar derives lookaheads only for rules with one use.
+    A shared rule has that element as its lookahead, because xgrammar derives lookaheads only for rules with one use.
 
     grammar: xgrammar's printed EBNF.
     """
@@ -59,7 +60,7 @@ def merge_whitespace_rules(grammar: str) -> str:
 
 
 def _first_character(body: str) -> str | None:
-    """Return the character with which every text of a rule begins; None if there are several, or if it is not known."""
+    """Return the character with which every text of a rule begins; None if several are possible or it is unknown."""
     elements = set(_first_elements(body))
     characters = {element[1 : 3 if element[1] == "\\" else 2] for element in elements if element[0] == '"'}
     # Bodies without alternatives in parentheses are calls, such as `Regex("a+")`.

@@ -1,7 +1,7 @@
-"""Replaces the format "xml_parameters" of a structural tag. This format writes each property as an XML element.
+"""Translates the format "xml_parameters", which xgrammar lacks, to formats that xgrammar has.
 
-Strings appear without quotation marks, other values as JSON. No value may contain a begin tag or an end tag, because
-parsers end a value at either tag.
+The format writes each property of an object as an XML element: strings without quotation marks, other values as JSON.
+No value may contain a begin tag or an end tag, because parsers end a value at either tag.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ MAX_NAME_LENGTH = 256
 MAX_SHOWN_NAME_LENGTH = 80
 # Pattern of names of properties that the schema does not declare.
 KEY_PATTERN = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
-# Keywords that this module supports in the converted schema of an object.
+# Keywords that this module supports in an object's schema, as `convert_schema` returns it.
 KNOWN_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "$anchor"})
 
 
@@ -44,7 +44,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     has_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None: properties have any names and any text as values.
-    place: JSON pointer to the schema, for errors; None for the pointer in the structural tag.
+    place: JSON pointer to the schema, for errors; None if errors give the schema's position in the structural tag.
     """
 
     begin: str
@@ -75,8 +75,8 @@ def build_any_elements(parameters: XmlParameters) -> TagFormat:
 def build_elements(parameters: XmlParameters, schema: dict[str, JSON], place: str) -> tuple[TagFormat, dict[str, Any]]:
     """Returns (format of the elements, schema that states only the types of the values).
 
-    schema: converted schema of the objects.
-    Raises GrammarError for properties that elements can't hold or can't distinguish.
+    schema: schema of the objects, as `convert_schema` returns it.
+    Raises GrammarError for keywords, property names and patterns that elements can't express.
     """
     builder = _ElementBuilder(parameters, schema, place)
     branches = schema.get("anyOf")
@@ -87,7 +87,7 @@ def build_elements(parameters: XmlParameters, schema: dict[str, JSON], place: st
 
 
 class _ElementBuilder:
-    """Builds formats of elements. root: converted schema, which contains the targets of references."""
+    """Builds formats of elements. root: result of `convert_schema`, which contains the targets of references."""
 
     def __init__(self, parameters: XmlParameters, root: dict[str, JSON], place: str):
         self._parameters = parameters
@@ -149,7 +149,7 @@ class _ElementBuilder:
         return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows. Omits other values, whose text looks like a string."""
+        """Formats of the strings that `schema` allows. Omits other values: parsers would take them for strings."""
         tags = self._parameters.tags
         match resolve_references(schema, self._root):
             case {"anyOf": list(branches)}:
@@ -182,7 +182,7 @@ class _ElementBuilder:
                 return {name: self._exclude_tags(value, place) for name, value in schema.items()}
 
     def _exclude_from_pattern(self, pattern: str, place: str) -> Node:
-        """Exclude the first characters of the tags from `pattern`, which comes from a converted schema."""
+        """Exclude the first characters of the tags from `pattern`, which `convert_schema` has written."""
         first_characters = sorted({ord(tag[0]) for tag in self._parameters.tags})
         tree = restrict_characters(
             parse(pattern.removeprefix("^").removesuffix("$")),

@@ -24,12 +24,17 @@ class HeadLayout:
 
     @staticmethod
     def for_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "HeadLayout":
-        """Split a layer's heads over the ranks. Raises ValueError if the ranks' shares would differ."""
-        return HeadLayout(
-            parallel.split_evenly(num_heads, "num_attention_heads"),
-            parallel.split_evenly(num_kv_heads, "num_key_value_heads"),
-            head_dim,
-        )
+        """Split a layer's heads over the ranks. Query heads are on the same rank as their key-value head.
+
+        If the ranks can't split the key-value heads evenly, the last ranks have additional heads of zeros. If there are
+        more ranks than key-value heads, several ranks have the same key-value head.
+        Raises ValueError if the ranks can't share the heads.
+        """
+        kv_heads = parallel.own_groups(num_kv_heads, "num_key_value_heads")
+        num_own_kv_heads = kv_heads.stop - kv_heads.start
+        if parallel.size <= num_kv_heads:
+            return HeadLayout(num_own_kv_heads * (num_heads // num_kv_heads), num_own_kv_heads, head_dim)
+        return HeadLayout(parallel.split_evenly(num_heads, "num_attention_heads"), num_own_kv_heads, head_dim)
 
     @property
     def cache_spec(self) -> PagedSpec:
@@ -43,8 +48,13 @@ class HeadLayout:
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> tuple[LinearPart, ...]:
     """Describe the fused projection to queries, keys and values, with the usual names in checkpoints."""
-    num_heads_by_name = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-    return tuple(LinearPart(name, count * head_dim, bias) for name, count in num_heads_by_name.items())
+    keys, values = (LinearPart(name, num_kv_heads * head_dim, bias, num_kv_heads) for name in ("k_proj", "v_proj"))
+    return query_part("q_proj", num_heads, num_kv_heads, head_dim, bias=bias), keys, values
+
+
+def query_part(name: str, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool) -> LinearPart:
+    """Describe a projection to one vector per query head."""
+    return LinearPart(name, num_heads * head_dim, bias, num_kv_heads, splits_groups=True)
 
 
 def attend(

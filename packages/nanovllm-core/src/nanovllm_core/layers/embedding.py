@@ -16,15 +16,15 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    Raises ValueError if the ranks can't share the vocabulary evenly.
+    The ranks share the vocabulary. Rows that make the shares even are zeros.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
         super().__init__(build)
         self._parallel = build.parallel
         self._shape = (vocab_size, hidden_size)
-        self._rows_per_rank = build.parallel.split_evenly(vocab_size, "vocab_size")
-        self.weight = self.allocate(self._rows_per_rank, hidden_size)
+        self._rows_per_rank = -(-vocab_size // build.parallel.size)
+        self.weight = self.allocate(self._rows_per_rank, hidden_size).zero_()
         self._out_dtype = residual_dtype(build.dtype, build.device, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class VocabEmbedding(WeightedModule):
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the embedding table."""
-        own_rows = own_slice(self._parallel, self._rows_per_rank)
+        own_rows = own_slice(self._parallel, self.weight.shape[0])
         yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -47,7 +47,9 @@ class VocabEmbedding(WeightedModule):
 
 
 class LMHead(WeightedModule):
-    """Computes logits from hidden states. Every rank returns the same logits.
+    """Computes logits from hidden states. Each rank computes the columns of its share of the vocabulary.
+
+    Columns that make the shares even have the logit 0, after the last column of the vocabulary.
 
     tied_embedding: embedding whose table is also this head's weight; None for a separate weight.
     """
@@ -58,21 +60,21 @@ class LMHead(WeightedModule):
         super().__init__(build)
         self._parallel = build.parallel
         self._shape = (vocab_size, hidden_size)
-        self._rows_per_rank = build.parallel.split_evenly(vocab_size, "vocab_size")
         self._is_tied = tied_embedding is not None
-        self.weight = (
-            self.allocate(self._rows_per_rank, hidden_size) if tied_embedding is None else tied_embedding.weight
-        )
+        if tied_embedding is None:
+            self.weight = self.allocate(-(-vocab_size // build.parallel.size), hidden_size).zero_()
+        else:
+            self.weight = tied_embedding.weight
         self._packed = PackedWeight(self.weight, in_onednn_layout=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> float32 [n, vocab_size]."""
-        return self._parallel.all_gather(logits(hidden, self._packed, self.weight))
+        """[n, hidden_size] -> float32 [n, ceil(vocab_size / ranks)]."""
+        return logits(hidden, self._packed, self.weight)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight, unless the head is tied."""
         if not self._is_tied:
-            own_rows = own_slice(self._parallel, self._rows_per_rank)
+            own_rows = own_slice(self._parallel, self.weight.shape[0])
             yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:

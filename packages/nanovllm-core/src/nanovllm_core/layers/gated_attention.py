@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import Tensor
 
-from nanovllm_core.layers.attention import qkv_parts
-from nanovllm_core.layers.linear import ColumnParallelLinear, LinearPart
+from nanovllm_core.layers.attention import qkv_parts, query_part
+from nanovllm_core.layers.linear import ColumnParallelLinear
 from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
@@ -37,7 +37,7 @@ class GatedQKVLinear(ColumnParallelLinear):
     ):
         parts = (
             *qkv_parts(num_heads, num_kv_heads, head_dim, bias=bias),
-            LinearPart(GATE_PART_NAME, num_heads * head_dim, bias),
+            query_part(GATE_PART_NAME, num_heads, num_kv_heads, head_dim, bias=bias),
         )
         super().__init__(hidden_size, parts, build, quantization=quantization)
         self._num_heads = num_heads

@@ -81,7 +81,7 @@ class GatedDeltaNet(WeightedModule):
         )
         self.in_proj_ba = None if is_fused else ColumnParallelLinear(hidden_size, (ba,), build)
         self.out_proj = RowParallelLinear(
-            shape.num_v_heads * shape.v_dim, hidden_size, build, quantization=out_quantization
+            shape.num_v_heads * shape.v_dim, hidden_size, build, name="out_proj", quantization=out_quantization
         )
         self.weights = DeltaWeights(
             conv=torch.empty((shape.num_taps, num_channels), device=build.device),
@@ -97,12 +97,16 @@ class GatedDeltaNet(WeightedModule):
         num_taps, num_channels = self.weights.conv.shape
         return StateSpec((len(self.weights.decay_rate), self._shape.v_dim, self._shape.k_dim), (num_taps, num_channels))
 
-    def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x), where x is [T, hidden_size], to the pair (`qkvz`, `ba`) that `forward` takes."""
+    def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """Project norm(x), where x is [T, hidden_size], to the pair (`qkvz`, `ba`) that `forward` takes.
+
+        norm: None for no norm.
+        """
         if self.in_proj_ba is None:
             qkvz, ba = self.in_proj.forward(x, norm).split(self._projected_widths, -1)
             return qkvz, ba
-        x = norm.forward(x)
+        if norm is not None:
+            x = norm.forward(x)
         return self.in_proj.forward(x), self.in_proj_ba.forward(x)
 
     def forward(self, qkvz: Tensor, ba: Tensor, ctx: ForwardContext) -> Tensor:

@@ -3,7 +3,7 @@
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,19 +11,38 @@ from torch import Tensor
 
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, allocate_fused_weight, block_fp8_slots, randomize_block_fp8
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal, make_share_copier
 from nanovllm_core.model import BuildContext
-from nanovllm_core.parallel import own_slice
+from nanovllm_core.parallel import ParallelContext, own_slice
 from nanovllm_kernels.gemm import PackedWeight, linear, norm_linear, pack_linear
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class LinearPart(NamedTuple):
-    """A linear layer that a ColumnParallelLinear fuses. name: name in the checkpoint without the parent's path."""
+    """A linear layer that a ColumnParallelLinear fuses.
+
+    name: name in the checkpoint without the parent's path.
+    num_groups: number of groups of equal size in the output. The ranks share groups as wholes, see
+        `ParallelContext.own_groups`. None: the ranks split the rows evenly.
+    splits_groups: if there are more ranks than groups, the ranks split all rows evenly, instead of sharing a group.
+    """
 
     name: str
     out_features: int
     bias: bool = False
+    num_groups: int | None = None
+    splits_groups: bool = False
+
+    def own_rows(self, parallel: ParallelContext) -> slice:
+        """The rows of this rank, which may exceed the rows of the layer: the additional rows are zeros.
+
+        Raises ValueError if the ranks can't share the rows.
+        """
+        if self.num_groups is None or (self.splits_groups and parallel.size > self.num_groups):
+            return own_slice(parallel, parallel.split_evenly(self.out_features, self.name))
+        groups, group_size = parallel.own_groups(self.num_groups, self.name), self.out_features // self.num_groups
+        return slice(groups.start * group_size, groups.stop * group_size)
 
 
 class _Linear(WeightedModule):
@@ -59,9 +78,9 @@ class _Linear(WeightedModule):
 
 
 class ColumnParallelLinear(_Linear):
-    """Linear layers (parts) with the same input, fused into one matmul. Each rank computes an even share of each part.
+    """Linear layers (parts) with the same input, fused into one matmul. Each rank computes its rows of each part.
 
-    Raises ValueError if the ranks can't share a part evenly.
+    Raises ValueError if the ranks can't share a part.
 
     parts: the fused layers, which are siblings of this module in the checkpoint.
     quantization: format of all weights; None for the model's dtype.
@@ -78,15 +97,18 @@ class ColumnParallelLinear(_Linear):
         super().__init__(build)
         self._parts = parts
         self._in_features = in_features
-        self._parallel = build.parallel
-        self._part_sizes = [build.parallel.split_evenly(part.out_features, part.name) for part in parts]
+        self._own_rows = [part.own_rows(build.parallel) for part in parts]
+        part_sizes = [rows.stop - rows.start for rows in self._own_rows]
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(sum(self._part_sizes), in_features), in_onednn_layout=False)
+            self.weight = PackedWeight(self.allocate(sum(part_sizes), in_features), in_onednn_layout=False)
+            if any(rows.stop > part.out_features for part, rows in zip(parts, self._own_rows, strict=True)):
+                self.weight.data.zero_()
         else:
-            source_starts = [build.parallel.rank * size for size in self._part_sizes]
-            self.weight = allocate_fused_weight(source_starts, self._part_sizes, in_features, build.device)
+            _check_rows(self._parts, self._own_rows)
+            source_starts = [rows.start for rows in self._own_rows]
+            self.weight = allocate_fused_weight(source_starts, part_sizes, in_features, build.device)
         # The fused bias is 0 for a part without a bias.
-        self.bias = self.allocate(sum(self._part_sizes)).zero_() if any(part.bias for part in parts) else None
+        self.bias = self.allocate(sum(part_sizes)).zero_() if any(part.bias for part in parts) else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """Apply all parts to norm(x) and concatenate their outputs. x: [T, in_features]. norm: None for no norm."""
@@ -99,21 +121,28 @@ class ColumnParallelLinear(_Linear):
         prefix = name[: name.rfind(".") + 1]
         columns = slice(0, self._in_features)
         start = 0
-        for part, size in zip(self._parts, self._part_sizes, strict=True):
-            rows = slice(start, start + size)
-            own_rows = own_slice(self._parallel, size)
+        for part, own_rows in zip(self._parts, self._own_rows, strict=True):
+            rows = slice(start, start + own_rows.stop - own_rows.start)
             shape = (part.out_features, self._in_features)
             yield from self._weight_slots(f"{prefix}{part.name}", shape, rows, own_rows, columns)
             if part.bias and self.bias is not None:
                 yield f"{prefix}{part.name}.bias", WeightSlot(shape[:1], make_share_copier(self.bias[rows], own_rows))
-            start += size
+            start = rows.stop
+
+
+def _check_rows(parts: Sequence[LinearPart], own_rows: Sequence[slice]) -> None:
+    for part, rows in zip(parts, own_rows, strict=True):
+        if rows.stop > part.out_features:
+            raise ValueError(f"{part.name} has {part.num_groups} heads, which ranks can't split evenly in block FP8")
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer. The ranks share the input features evenly. Every rank returns the full result.
+    """A linear layer whose result is added to the residual stream. Each rank has a part of the input features.
 
     Raises ValueError if the ranks can't share the input features or the FP8 blocks (GROUP x GROUP) evenly.
 
+    name: name of the layer in the checkpoint, for the error.
+    own_columns: input features of this rank, which may exceed `in_features`; None for an even share.
     quantization: format of the weight; None for the model's dtype.
     """
 
@@ -123,40 +152,46 @@ class RowParallelLinear(_Linear):
         out_features: int,
         build: BuildContext,
         *,
+        name: str = "a row-parallel layer",
+        own_columns: slice | None = None,
         bias: bool = False,
         quantization: BlockFP8 | None = None,
     ):
         super().__init__(build)
         self._parallel = build.parallel
         self._shape = (out_features, in_features)
-        self._in_features_per_rank = build.parallel.split_evenly(in_features, "in_features")
+        if own_columns is None:
+            own_columns = own_slice(
+                build.parallel, build.parallel.split_evenly(in_features, f"the input size of {name}")
+            )
+        self._own_columns = own_columns
+        num_columns = own_columns.stop - own_columns.start
         self._stored_bias = self.allocate(out_features).zero_() if bias else None
         if quantization is None:
-            self.weight = PackedWeight(self.allocate(out_features, self._in_features_per_rank), in_onednn_layout=False)
-        elif build.parallel.size > 1 and self._in_features_per_rank % GROUP:
-            num_ranks = build.parallel.size
+            self.weight = PackedWeight(self.allocate(out_features, num_columns), in_onednn_layout=False)
+            if own_columns.stop > in_features:
+                self.weight.data.zero_()
+        elif own_columns.start % GROUP or (own_columns.stop % GROUP and own_columns.stop != in_features):
             raise ValueError(
-                f"in_features is {in_features}, but {num_ranks} ranks can't split its FP8 blocks of {GROUP}"
+                f"the input size of {name} is {in_features}, but {build.parallel.size} ranks can't split its FP8 "
+                f"blocks of {GROUP}"
             )
         else:
-            self.weight = allocate_fused_weight([0], [out_features], self._in_features_per_rank, build.device)
+            self.weight = allocate_fused_weight([0], [out_features], num_columns, build.device)
         # The ranks' results are summed, so only one rank may add the bias.
         self.bias = self._stored_bias if build.parallel.rank == 0 else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps x, this rank's share of [T, in_features], to [T, out_features] and adds `residual`.
+    def forward(self, x: Tensor, stream: ResidualStream) -> ResidualStream:
+        """Add the result [T, out_features] to `stream`. x: this rank's share of [T, in_features]."""
+        return stream.add(self._parallel, lambda base: self.add_partial(x, base))
 
-        residual: may be overwritten; None for no residual.
-        """
-        # The ranks' results are summed, so only one rank may add the residual.
-        own_residual = residual if self._parallel.rank == 0 else None
-        partial_sum = linear(x, self.weight, self.bias, own_residual)
-        return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
+    def add_partial(self, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """Return this rank's part of the result, plus `base` [T, out_features]. May overwrite `base`."""
+        return linear(x, self.weight, self.bias, base)
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight, the scales of a quantised weight, and the bias."""
-        columns = own_slice(self._parallel, self._in_features_per_rank)
         rows = slice(0, self._shape[0])
-        yield from self._weight_slots(name, self._shape, rows, rows, columns)
+        yield from self._weight_slots(name, self._shape, rows, rows, self._own_columns)
         if self._stored_bias is not None:
             yield f"{name}.bias", WeightSlot(self._shape[:1], self._stored_bias.copy_)

@@ -132,7 +132,10 @@ class LatentAttention(WeightedModule):
         find_format = partial(find_quantization, quantization, name)
         if shape.query_rank is None:
             self.q_proj = ColumnParallelLinear(
-                hidden_size, (LinearPart("q_proj", query_features),), build, quantization=find_format("q_proj")
+                hidden_size,
+                (LinearPart("q_proj", query_features),),
+                build,
+                quantization=find_format("q_proj"),
             )
             self.kv_a_proj = ColumnParallelLinear(
                 hidden_size, (latent_part,), unsplit_build, quantization=find_format(latent_part.name)
@@ -144,12 +147,20 @@ class LatentAttention(WeightedModule):
             )
             self.q_a_layernorm = RMSNorm(shape.query_rank, shape.eps, build)
             self.q_b_proj = ColumnParallelLinear(
-                shape.query_rank, (LinearPart("q_b_proj", query_features),), build, quantization=find_format("q_b_proj")
+                shape.query_rank,
+                (LinearPart("q_b_proj", query_features),),
+                build,
+                quantization=find_format("q_b_proj"),
             )
         self.kv_a_layernorm = RMSNorm(shape.latent_dim, shape.eps, build)
         self.kv_b_proj = LatentExpansion(shape, build, find_format("kv_b_proj"))
         self.o_proj = RowParallelLinear(
-            shape.num_heads * shape.value_dim, hidden_size, build, bias=shape.bias, quantization=find_format("o_proj")
+            shape.num_heads * shape.value_dim,
+            hidden_size,
+            build,
+            name="o_proj",
+            bias=shape.bias,
+            quantization=find_format("o_proj"),
         )
         if quantization is not None and shape.interleaved:
             _check_fp8_blocks(shape)
@@ -159,8 +170,11 @@ class LatentAttention(WeightedModule):
         """The shape of this layer's cache."""
         return MLASpec(self._shape.latent_dim, self._shape.rope_dim, self._num_heads)
 
-    def project(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Returns queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim] of norm(x). x: [T, hidden]."""
+    def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """Returns queries [T, heads * head_dim] and latents [T, latent_dim + rope_dim] of norm(x). x: [T, hidden].
+
+        norm: None for no norm.
+        """
         latents = self.kv_a_proj.forward(x, norm)
         if self.q_b_proj is None:
             return self.q_proj.forward(x, norm), latents

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nanovllm_core.layers.norm import RMSNorm
 from nanovllm_core.layers.quantization import BlockFP8, find_quantization, randomize_block_fp8
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.fp8 import DTYPE
@@ -187,17 +188,14 @@ class Experts(WeightedModule):
             scales2 = torch.empty((num_experts, hidden_blocks, width_blocks), dtype=torch.float32, device=build.device)
         self.weights = pack_experts(w13, w2, scales13, scales2)
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Apply the chosen experts to x [T, hidden_size] and return the weighted sum of their results.
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, stream: ResidualStream) -> ResidualStream:
+        """Apply the chosen experts to x [T, hidden_size], and add the weighted sum of their results to `stream`.
 
         weights: weights of the chosen experts, from the router.
         ids: ids of the chosen experts, from the router.
-        residual: added to the sum; may be overwritten.
         """
-        # The ranks' results are summed: only one rank may add the residual.
-        own_residual = residual if self._parallel.rank == 0 else None
-        partial_sum = fused_experts(x, self.weights, ChosenExperts(weights, ids), own_residual)
-        return self._parallel.all_reduce(partial_sum if residual is None else partial_sum.to(residual.dtype))
+        chosen = ChosenExperts(weights, ids)
+        return stream.add(self._parallel, lambda base: fused_experts(x, self.weights, chosen, base))
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load three weights per expert, and the scales of quantised weights."""
@@ -264,11 +262,11 @@ class SparseMLP(nn.Module):
         self.gate = gate
         self.experts = experts
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """Apply the experts to norm(x) and add `residual`, which may be overwritten. x: [T, hidden_size]."""
+    def forward(self, x: Tensor, stream: ResidualStream, norm: RMSNorm | None = None) -> ResidualStream:
+        """Apply the experts to norm(x) [T, hidden_size], and add the result to `stream`. norm: None for no norm."""
         if norm is not None:
             x = norm.forward(x)
-        return self.experts.forward(x, *self.gate.forward(x), residual)
+        return self.experts.forward(x, *self.gate.forward(x), stream)
 
 
 class TokenGate(WeightedModule):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot
 from nanovllm_core.model import BuildContext
 from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm
@@ -16,11 +17,24 @@ class RMSNorm(WeightedModule):
     packed_weight: the weight in the layout that the kernels take; valid after `finish_loading`.
     zero_centred: whether checkpoints hold the weight minus 1. The weight is then float32, because adding 1 in 16 bits
         would round the weight.
+    own_elements: elements of the weight that this rank needs; None for all.
     """
 
-    def __init__(self, size: int, eps: float, build: BuildContext, *, zero_centred: bool = False):
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        build: BuildContext,
+        *,
+        zero_centred: bool = False,
+        own_elements: slice | None = None,
+    ):
         super().__init__(build)
+        self._shape = (size,)
+        self._own_elements = slice(0, size) if own_elements is None else own_elements
+        size = self._own_elements.stop - self._own_elements.start
         self.eps = eps
+        self._communicator = build.parallel.communicator
         self.weight = torch.empty(size, device=self.device) if zero_centred else self.allocate(size)
         self.packed_weight = self.weight
         self._zero_centred = zero_centred
@@ -29,11 +43,34 @@ class RMSNorm(WeightedModule):
         """[T, size] -> [T, size]."""
         return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
+    def resolve(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
+        """Complete a residual stream, and return the input of the next layer.
+
+        Returns (residual stream [T, size], rows [T, size], norm). The caller must still apply `norm` to the rows; None
+        if the rows are already normalised.
+        """
+        if stream.partial is None:
+            return stream.residual, stream.residual, self
+        residual, rows = self._add_partial_sums(stream)
+        return residual, rows, None
+
+    def normalize(self, stream: ResidualStream) -> Tensor:
+        """Complete a residual stream, and return its norm [T, size]."""
+        return self.forward(stream.residual) if stream.partial is None else self._add_partial_sums(stream)[1]
+
+    def _add_partial_sums(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
+        if self._communicator is None or stream.partial is None:
+            raise ValueError("a residual stream has partial sums only if there are several ranks")
+        return self._communicator.all_reduce_norm(
+            stream.partial, stream.residual, self.packed_weight, self.eps, self.dtype
+        )
+
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight."""
-        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self._copy_weight)
+        yield f"{name}.weight", WeightSlot(self._shape, self._copy_weight)
 
     def _copy_weight(self, weight: Tensor) -> object:
+        weight = weight[self._own_elements]
         return self.weight.copy_(weight.float() + 1.0 if self._zero_centred else weight)
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -119,8 +119,16 @@ def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
 
 
 def make_share_copier(target: Tensor, *source_slices: slice) -> Callable[[Tensor], object]:
-    """Make a function that copies `tensor[source_slices]` to `target`."""
-    return lambda tensor: target.copy_(tensor[source_slices])
+    """Make a function that copies `tensor[source_slices]` to the beginning of `target`.
+
+    Slices may exceed the tensor. The elements of `target` for which the tensor has no elements do not change.
+    """
+
+    def copy_share(tensor: Tensor) -> None:
+        share = tensor[source_slices]
+        target[tuple(slice(0, size) for size in share.shape)].copy_(share)
+
+    return copy_share
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

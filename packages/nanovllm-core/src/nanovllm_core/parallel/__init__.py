@@ -1,20 +1,30 @@
-"""Ranks of tensor parallelism. Layers split their weights over ranks, but only one rank is supported so far."""
+"""Ranks: the processes that share one model. The ranks of an engine run on one host."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_kernels.collective import Communicator
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """This process's rank in a tensor-parallel group of `size` processes."""
+    """This process's rank among the `size` ranks of an engine.
+
+    communicator: exchanges tensors with the other ranks; None if and only if `size` is 1.
+    shares_whole_experts: each rank has some experts as a whole (expert parallelism), instead of a part of each expert.
+    """
 
     rank: int = 0
     size: int = 1
+    communicator: Communicator | None = None
+    shares_whole_experts: bool = False
 
     def __post_init__(self) -> None:
-        if (self.rank, self.size) != (0, 1):
-            raise ValueError(f"rank {self.rank} of {self.size}: only one rank is supported so far")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank is {self.rank}, but must be from 0 to {self.size - 1}")
 
     def split_evenly(self, total: int, quantity: str) -> int:
         """This rank's share of `total`. Raises ValueError if the ranks' shares would differ.
@@ -25,15 +35,63 @@ class ParallelContext:
             raise ValueError(f"{quantity} is {total}, which {self.size} ranks can't split evenly")
         return total // self.size
 
+    def own_groups(self, num_groups: int, quantity: str) -> slice:
+        """This rank's share of `num_groups` groups. Shares have equal sizes, so the last shares may exceed the groups.
+
+        If there are more ranks than groups, several ranks have the same group.
+        Raises ValueError if the numbers of ranks with the same group would differ.
+        quantity: what `num_groups` counts, for the error.
+        """
+        if self.size <= num_groups:
+            return own_slice(self, -(-num_groups // self.size))
+        if self.size % num_groups:
+            raise ValueError(f"{quantity} is {num_groups}, which {self.size} ranks can't share evenly")
+        group = self.rank * num_groups // self.size
+        return slice(group, group + 1)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""
-        return x
+        return x if self.communicator is None else self.communicator.all_reduce(x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """`x` of all ranks, concatenated along the last dimension."""
-        return x
+    def own_rows(self, x: Tensor) -> Tensor:
+        """This rank's share of the rows of `x` [n, ...]: ceil(n / size) rows, padded with zeros at the end."""
+        if self.size == 1:
+            return x
+        num_own_rows = -(-x.shape[0] // self.size)
+        own = x[self.rank * num_own_rows : (self.rank + 1) * num_own_rows]
+        return _pad_rows(own, num_own_rows)
+
+    def gather_rows(self, own: Tensor, num_rows: int) -> Tensor:
+        """The inverse of `own_rows`: [num_rows, ...] from the shares of all ranks."""
+        return own if self.communicator is None else self.communicator.all_gather(own)[:num_rows]
+
+    def exchange_columns(self, x: Tensor) -> Tensor:
+        """All columns of this rank's share of rows, from this rank's columns of all rows: [n, c] to [n / size, size c].
+
+        n is rounded up to a multiple of `size`; additional rows are zeros.
+        """
+        if self.communicator is None:
+            return x
+        return self.communicator.exchange_columns(_pad_rows(x, -(-x.shape[0] // self.size) * self.size))
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite `x` on every rank by the values of rank 0."""
+        if self.communicator is not None:
+            self.communicator.broadcast(x)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The minimum of `value` over all ranks. The host waits for the ranks. device: device of the rank."""
+        if self.communicator is None:
+            return value
+        own = torch.tensor([value], dtype=torch.int64, device=device)
+        return int(self.communicator.all_gather(own).min())
 
 
 def own_slice(parallel: ParallelContext, share: int) -> slice:
     """This rank's slice of a dimension that is split over the ranks. share: number of indices per rank."""
     return slice(parallel.rank * share, (parallel.rank + 1) * share)
+
+
+def _pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    num_missing_rows = num_rows - x.shape[0]
+    return functional.pad(x, (0, 0) * (x.dim() - 1) + (0, num_missing_rows)) if num_missing_rows else x

@@ -1,1 +1,1 @@
-"""Which requests compute how many tokens in the next step."""
+"""Decides how many tokens of each request the next step computes."""

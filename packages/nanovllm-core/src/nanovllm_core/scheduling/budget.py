@@ -9,8 +9,8 @@ from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attent
 # Without a target time, the time limit of a step with prompts and decodes is at least the time of this many decode
 # steps.
 MIN_MIXED_DECODE_STEPS = 4
-# Steps may take longer than predicted, so a budget leaves a share of the time limit unused. The share is
-# _MARGIN_PER_EXCESS times the mean relative excess over predictions, but at most _MAX_MARGIN.
+# Steps may take longer than predicted, so a budget leaves a share of the time limit unused. The share is the smaller of
+# _MAX_MARGIN and _MARGIN_PER_EXCESS times `StepTimeModel.mean_excess`.
 _MARGIN_PER_EXCESS = 6
 _MAX_MARGIN = 0.2
 # A GPU computes the attention of a chunk in rounds, each for the same number of queries. A chunk drops its last round
@@ -60,14 +60,14 @@ class StepBudget:
         self._limits = limits
         self._model = step_time_model
         self._chunk_unit = chunk_unit
-        # The work of decodes and added chunks. Attention is not rounded up to whole rounds.
+        # The work of decodes and added chunks. Its attention is not rounded up to whole rounds.
         self._work = decode_work
         # (start, number of tokens) of each added chunk.
         self._chunks: list[tuple[int, int]] = []
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(decode_work.num_tokens, decode_step_s)
-        # A chunk that leaves its prompt unfinished delays prompts that finish in the step. It gets a lower limit.
+        # A chunk that leaves its prompt unfinished delays prompts that finish in the step, so its limit is lower.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 
@@ -81,7 +81,7 @@ class StepBudget:
         return self._limits.max_tokens - self._work.num_tokens
 
     def size_chunk(self, start: int, end: int) -> int:
-        """The number of tokens of a prompt's next chunk. start: number of computed tokens; end: tokens of the prompt.
+        """The number of tokens of a prompt's next chunk. start: number of computed tokens. end: length of the prompt.
 
         The first chunk of a step may have `chunk_unit` tokens in any case: otherwise slow decodes could starve prompts.
         """

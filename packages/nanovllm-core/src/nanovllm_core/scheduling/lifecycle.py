@@ -9,7 +9,7 @@ from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
-# Counters count steps by size class: the first class whose maximum is at least the step's number of tokens.
+# Maximum number of tokens of each size class of steps. A step belongs to the first class that it fits.
 STEP_CLASS_MAX_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -85,7 +85,7 @@ class RequestLifecycle:
                 self.counters.num_cached_tokens += num_cached_tokens
 
     def preempt(self, request: RequestState) -> None:
-        """Free the blocks of a running request and queue it again. Keep the tokens that steps in flight sample."""
+        """Free the blocks of a running request and queue it again. Tokens that steps in flight sample are kept."""
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1

@@ -92,8 +92,8 @@ class PromptLogprobsRange(NamedTuple):
 
     start: position of the first token in the prompt.
     num_top: number of likeliest tokens to report at each position.
-    first_logits_index: index of the token before `start` among all tokens of the step. Its logits predict the token at
-        `start`.
+    first_logits_index: index of the token at `start - 1` among all tokens of the step. Its logits predict the token
+        at `start`.
     """
 
     row: int

@@ -29,7 +29,7 @@ class ResultApplier:
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
         failures = self._finish_failed_requests(scheduled, results)
-        # Requests may have finished after the step was scheduled.
+        # Requests may have finished after the step was scheduled: discard their results.
         is_finished = rows.is_finished[scheduled.rows]
         if self._cache.prefix_caching:
             self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)

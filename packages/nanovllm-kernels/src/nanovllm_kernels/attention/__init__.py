@@ -1,6 +1,7 @@
 """Computes attention over a paged cache, for steps with decodes, prefill chunks or both.
 
-This package exports grouped-query attention, and `AttentionRounds` for time estimates. `mla` exports latent attention.
+This package exports grouped-query attention. It also exports `AttentionRounds`, which estimates attention time: a round
+is the tiles (blocks of queries) that a device computes at once. `mla` exports latent attention.
 """
 
 from nanovllm_kernels.attention.gqa import (

@@ -20,7 +20,7 @@ def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.conste
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     shift = new_max
     if ROWS_MAY_BE_MASKED:
-        # Avoid infinity minus infinity.
+        # Avoid infinity minus infinity in rows whose keys are all masked.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - shift[:, None])
     rescale = tl.exp2(running_max - shift)
@@ -29,16 +29,16 @@ def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.conste
 
 @triton.jit
 def scale_scores(scores, key_exponents, value_exponents):
-    """Multiply scores by the key scales, and add log2 of the value scales: weights then include the value scales.
+    """Multiply scores by the key scales, and add log2 of the value scales, so that weights include the value scales.
 
     key_exponents, value_exponents: biased float32 exponents of the scales, which are powers of two.
     """
-    return scores * power_of_2(key_exponents)[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
+    return scores * power_of_2_from_biased(key_exponents)[None, :] + (value_exponents - 127).to(tl.float32)[None, :]
 
 
 @triton.jit
 def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
-    """Do what `weigh_scores` does, for scores from `scale_scores`. The sum of weights excludes the value scales.
+    """Return what `weigh_scores` returns, for scores from `scale_scores`. The sum of weights excludes the value scales.
 
     The returned maximum is the largest score minus 15. log2 of the normalizer is this maximum plus log2 of the sum.
     """
@@ -49,14 +49,14 @@ def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
     weights = tl.exp2(scores - shift[:, None])
     rescale = tl.exp2(running_max - shift)
     # Exponent 254 - e gives the inverse of the scale with exponent e.
-    block_sum = tl.sum(weights * power_of_2(254 - value_exponents)[None, :], 1)
+    block_sum = tl.sum(weights * power_of_2_from_biased(254 - value_exponents)[None, :], 1)
     return weights, rescale, new_max, running_sum * rescale + block_sum
 
 
 @triton.jit
-def power_of_2(exponents):
-    """Convert biased float32 exponents to powers of two. Exponent 0 gives 0."""
-    return (exponents << 23).to(tl.float32, bitcast=True)
+def power_of_2_from_biased(biased_exponents):
+    """Return 2 ** (biased_exponents - 127): the biased exponents are those of float32. Exponent 0 gives 0."""
+    return (biased_exponents << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def floor_to_power_of_2(numbers):
 
 
 @triton.jit
-def load_pages(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Look up int64 pages of key positions in a request's block table. With MASKED, return 0 for positions >= `end`."""
+def load_page_numbers(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Look up the page numbers (int64) of key positions in a block table. MASKED: return 0 for positions >= `end`."""
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

@@ -1,6 +1,7 @@
 """Reads work lists, stores results of tiles (blocks of queries), and merges results of tiles that span several parts.
 
-A part is one program's share of all tiles' keys. Split-KV attention merges in the same way (Dao et al. 2023).
+A work list cuts the keys of all tiles into parts. One program computes one part. Split-KV attention merges partial
+results in the same way (Dao et al. 2023).
 """
 
 from typing import NamedTuple
@@ -15,9 +16,9 @@ from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Approximate maximum number of programs of a merge launch: few enough to run on the device at once.
+# Approximate maximum number of programs in a merge launch. These programs can run on the device at once.
 MERGE_PROGRAMS = 2048
-# Elements of partial results that a program of a merge launch loads at once.
+# Elements of partial results that one program of a merge launch loads at once.
 MERGE_ELEMENTS = 4096
 
 
@@ -99,7 +100,7 @@ def load_part(tile_first_blocks_ptr, parts_ptr, part):
 def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
     """Return (first block, block after the last, slot) for the blocks of `tile` that are in part `part`.
 
-    Blocks are counted from the tile's first block. slot: index in the partial results, or -1 for a whole tile.
+    Blocks are counted from the tile's first block. slot: index in the partial results, -1 if the part has all blocks.
     """
     tile_start = tl.load(tile_first_blocks_ptr + tile)
     tile_end = tl.load(tile_first_blocks_ptr + tile + 1)
@@ -114,8 +115,8 @@ def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
 def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
     """Return (request, tile's first query, request's first query, request's number of queries, context length).
 
-    The tile's first query is counted within the request, and the request's first query within the step. The context is
-    the request's tokens before its first query.
+    The tile's first query is an index within the request, and the request's first query an index within the step. The
+    context is the request's tokens before its first query.
     """
     request = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
@@ -172,13 +173,14 @@ def _merge_parts(
     MERGED_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Merge the parts of the tile that spans a cut, the boundary between two parts.
+    """Merge the partial results of one tile. A cut is the boundary between two parts.
 
-    If several cuts go through one tile, the programs of these cuts divide the tile's rows among themselves.
+    A cut's programs merge the tile that the cut divides. If several cuts divide one tile, their programs share its
+    rows.
     BLOCK_M: rows of a tile. OVERLAP: whether this launch may start before the previous kernel ends (PDL).
     """
     if OVERLAP:
-        # No gdc_launch_dependents: the next kernel would load its weights during attention, and slow down attention.
+        # Omit gdc_launch_dependents: the next kernel would load its weights during attention, and slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)
@@ -188,7 +190,7 @@ def _merge_parts(
     tile_start = tl.load(tile_first_blocks_ptr + tile)
     if tile_start == cut_block:
         return
-    blocks_per_part = tl.load(parts_ptr + 2)
+    blocks_per_part = tl.load(parts_ptr + 2)  # First block of part 1.
     first_part = (tile_start // blocks_per_part).to(tl.int32)
     last_part = ((tl.load(tile_first_blocks_ptr + tile + 1) - 1) // blocks_per_part).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * tile)

@@ -14,6 +14,7 @@ from nanovllm_kernels.platform import runs_in_float32
 __all__ = [
     "QKNorm",
     "Rotation",
+    "compute_mean_squares",
     "latent_rope_and_cache",
     "norm_parts",
     "plan_rotation",
@@ -44,17 +45,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     return elementwise_reference.rms_norm(x, weight, eps)
 
 
-def norm_parts(x: Tensor, sizes: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
+def norm_parts(
+    x: Tensor,
+    sizes: tuple[int, int],
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    mean_squares: Tensor | None = None,
+) -> None:
     """Apply `rms_norm` in place to two parts of each row: the first `sizes[0]` elements, and the next `sizes[1]`.
 
     x: [T, W]. Only the last dimension must be contiguous.
     weights: [sizes[0]] and [sizes[1]], plain or from `prepare_norm_weight`.
+    mean_squares: float32 [T, 2], mean squares of rows of which `x` has only a part. None: means of the parts in `x`.
     """
     if x.is_cuda:
-        _norm_parts_op(x, list(sizes), *weights, eps)
+        _norm_parts_op(x, list(sizes), *weights, eps, mean_squares)
         return
-    for part, weight in zip(x.split_with_sizes([*sizes, x.shape[1] - sum(sizes)], -1), weights, strict=False):
-        part.copy_(elementwise_reference.rms_norm(part, weight, eps))
+    for index, (part, weight) in enumerate(zip(_split_parts(x, sizes), weights, strict=True)):
+        if mean_squares is None:
+            part.copy_(elementwise_reference.rms_norm(part, weight, eps))
+        else:
+            factors = torch.rsqrt(mean_squares[:, index : index + 1] + eps)
+            part.copy_(part.float() * factors * weight[: part.shape[1]].float())
+
+
+def compute_mean_squares(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Return the mean squares of two parts of each row of `x` [T, W], float32 [T, 2]. sizes: see `norm_parts`."""
+    if x.is_cuda:
+        return _compute_mean_squares_op(x, list(sizes))
+    return torch.stack([part.float().square().mean(-1) for part in _split_parts(x, sizes)], 1)
+
+
+def _split_parts(x: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    first_size, second_size = sizes
+    return x.narrow(-1, 0, first_size), x.narrow(-1, first_size, second_size)
 
 
 def plan_rotation(cos_sin: Tensor, positions: Tensor) -> Rotation:
@@ -79,7 +103,8 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
-    On CUDA, non-finite elements of value heads are cached as 0, because a later request may reuse the page.
+    On CUDA, infinite and NaN elements of value heads are cached as 0: FlashAttention may read them past a request's
+    end.
 
     qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous. Tokens may have any stride. Query heads
         are overwritten, and key heads may be overwritten.
@@ -90,7 +115,7 @@ def rope_and_cache(
         On a CPU with float32 `qkv`, any dtype is supported.
     qk_norm: norms of query and key heads before the rotation. None: no norms.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
-    keep_keys: also overwrite the keys and values in `qkv` with what is cached.
+    keep_keys: whether to also write the cached keys and values back to `qkv`.
     Returns: rotated queries [T, Hq, D] in the cache's dtype, or in the dtype of `qkv` if the cache is FP8 or a CPU
         computes in float32. The result is a view of `qkv` if the dtypes are equal.
     Raises: ValueError if `keep_keys` is set on a CPU or for an FP8 cache.
@@ -195,10 +220,27 @@ _rms_norm_op.register_fake(
 
 
 @torch.library.custom_op("nanovllm::norm_parts", mutates_args=("x",))
-def _norm_parts_op(x: Tensor, sizes: list[int], first_weight: Tensor, second_weight: Tensor, eps: float) -> None:
+def _norm_parts_op(
+    x: Tensor,
+    sizes: list[int],
+    first_weight: Tensor,
+    second_weight: Tensor,
+    eps: float,
+    mean_squares: Tensor | None = None,
+) -> None:
     from nanovllm_kernels.elementwise import triton_norm
 
-    triton_norm.norm_parts(x, sizes, first_weight, second_weight, eps)
+    triton_norm.norm_parts(x, sizes, first_weight, second_weight, eps, mean_squares)
+
+
+@torch.library.custom_op("nanovllm::compute_mean_squares", mutates_args=())
+def _compute_mean_squares_op(x: Tensor, sizes: list[int]) -> Tensor:
+    from nanovllm_kernels.elementwise import triton_norm
+
+    return triton_norm.compute_mean_squares(x, sizes)
+
+
+_compute_mean_squares_op.register_fake(lambda x, _sizes: x.new_empty((x.shape[0], 2), dtype=torch.float32))
 
 
 @torch.library.custom_op("nanovllm::rope_and_cache", mutates_args=("qkv", "kv_cache", "kv_scales"))

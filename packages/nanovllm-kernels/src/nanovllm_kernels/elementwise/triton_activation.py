@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.platform import can_overlap_launches
 
-BLOCK = 1024
+BLOCK = 1024  # columns per program
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

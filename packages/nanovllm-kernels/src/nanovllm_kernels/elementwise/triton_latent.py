@@ -9,7 +9,7 @@ from nanovllm_kernels.elementwise.rotation import Rotation
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import choose_scale_exponents, inverse_scales
 
-# Query heads per program. Only the rotated end of each head is read.
+# Query heads per program. A program reads only the rotated end of each head.
 HEADS_PER_PROGRAM = 16
 
 

@@ -40,7 +40,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
     return out
 
 
-def norm_parts(x: Tensor, sizes: list[int], first_weight: Tensor, second_weight: Tensor, eps: float) -> None:
+def norm_parts(
+    x: Tensor, sizes: list[int], first_weight: Tensor, second_weight: Tensor, eps: float, mean_squares: Tensor | None
+) -> None:
     """See the package's `norm_parts`."""
     block = triton.next_power_of_2(max(sizes))
     overlap = can_overlap_launches(x.device)
@@ -48,6 +50,7 @@ def norm_parts(x: Tensor, sizes: list[int], first_weight: Tensor, second_weight:
         x,
         first_weight,
         second_weight,
+        mean_squares,
         x.stride(0),
         eps,
         FIRST_SIZE=sizes[0],
@@ -57,6 +60,25 @@ def norm_parts(x: Tensor, sizes: list[int], first_weight: Tensor, second_weight:
         num_warps=_num_warps(block),
         launch_pdl=overlap,
     )
+
+
+def compute_mean_squares(x: Tensor, sizes: list[int]) -> Tensor:
+    """See the package's `compute_mean_squares`."""
+    block = triton.next_power_of_2(max(sizes))
+    overlap = can_overlap_launches(x.device)
+    out = torch.empty((x.shape[0], 2), device=x.device)
+    _compute_mean_squares[(x.shape[0], 2)](
+        x,
+        out,
+        x.stride(0),
+        FIRST_SIZE=sizes[0],
+        SECOND_SIZE=sizes[1],
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=_num_warps(block),
+        launch_pdl=overlap,
+    )
+    return out
 
 
 def _num_warps(num_elements: int) -> int:
@@ -98,6 +120,7 @@ def _norm_parts(
     x_ptr,
     first_weight_ptr,
     second_weight_ptr,
+    mean_squares_ptr,
     stride_token,
     eps,
     FIRST_SIZE: tl.constexpr,
@@ -109,16 +132,53 @@ def _norm_parts(
         gdc_launch_dependents()
         gdc_wait()
     x_ptr += tl.program_id(0).to(tl.int64) * stride_token
+    if mean_squares_ptr is not None:
+        mean_squares_ptr += 2 * tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
-        _norm_in_place(x_ptr, first_weight_ptr, columns, eps, FIRST_SIZE)
+        _norm_in_place(x_ptr, first_weight_ptr, mean_squares_ptr, columns, eps, FIRST_SIZE, 0)
     else:
-        _norm_in_place(x_ptr + FIRST_SIZE, second_weight_ptr, columns, eps, SECOND_SIZE)
+        _norm_in_place(x_ptr + FIRST_SIZE, second_weight_ptr, mean_squares_ptr, columns, eps, SECOND_SIZE, 1)
 
 
 @triton.jit
-def _norm_in_place(x_ptr, weight_ptr, columns, eps, ROW_SIZE: tl.constexpr):
-    x = tl.load(x_ptr + columns, mask=columns < ROW_SIZE, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=columns < ROW_SIZE, other=0.0).to(tl.float32)
-    out = x * tl.rsqrt(tl.sum(x * x, 0) / ROW_SIZE + eps) * weight
+def _compute_mean_squares(
+    x_ptr,
+    out_ptr,
+    stride_token,
+    FIRST_SIZE: tl.constexpr,
+    SECOND_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_ptr += tl.program_id(0).to(tl.int64) * stride_token
+    out_ptr += 2 * tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        tl.store(out_ptr, _mean_square(_load_row(x_ptr, columns, FIRST_SIZE), FIRST_SIZE))
+    else:
+        tl.store(out_ptr + 1, _mean_square(_load_row(x_ptr + FIRST_SIZE, columns, SECOND_SIZE), SECOND_SIZE))
+
+
+@triton.jit
+def _load_row(x_ptr, columns, ROW_SIZE: tl.constexpr):
+    return tl.load(x_ptr + columns, mask=columns < ROW_SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _mean_square(x, ROW_SIZE: tl.constexpr):
+    return tl.sum(x * x, 0) / ROW_SIZE
+
+
+@triton.jit
+def _norm_in_place(x_ptr, weight_ptr, mean_squares_ptr, columns, eps, ROW_SIZE: tl.constexpr, PART: tl.constexpr):
+    x = _load_row(x_ptr, columns, ROW_SIZE)
+    weight = _load_row(weight_ptr, columns, ROW_SIZE)
+    mean_square = _mean_square(x, ROW_SIZE)
+    if mean_squares_ptr is not None:
+        mean_square = tl.load(mean_squares_ptr + PART)
+    out = x * tl.rsqrt(mean_square + eps) * weight
     tl.store(x_ptr + columns, out.to(x_ptr.dtype.element_ty), mask=columns < ROW_SIZE)

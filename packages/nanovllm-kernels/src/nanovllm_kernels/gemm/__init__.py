@@ -1,7 +1,7 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
-On CUDA, a layer with at most MAX_OWN_ROWS rows is one launch of a Triton kernel. torch.compile cannot use this kernel:
-compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, and oneDNN more rows in bf16.
+On CUDA, a layer with at most MAX_OWN_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use this
+kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, oneDNN more in bf16.
 """
 
 import functools
@@ -20,7 +20,7 @@ from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
-# Maximum number of rows that are added to a product of oneDNN. One less than a power of two.
+# Maximum number of padding rows in a product of oneDNN. One less than a power of two.
 MAX_PADDING_ROWS = 31
 # A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
 MAX_PANEL_SIZE = 2048
@@ -119,7 +119,7 @@ def _project_panels(
 def round_up_rows(num_rows: int) -> int:
     """Return how many rows oneDNN computes for `num_rows` rows: at most 1/8 and at most MAX_PADDING_ROWS more.
 
-    For each number of rows oneDNN compiles a kernel in 3 to 6 ms. It keeps up to 1,024 kernels of about 1 MB each.
+    oneDNN compiles a kernel for each number of rows in 3 to 6 ms, and caches up to 1,024 kernels of about 1 MB each.
     """
     step = min(1 << max(0, num_rows.bit_length() - 4), MAX_PADDING_ROWS + 1)
     return -(-num_rows // step) * step
@@ -250,7 +250,7 @@ def logits(x: Tensor, weight: PackedWeight, table: Tensor, bf16_parts: Tensor | 
     row's NUM_REFINED_LOGITS largest logits are computed again in float32.
 
     table: the unpacked weight [N, K]. If the table is float32, `x` is converted to float32.
-    bf16_parts: `split_float32(table)`. Tensor cores multiply the parts. The relative error is about 3e-6. None: unused.
+    bf16_parts: `split_float32(table)`, for products on tensor cores. The relative error is about 3e-6. None: unused.
     """
     if table.dtype == torch.float32:
         if bf16_parts is not None and not _is_few_rows_product(x, table):

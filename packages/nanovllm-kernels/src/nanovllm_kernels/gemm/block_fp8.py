@@ -34,7 +34,10 @@ COLUMNS_MULTIPLE = 16
 
 
 def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate a weight [num_rows, depth], one scale per `block_rows` x 128. Raises ValueError on a GPU without FP8."""
+    """Allocate a weight [num_rows, depth], one scale per block of `block_rows` x 128.
+
+    Raises ValueError on a GPU without FP8.
+    """
     if device.type == "cuda" and not has_fp8():
         raise ValueError("block FP8 weights need a GPU that multiplies FP8: Ada, Hopper or newer")
     num_groups = -(-depth // GROUP)
@@ -144,7 +147,7 @@ def _block_fp8_linear_op(
         rows, x_scales = triton_block_fp8.quantize_groups(rows, norm_weight, eps)
         dtype = out.dtype if residual is None else x.dtype
         if (
-            not tiles.is_own_fp8_faster(num_rows, data.shape[0])
+            not tiles.is_triton_fp8_faster(num_rows, data.shape[0])
             and dtype == torch.bfloat16
             and _cublas_supports(weight)
         ):

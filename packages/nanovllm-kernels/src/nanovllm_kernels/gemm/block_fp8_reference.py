@@ -6,7 +6,7 @@ from torch import Tensor
 from nanovllm_kernels import fp8
 from nanovllm_kernels.gemm.block_fp8_weight import GROUP, BlockFP8Weight
 
-# Number of weight elements that are converted to float32 at once. This number fits a core's cache.
+# Number of weight elements that are converted to float32 at once. These elements fit a core's cache.
 DEQUANTIZED_ELEMENTS = 1 << 19
 
 
@@ -24,7 +24,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compute_scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors 448 / magnitude and scales magnitude * (1 / 448). magnitudes: largest of each group or block."""
+    """Return factors 448 / magnitude and scales magnitude * (1 / 448). magnitudes: largest per group or block."""
     magnitudes = magnitudes.clamp(min=fp8.MIN_GROUP_MAGNITUDE)
     # A tensor as dividend makes torch round once. With a scalar, torch would round twice.
     return torch.full_like(magnitudes, fp8.MAX_E4M3) / magnitudes, magnitudes * (1.0 / fp8.MAX_E4M3)

@@ -44,7 +44,7 @@ from nanovllm_kernels.numba_tiles import (
     _PANELS_PTR,
     _BIAS_PTR,
     _OUT_PTR,
-    _PACKED_PTR,  # scratch: normed rows, float32 [block of K, tile, k, row]
+    _PACKED_PTR,  # normed rows, float32 [block of K, tile, k, row]
     _NUM_ROWS,
     _DEPTH,
     _PADDED_DEPTH,  # K rounded up to a multiple of UNROLL
@@ -53,7 +53,7 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block, a range of K. Sums over K run block by block: a float32 block fits the first-level cache.
+# Maximum depth of a block (a range of K). Sums over K run block by block: a float32 block fits the first-level cache.
 MAX_BLOCK_DEPTH = 320
 # Maximum number of rows whose packed copies are in memory at once.
 MAX_PACKED_ROWS = 252
@@ -71,7 +71,7 @@ def pack_panels(weight: Tensor) -> Tensor:
     num_panels, padded_depth = -(-num_outputs // PANEL_WIDTH), -(-depth // UNROLL) * UNROLL
     padded_weight = weight.new_zeros((num_panels * PANEL_WIDTH, padded_depth))
     padded_weight[:num_outputs, :depth] = weight
-    # In a panel, column i + LANES of a group follows column i.
+    # In a panel, column i + LANES of a group follows column i, so that one 32-bit word holds both.
     lane_pairs = padded_weight.view(num_panels, PANEL_WIDTH // GROUP_WIDTH, 2, LANES, padded_depth)
     return lane_pairs.permute(0, 4, 1, 3, 2).reshape(num_panels, padded_depth, PANEL_WIDTH).contiguous()
 
@@ -243,7 +243,7 @@ def _multiply_on_thread(args_ptr):
 
 @kernel
 def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
-    """Multiply all rows by `panel`, and prefetch the start of `next_panel`. converted_ptr: scratch, float32 block."""
+    """Multiply all rows by `panel`, and prefetch from `next_panel`. converted_ptr: space for a float32 block."""
     num_rows, padded_depth = args[_NUM_ROWS], args[_PADDED_DEPTH]
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL_WIDTH

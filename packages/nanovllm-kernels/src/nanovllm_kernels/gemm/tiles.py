@@ -17,7 +17,7 @@ MIN_VOCABULARY_COLUMNS = 1 << 16
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
-# The tiles in SPLIT_CONFIGS must divide columns and depth evenly.
+# Columns and depth must be multiples of these numbers, so that the tiles in SPLIT_CONFIGS divide them evenly.
 SPLIT_COLUMNS_MULTIPLE = 64
 SPLIT_DEPTH_MULTIPLE = 512
 
@@ -135,7 +135,7 @@ FP8_CONFIGS = {
     64: BlockFP8Config(64, 64, 1, 4, 6),
     MAX_FP8_ROWS: BlockFP8Config(64, 64, 1, 4, 6),
 }
-# Wider tiles for launches that have enough CTAs despite wide tiles. Keys: maximum number of rows.
+# Wider tiles for launches that still have enough CTAs with such tiles. Keys: maximum number of rows.
 WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
 FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 
@@ -143,7 +143,10 @@ FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
 def block_fp8_config(
     num_rows: int, num_columns: int, num_groups: int, *, gated: bool, may_split: bool
 ) -> BlockFP8Config:
-    """Return the tile for `num_columns` output columns and `num_groups` groups of 128 along K. may_split: split K."""
+    """Return the tile for `num_columns` output columns and `num_groups` groups of 128 along K.
+
+    may_split: whether the sum over K may be split among CTAs.
+    """
     if num_rows > MAX_FP8_ROWS:
         return FP8_CONFIG_OF_MORE_ROWS._replace(block_n=64) if gated else FP8_CONFIG_OF_MORE_ROWS
     max_rows = next(max_rows for max_rows in FP8_CONFIGS if num_rows <= max_rows)
@@ -165,7 +168,7 @@ def block_fp8_config(
     return config._replace(num_splits=num_splits)
 
 
-def is_own_fp8_faster(num_rows: int, num_columns: int) -> bool:
+def is_triton_fp8_faster(num_rows: int, num_columns: int) -> bool:
     """Whether `triton_block_fp8` is faster than cuBLAS."""
     return num_rows <= (MAX_FP8_ROWS if num_columns <= MAX_NARROW_FP8_COLUMNS else MAX_WIDE_FP8_ROWS)
 

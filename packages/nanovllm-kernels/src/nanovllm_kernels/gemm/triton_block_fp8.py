@@ -74,7 +74,7 @@ def project(
     column_tiles, row_tiles = triton.cdiv(num_columns, config.block_n), triton.cdiv(num_rows, config.block_m)
     partial_sums = out
     if config.num_splits > 1:
-        # The third dimension has the sums of the gate, and if gated those of the up projection.
+        # If gated, the third dimension separates the sums of the gate from the sums of the up projection.
         shape = (row_tiles * column_tiles, config.num_splits, 1 + gated, config.block_m, config.block_n)
         partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     overlap = can_overlap_launches(x.device)
@@ -104,8 +104,8 @@ def project(
         NUM_SPLITS=config.num_splits,
         STAGES=config.num_stages,  # of the pipelined loop over K
         PREFETCHED_TILES=min(NUM_PREFETCHED_TILES, -(-triton.cdiv(depth, GROUP) // config.num_splits)),
-        # Whether all columns of a tile share their scales.
-        ALIGNED=weight.block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
+        # Whether all columns of a tile share one scale per group.
+        TILE_SHARES_SCALE=weight.block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
         SWAP=config.block_m < MIN_LEFT_ROWS,  # the weight is the left operand
         QUANTIZED=x_scales is not None,
         GATED=gated,
@@ -180,7 +180,7 @@ def _multiply(
     K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    TILE_SHARES_SCALE: tl.constexpr,
     SWAP: tl.constexpr,
 ):
     """Multiply one group of each row by this tile's columns. Column 0 is row `first_weight_row` of the weight.
@@ -193,7 +193,7 @@ def _multiply(
     weight_rows = (first_weight_row + columns)[:, None].to(tl.int64)
     weight_mask = column_mask[:, None] & (ks < K)[None, :]
     weight = tl.load(weight_ptr + weight_rows * K + ks[None, :], mask=weight_mask, other=0.0)
-    if ALIGNED:
+    if TILE_SHARES_SCALE:
         scales = tl.load(scales_ptr + ((first_weight_row + first_column) // BLOCK_ROWS).to(tl.int64) * scales_stride)
     else:
         blocks = ((first_weight_row + columns) // BLOCK_ROWS).to(tl.int64)
@@ -281,7 +281,7 @@ def _project(
     NUM_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCHED_TILES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    TILE_SHARES_SCALE: tl.constexpr,
     SWAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     GATED: tl.constexpr,
@@ -317,8 +317,8 @@ def _project(
         split * groups_per_split, min(split * groups_per_split + groups_per_split, GROUPS), num_stages=STAGES
     ):
         ks = group * GROUP + tl.arange(0, GROUP)
-        group_ptr = x_scales_ptr + group * x_scales_group_stride
-        values, x_scales = _load_rows(x_ptr, group_ptr, ks, is_row, K, QUANTIZED)
+        group_scales_ptr = x_scales_ptr + group * x_scales_group_stride
+        values, x_scales = _load_rows(x_ptr, group_scales_ptr, ks, is_row, K, QUANTIZED)
         sums += _multiply(
             values,
             x_scales,
@@ -331,7 +331,7 @@ def _project(
             K,
             BLOCK_ROWS,
             BLOCK_N,
-            ALIGNED,
+            TILE_SHARES_SCALE,
             SWAP,
         )
         if GATED:
@@ -347,7 +347,7 @@ def _project(
                 K,
                 BLOCK_ROWS,
                 BLOCK_N,
-                ALIGNED,
+                TILE_SHARES_SCALE,
                 SWAP,
             )
     if SWAP:
@@ -359,8 +359,8 @@ def _project(
     num_planes: tl.constexpr = 2 if GATED else 1  # gate and up
     if NUM_SPLITS > 1:
         tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        in_tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # element offsets
-        partial_ptr += tile_index.to(tl.int64) * (NUM_SPLITS * num_planes * BLOCK_M * BLOCK_N) + in_tile
+        tile_offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_ptr += tile_index.to(tl.int64) * (NUM_SPLITS * num_planes * BLOCK_M * BLOCK_N) + tile_offsets
         is_last = _store_split(partial_ptr, counter_ptr + tile_index, sums, up_sums, NUM_SPLITS, GATED)
     if is_last:
         if NUM_SPLITS > 1:

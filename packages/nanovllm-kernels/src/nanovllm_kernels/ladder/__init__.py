@@ -1,9 +1,9 @@
-"""Measure how fast the kernels run on this GPU, relative to what its memory and tensor cores can do.
+"""Measure how fast the kernels run on this GPU, in bytes or operations per second.
 
     python -m nanovllm_kernels.ladder [--json FILE] [--only WORD]
 
 Each figure is a kernel's median time per call, over replays of a CUDA graph, and its bytes or operations per second.
-A graph contains one call per copy of the inputs, and the copies together exceed the L2 cache. Bytes and operations are
+A graph calls the kernel on several copies of the inputs, which together exceed the L2 cache. Bytes and operations are
 the minimum that the result requires: data that a kernel reads twice count once. Inputs are random.
 """
 
@@ -18,11 +18,11 @@ import torch
 
 from nanovllm_kernels.ladder.attention import latent_cases, paged_cases
 from nanovllm_kernels.ladder.captured_attention import captured_cases
-from nanovllm_kernels.ladder.gemm import SHAPES, block_fp8_linears, projections
-from nanovllm_kernels.ladder.linear_attention import delta_nets
-from nanovllm_kernels.ladder.moe import mixtures
+from nanovllm_kernels.ladder.gemm import MODEL_WIDTHS, block_fp8_cases, linear_cases
+from nanovllm_kernels.ladder.linear_attention import delta_net_cases
+from nanovllm_kernels.ladder.moe import mixture_cases
 from nanovllm_kernels.ladder.timing import BenchmarkCase, Figure, measure
-from nanovllm_kernels.ladder.traffic import copy_ceiling, elementwise, sampling
+from nanovllm_kernels.ladder.traffic import copy_case, elementwise_cases, sampling_cases
 from nanovllm_kernels.platform import describe_device, has_cuda
 
 __all__ = ["Figure", "ladder", "main", "measure", "selected"]
@@ -30,21 +30,21 @@ __all__ = ["Figure", "ladder", "main", "measure", "selected"]
 
 def ladder() -> Iterator[BenchmarkCase]:
     """Yield all benchmark cases, one kind of kernel after another. For each kind, small inputs come first."""
-    yield copy_ceiling()  # A plain copy.
+    yield copy_case()
     yield from paged_cases()
     yield from latent_cases()  # Multi-head latent attention (MLA).
     yield from captured_cases()  # Attention in steps that are captured as CUDA graphs.
     for num_tokens in (256, 8192):
-        yield from elementwise(num_tokens)
-    for shapes in SHAPES:  # The widths of two models.
+        yield from elementwise_cases(num_tokens)
+    for widths in MODEL_WIDTHS:
         for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            yield from projections(shapes, num_rows)
-    yield from delta_nets()  # A recurrent layer.
+            yield from linear_cases(widths, num_rows)
+    yield from delta_net_cases()  # A recurrent layer.
     for num_rows in (1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096):
-        yield from block_fp8_linears(num_rows)
-    yield from mixtures()  # Mixtures of experts.
+        yield from block_fp8_cases(num_rows)
+    yield from mixture_cases()  # Mixtures of experts.
     for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
-        yield from sampling(batch, vocab_size)
+        yield from sampling_cases(batch, vocab_size)
 
 
 def selected(name_part: str) -> list[BenchmarkCase]:

@@ -1,6 +1,7 @@
 """Benchmark cases of paged attention, for decodes and for prompts: grouped-query and latent (MLA) attention.
 
-The cost of most decodes is the bytes of the cache. Prompts, and latent decodes with many heads, count operations.
+The cost of most decodes is the bytes of the cache. The cost of prompts, and of latent decodes with many heads, is
+operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HE
 from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Elements in DeepSeek-V3: a head's unrotated key, its rotated key, its value, and a latent (what the cache stores).
+# Numbers of elements in DeepSeek-V3: unrotated and rotated part of a head's key, a head's value, and a latent.
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 

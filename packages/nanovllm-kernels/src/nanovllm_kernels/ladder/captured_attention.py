@@ -1,4 +1,4 @@
-"""Benchmark cases of attention in steps captured as CUDA graphs: with padding tokens, and lengths only on the device.
+"""Benchmark cases of attention in steps captured as CUDA graphs. The host knows only bounds on the lengths.
 
 A case's cost is its operations. If the case's name contains "by bytes", the cost is the bytes of cached tokens.
 """
@@ -60,7 +60,7 @@ def captured_attention_case(
 ) -> BenchmarkCase:
     """Make a case of attention for `requests`, in a step of `num_tokens` tokens.
 
-    num_entries: rows of the block tables, including unused rows.
+    num_entries: number of rows of the block tables, including unused rows.
     heads: numbers of query heads and of key-value heads.
     counts_bytes: whether the cost is bytes instead of operations.
     has_only_whole_prompts: whether all tokens of requests with several queries are in the step.

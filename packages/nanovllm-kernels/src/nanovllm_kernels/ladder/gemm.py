@@ -19,32 +19,36 @@ LinearCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ModelWidths:
     """A model's widths.
 
     qkv: total size of a token's queries, keys and values.
-    heads: total size of a token's queries.
+    queries: total size of a token's queries.
     intermediate: size of an MLP's gate, which equals the size of the up projection.
     """
 
     name: str
     hidden: int
     qkv: int
-    heads: int
+    queries: int
     intermediate: int
     vocab: int
 
 
 # Qwen3-0.6B and Llama 3 8B.
-SHAPES = (Shapes("0.6B", 1024, 4096, 2048, 3072, 151_936), Shapes("8B", 4096, 6144, 4096, 14336, 128_256))
+MODEL_WIDTHS = (
+    ModelWidths("0.6B", 1024, 4096, 2048, 3072, 151_936),
+    ModelWidths("8B", 4096, 6144, 4096, 14336, 128_256),
+)
 
 
-def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
+def linear_cases(widths: ModelWidths, num_rows: int) -> Iterator[BenchmarkCase]:
     """Yield cases of the linear layers of a decoder layer, and of the output head, for `num_rows` rows of input.
 
-    If the engine uses a kernel that fuses a norm, gate or residual, a second case measures separate operators.
+    If the engine uses a kernel that fuses a norm, gate or residual, a second case ("in pieces") measures separate
+    operators.
     """
-    norm_weight, eps = random(shapes.hidden), 1e-5
+    norm_weight, eps = random(widths.hidden), 1e-5
 
     def apply_norm_and_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(rms_norm(x, norm_weight, eps), weight)
@@ -56,22 +60,22 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
     # By name: output columns, input width, the call that the engine makes, and the call of separate operators.
     cases: dict[str, tuple[int, int, LinearCall, LinearCall]] = {
         "norm + qkv": (
-            shapes.qkv,
-            shapes.hidden,
+            widths.qkv,
+            widths.hidden,
             lambda weight, x, _: norm_linear(x, norm_weight, eps, weight),
             lambda weight, x, _: apply_norm_and_linear(weight, x),
         ),
-        "o + residual": (shapes.hidden, shapes.heads, *residual_calls),
+        "o + residual": (widths.hidden, widths.queries, *residual_calls),
         "norm + gate + up": (
-            2 * shapes.intermediate,
-            shapes.hidden,
+            2 * widths.intermediate,
+            widths.hidden,
             lambda weight, x, _: norm_gate_up(x, norm_weight, eps, weight),
             lambda weight, x, _: silu_and_mul(apply_norm_and_linear(weight, x)),
         ),
-        "down + residual": (shapes.hidden, shapes.intermediate, *residual_calls),
+        "down + residual": (widths.hidden, widths.intermediate, *residual_calls),
         "head": (
-            shapes.vocab,
-            shapes.hidden,
+            widths.vocab,
+            widths.hidden,
             lambda weight, x, _: logits(x, pack_linear(weight), weight),
             lambda weight, x, _: torch.mm(x, weight.t(), out_dtype=torch.float32),
         ),
@@ -86,10 +90,10 @@ def projections(shapes: Shapes, num_rows: int) -> Iterator[BenchmarkCase]:
                 weight, x, residual = random(columns, width), random(num_rows, width), random(num_rows, columns)
                 return lambda: call(weight, x, residual)
 
-            yield BenchmarkCase(f"{shapes.name} {name}, {num_rows} rows{suffix}", make_call, cost, "TB/s", cost)
+            yield BenchmarkCase(f"{widths.name} {name}, {num_rows} rows{suffix}", make_call, cost, "TB/s", cost)
 
 
-def block_fp8_linears(num_rows: int) -> Iterator[BenchmarkCase]:
+def block_fp8_cases(num_rows: int) -> Iterator[BenchmarkCase]:
     """Yield cases of linear layers with the block FP8 weights of an 8B model and of DeepSeek-R1.
 
     The measured calls also quantise the input of `num_rows` rows. One more case measures only this quantisation.

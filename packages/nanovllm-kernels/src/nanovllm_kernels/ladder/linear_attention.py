@@ -11,7 +11,7 @@ from nanovllm_kernels.linear_attention import DeltaWeights, gated_delta_net, pla
 DELTA_K_HEADS, DELTA_V_HEADS, DELTA_DIM = 16, 32, 128  # Key heads, value heads, and elements per head of Qwen3-Next.
 
 
-def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> BenchmarkCase:
+def delta_net_case(lengths: list[int], context: int, state_dtype: torch.dtype) -> BenchmarkCase:
     """Make a case of Qwen3-Next's recurrent layer, without its projections.
 
     lengths: number of new tokens of each request. context: number of tokens of each request before its new tokens.
@@ -54,10 +54,10 @@ def delta_net(lengths: list[int], context: int, state_dtype: torch.dtype) -> Ben
     )
 
 
-def delta_nets() -> Iterator[BenchmarkCase]:
+def delta_net_cases() -> Iterator[BenchmarkCase]:
     """Yield cases of decodes with states of both dtypes, and of prompts."""
     for batch in (1, 8, 64, 256):
         for state_dtype in (torch.float32, torch.bfloat16):
-            yield delta_net([1] * batch, 1000, state_dtype)
+            yield delta_net_case([1] * batch, 1000, state_dtype)
     for lengths in ([8192], [2048] * 4, [64] * 64):
-        yield delta_net(lengths, 0, torch.float32)
+        yield delta_net_case(lengths, 0, torch.float32)

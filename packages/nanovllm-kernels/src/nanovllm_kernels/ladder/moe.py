@@ -38,7 +38,7 @@ class Mixture:
         return Routing(self.top_k, shared="gated" if self.has_shared else "none")
 
 
-MIXTURES = (  # Of Qwen3-30B-A3B, MiniMax-M2 and Qwen3-Next.
+MIXTURES = (  # The experts of Qwen3-30B-A3B, MiniMax-M2 and Qwen3-Next.
     Mixture("30B-A3B", 128, 8, 2048, 768),
     Mixture("M2", 256, 8, 3072, 1536),
     Mixture("Next", 512, 10, 2048, 512, has_shared=True),
@@ -57,7 +57,7 @@ def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
     return pack_experts(*(weight.view(fp8.DTYPE) for weight in weights), gate_up_scales, down_scales)
 
 
-def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> BenchmarkCase:
+def experts_case(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> BenchmarkCase:
     """Make a case of experts. The cost is the bytes of the chosen experts, or operations for over 1024 tokens."""
     matrix_elements = mixture.hidden * mixture.width
 
@@ -79,7 +79,7 @@ def experts(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> BenchmarkCase
     )
 
 
-def routing(mixture: Mixture, num_tokens: int) -> BenchmarkCase:
+def routing_case(mixture: Mixture, num_tokens: int) -> BenchmarkCase:
     """Make a case of the kernel that chooses experts. The cost is the bytes of the logits."""
 
     def make_call() -> Callable[[], object]:
@@ -91,12 +91,12 @@ def routing(mixture: Mixture, num_tokens: int) -> BenchmarkCase:
     return BenchmarkCase(f"route {mixture.name}, {num_tokens} tokens", make_call, cost, "GB/s", cost)
 
 
-def mixtures() -> Iterator[BenchmarkCase]:
+def mixture_cases() -> Iterator[BenchmarkCase]:
     """Yield cases of mixtures of experts, from one token to many."""
     for mixture in MIXTURES:
         for num_tokens in (1, 4, 16, 64, 256, 1024, 8192):
-            yield routing(mixture, num_tokens)
-            yield experts(mixture, num_tokens, in_fp8=False)
-            yield experts(mixture, num_tokens, in_fp8=True)
+            yield routing_case(mixture, num_tokens)
+            yield experts_case(mixture, num_tokens, in_fp8=False)
+            yield experts_case(mixture, num_tokens, in_fp8=True)
     # The widths of DeepSeek-V3's experts, with about 32 tokens per expert.
-    yield experts(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)
+    yield experts_case(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-# A graph has one call per copy of the inputs: at most MAX_COPIES copies, and fewer if they exceed COLD_BYTES.
+# A graph calls the kernel on several copies of the inputs, so that no input is in the L2 cache. The copies together
+# exceed COLD_BYTES, unless MAX_COPIES are too few.
 COLD_BYTES, MAX_COPIES, NUM_REPLAYS = 256 << 20, 32, 20
 
 

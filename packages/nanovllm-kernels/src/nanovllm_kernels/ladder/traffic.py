@@ -10,8 +10,8 @@ from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.sampling import DrawSettings, sample
 
 
-def copy_ceiling() -> BenchmarkCase:
-    """Make a case of a plain copy. No kernel can move more bytes per second."""
+def copy_case() -> BenchmarkCase:
+    """Make a case of a plain copy, whose rate is the limit for kernels that move bytes."""
     size_bytes = 1 << 30
 
     def make_call() -> Callable[[], object]:
@@ -22,7 +22,7 @@ def copy_ceiling() -> BenchmarkCase:
     return BenchmarkCase("copy 1 GiB", make_call, 2 * size_bytes, "TB/s", 2 * size_bytes)
 
 
-def elementwise(num_tokens: int) -> Iterator[BenchmarkCase]:
+def elementwise_cases(num_tokens: int) -> Iterator[BenchmarkCase]:
     """Yield cases of norm, rotary embedding and gated activation with the shapes of an 8B model."""
     hidden, intermediate = 4096, 14336
     hidden_bytes = num_tokens * hidden * 2
@@ -52,7 +52,7 @@ def elementwise(num_tokens: int) -> Iterator[BenchmarkCase]:
     yield BenchmarkCase(f"silu_and_mul {num_tokens} x {intermediate}", make_gate, gate_bytes, "GB/s", gate_bytes)
 
 
-def sampling(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
+def sampling_cases(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
     """Yield cases of greedy, unfiltered and filtered draws. In the case "flat", top-p keeps most tokens."""
     ones, zeros, seeds = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4

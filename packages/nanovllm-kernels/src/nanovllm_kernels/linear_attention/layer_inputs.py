@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Tokens per chunk. States can be saved at positions that are multiples of this number.
+# Tokens per chunk of a prompt. States can be saved at positions that are multiples of this number.
 CHECKPOINT_INTERVAL = 64
 # Added to the squared length of a query or key, to avoid a division by 0.
 L2_NORM_EPS = 1e-6

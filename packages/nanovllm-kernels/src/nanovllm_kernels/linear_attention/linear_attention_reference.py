@@ -1,7 +1,7 @@
 """Computes Gated DeltaNet in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Requests with one token (decodes) run together. Prompts run one at a time, in chunks. Each chunk solves a triangular
-system instead of a recurrence over tokens (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484).
+Requests with one token (decodes) run together. Prompts run one at a time, in chunks. In a chunk, a triangular system
+replaces the recurrence over tokens (WY form, Yang et al. 2024, https://arxiv.org/abs/2406.06484).
 """
 
 from typing import NamedTuple

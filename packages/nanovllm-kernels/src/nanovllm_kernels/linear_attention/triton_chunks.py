@@ -1,7 +1,7 @@
 """Computes the part of Gated DeltaNet that does not depend on recurrent states, for all chunks in parallel, on CUDA.
 
-A chunk is CHECKPOINT_INTERVAL positions of one prompt, and begins at a multiple of this number. A program computes the
-convolution, or the gates and the triangular system, of one head's chunk. Positions without a token are masked.
+A chunk is CHECKPOINT_INTERVAL positions of one prompt, and begins at a multiple of this number. A program processes one
+chunk of one head: the convolution, or the gates and the triangular system. Positions without a token are masked.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class ChunkTensors(NamedTuple):
     convolved: [T, C], convolved queries, keys and values.
     wy_keys: [T, Hv, Dk], keys of the WY form.
     wy_values: [T, Hv, Dv], values of the WY form.
-    scores: [T, Hv, CHECKPOINT_INTERVAL], each token's decayed products of its query with the keys of its chunk.
+    scores: [T, Hv, CHECKPOINT_INTERVAL], products of a token's query, the keys of its chunk and the decay between both.
     cumulative_log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
 
@@ -46,14 +46,14 @@ def pad_to_tile(dim: int) -> int:
 
 
 def max_num_chunks(num_tokens: int, num_reqs: int) -> int:
-    """Return a number that exceeds every chunk number of `find_chunk`."""
+    """Return a number that is larger than all chunk numbers of `find_chunk`."""
     return num_tokens // CHECKPOINT_INTERVAL + 2 * num_reqs
 
 
 def compute_chunks(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, conv_states: Tensor, batch: StateBatch, sizes: LayerSizes
 ) -> ChunkTensors:
-    """Compute all results, and store the convolution's last inputs in the slots of requests and checkpoints."""
+    """Compute `ChunkTensors`, and store the convolution's last inputs in the slots of requests and checkpoints."""
     num_tokens, num_reqs = len(qkvz), len(batch.slots)
     num_chunks = max_num_chunks(num_tokens, num_reqs)
     padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
@@ -89,8 +89,8 @@ def compute_chunks(
         batch.query_start_loc,
         qkvz.stride(0),
         batch.checkpoints.shape[1],
-        PER_KEY=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,  # channels per key head
-        GATES=sizes.group_size * sizes.v_dim,  # columns of z per key head
+        CHANNELS_PER_KEY_HEAD=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,
+        GATES_PER_KEY_HEAD=sizes.group_size * sizes.v_dim,  # columns of z
         NUM_CHANNELS=sizes.num_channels,
         NUM_TAPS=sizes.num_taps,
         CHANNEL_BLOCK=CHANNEL_BLOCK,
@@ -220,8 +220,8 @@ def _save_conv_inputs(
     query_start_loc_ptr,
     qkvz_stride,
     num_checkpoints,
-    PER_KEY: tl.constexpr,
-    GATES: tl.constexpr,
+    CHANNELS_PER_KEY_HEAD: tl.constexpr,
+    GATES_PER_KEY_HEAD: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
@@ -236,7 +236,7 @@ def _save_conv_inputs(
     first_position = seq_len - num_new_tokens
     channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     mask = channels < NUM_CHANNELS
-    source_columns = channels + channels // PER_KEY * GATES
+    source_columns = channels + channels // CHANNELS_PER_KEY_HEAD * GATES_PER_KEY_HEAD
     # row_ptr + position * qkvz_stride is the address of the token at `position`.
     row_ptr = qkvz_ptr + (first_token - first_position).to(tl.int64) * qkvz_stride + source_columns
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
@@ -254,7 +254,7 @@ def _save_conv_inputs(
                     tl.store(checkpoint_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
                 else:
                     tl.store(checkpoint_slot_ptr + offset, tl.load(slot_ptr + offset, mask=mask, other=0.0), mask=mask)
-    # The loads from the slot above must precede the stores below.
+    # The loads from the slot must precede the stores to the slot below.
     tl.debug_barrier()
     for lag in tl.static_range(1, NUM_TAPS):
         if lag <= num_new_tokens:
@@ -313,7 +313,7 @@ def _solve_chunks(
     PADDED_V: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
 ):
-    """Compute one value head's scores, WY keys and WY values in one chunk. `ChunkTensors` names the formulas."""
+    """Compute one value head's scores, WY keys and WY values in one chunk. `ChunkTensors` refers to the formulas."""
     _, first_token, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )

@@ -1,7 +1,7 @@
 """Computes Gated DeltaNet for requests with one token, on CUDA: convolution, recurrence and gated norm in one kernel.
 
 A program updates the state of one value head of one request. All programs that share a key head convolve its query and
-key. The first of these programs stores the new inputs of both, in the oldest input's row, which no program reads.
+key. The first of these programs stores the new inputs of both in the row of the oldest input, which no program reads.
 """
 
 import triton
@@ -76,7 +76,7 @@ def _convolve(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to one token's inputs. write_mask: channels of which the slot stores the inputs."""
+    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs to store in the slot."""
     new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
     weight = tl.load(weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0)
     total = new_input.to(tl.float32) * weight

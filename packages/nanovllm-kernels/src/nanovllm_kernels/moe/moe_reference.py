@@ -49,7 +49,7 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     sorted_ids, order = chosen.ids.flatten().sort(stable=True)  # order: indices of (token, expert) pairs
     tokens = order // top_k
     rows = x.index_select(0, tokens)
-    # A batched product would copy the experts' weights.
+    # Run one expert after another: a batched product would copy the experts' weights.
     expert_ids, counts = sorted_ids.unique_consecutive(return_counts=True)
     results = [
         _run_expert(expert_rows, experts, expert)

@@ -25,7 +25,8 @@ def build_inputs(
         a request may have no tokens.
     page_table: int32 [R, max_pages], page numbers of each table row.
     page_size: tokens per page.
-    num_tokens: number of tokens in the step. On CUDA, padding tokens count: token 0 at position 0 in cache slot 0.
+    num_tokens: number of tokens in the step. On CUDA it may include padding tokens, which become token 0 at position 0
+        in cache slot 0.
     num_page_columns: number of columns of `page_table` to copy, enough for every token. None: all columns.
     """
     num_page_columns = page_table.shape[1] if num_page_columns is None else num_page_columns

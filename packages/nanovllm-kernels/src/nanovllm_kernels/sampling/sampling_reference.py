@@ -11,9 +11,9 @@ from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_L
 NUM_FIRST_CANDIDATES = 128
 # If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16
-# Number of additional candidates, which may tie with the k-th largest logit.
+# With top-k, number of candidates in addition to k. They may tie with the k-th largest logit.
 NUM_TIE_CANDIDATES = 64
-# Number of logits that `_draw` processes at once. This number fits the CPU's cache.
+# Number of logits that `_draw` processes at once. These logits fit the CPU's cache.
 DRAW_ELEMENTS = 1 << 18
 
 
@@ -88,9 +88,10 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 
 
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """Draw each row's token with the smallest Exp(1) / probability (exponential race). temperature: [B, 1].
+    """Draw from each row the token with the smallest (draw from Exp(1)) / probability. temperature: [B, 1].
 
-    This token also minimizes weight / -Exp(1). The Gumbel-max trick gives the same token, but needs another logarithm.
+    This exponential race is computed as the minimum of weight / -(draw from Exp(1)). The Gumbel-max trick gives the
+    same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)

@@ -1,9 +1,9 @@
-"""Draws the token with the best noisy logit (Gumbel noise) among the tokens that a row's filters keep, without sorting.
+"""Draws the token with the largest noisy logit (Gumbel noise) among those that a row's filters keep, without sorting.
 
-The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the best noisy logit if the
-filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. Candidates are
-the tokens of segments (adjacent tokens) with a large maximum. If the filters may keep other tokens too, all tokens of
-the row are candidates. A token's value is its logit divided by the temperature.
+The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the largest noisy logit if
+the filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. Candidates
+are the tokens of segments (adjacent tokens) with a large maximum. If the filters may keep other tokens too, all tokens
+of the row are candidates. A token's value is its logit divided by the temperature.
 """
 
 import triton
@@ -38,8 +38,8 @@ def _pivot_between(low, max_value):
 
 
 @triton.jit
-def _raise_cut(values, low, max_value, min_count, max_count):
-    """Raise `low` by bisection until at least `min_count` and at most `max_count` of `values` are >= `low`.
+def _raise_threshold(values, low, max_value, min_count, max_count):
+    """Raise the threshold `low` by bisection until `min_count` to `max_count` of `values` are at least `low`.
 
     If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
     `values`: with other bounds, ties could prolong the search.
@@ -82,7 +82,7 @@ def _weigh_tokens_above(
 
 
 @triton.jit
-def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BLOCK: tl.constexpr):
+def _raise_threshold_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BLOCK: tl.constexpr):
     """Return the larger of two values of a row: the k-th largest value, and the smallest value that is >= `low`."""
     lanes = tl.arange(0, BLOCK)
     max_value = _divide_by_temperature(max_logit, temperature)
@@ -111,10 +111,10 @@ def _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, k, BL
 def _draw_from_row(
     logits_ptr, vocab_size, temperature, seed, position, max_logit, low, count_limit, mass_limit, BLOCK: tl.constexpr
 ):
-    """Draw the row's token with the best noisy logit among the tokens that the filters keep.
+    """Draw the row's token with the largest noisy logit among the tokens that the filters keep.
 
-    A kept token's value is at least `low`. Fewer than `count_limit` tokens have larger values. The mass of these tokens
-    (as in `_weigh_tokens_above`) is below `mass_limit`.
+    The filters keep a token if its value is at least `low`, fewer than `count_limit` tokens have larger values, and the
+    mass of these other tokens (as in `_weigh_tokens_above`) is below `mass_limit`.
     """
     lanes = tl.arange(0, BLOCK)
     token = vocab_size
@@ -130,7 +130,7 @@ def _draw_from_row(
             lane_max = tl.where(is_better, noisy_logits, lane_max)
             lane_token = tl.where(is_better, tokens, lane_token)
         token = tl.min(tl.where(lane_max == tl.max(lane_max, 0), lane_token, NO_TOKEN), 0)
-        # A row without finite logits has no best token.
+        # `token` is NO_TOKEN if the row has no finite logit.
         token = tl.minimum(token, vocab_size - 1)
         token_value = _divide_by_temperature(load_logits(logits_ptr, token, token < vocab_size), temperature)
         is_rejected = False
@@ -203,12 +203,14 @@ def draw_filtered(
     segments = tl.arange(0, PADDED_SEGMENTS)
     segment_values = tl.load(segment_maxima_ptr + segments, mask=segments < num_segments, other=float("-inf"))
     segment_values = _divide_by_temperature(segment_values, temperature)
-    # If `top_k` segments have a maximum >= cut, at least `top_k` tokens have a value >= cut.
+    # If `top_k` segments have a maximum >= threshold, at least `top_k` tokens have a value >= threshold.
     min_segments = tl.where(has_top_k & (top_k <= MAX_CANDIDATE_SEGMENTS), top_k, MAX_CANDIDATE_SEGMENTS // 2)
-    cut, num_candidate_segments = _raise_cut(segment_values, low, max_value, min_segments, MAX_CANDIDATE_SEGMENTS)
+    threshold, num_candidate_segments = _raise_threshold(
+        segment_values, low, max_value, min_segments, MAX_CANDIDATE_SEGMENTS
+    )
     token = -1
     if num_candidate_segments <= MAX_CANDIDATE_SEGMENTS:
-        is_candidate = segment_values >= cut
+        is_candidate = segment_values >= threshold
         tl.store(candidate_segments_ptr + tl.cumsum(is_candidate.to(tl.int32), 0) - 1, segments, mask=is_candidate)
         tl.debug_barrier()
         index = tl.arange(0, MAX_CANDIDATE_SEGMENTS * SEGMENT_TOKENS)
@@ -217,27 +219,29 @@ def draw_filtered(
         tokens = token_segments * SEGMENT_TOKENS + index % SEGMENT_TOKENS
         logits = load_logits(logits_ptr, tokens, is_gathered & (tokens < vocab_size))
         values = _divide_by_temperature(logits, temperature)
-        values = tl.where(values >= cut, values, float("-inf"))
-        weights = tl.where(values >= cut, tl.exp2((logits - max_logit) * (LOG2_E / temperature)), 0.0)
+        values = tl.where(values >= threshold, values, float("-inf"))
+        weights = tl.where(values >= threshold, tl.exp2((logits - max_logit) * (LOG2_E / temperature)), 0.0)
         mass = tl.sum(weights, 0)
-        count = tl.sum((values >= cut).to(tl.int32), 0)
+        count = tl.sum((values >= threshold).to(tl.int32), 0)
         # Whether the candidates include all tokens that the filters may keep.
-        is_complete = (cut <= low) | tl.where(has_top_k, count >= top_k, (top_p < 1) & (mass >= top_p * total_mass))
+        is_complete = (threshold <= low) | tl.where(
+            has_top_k, count >= top_k, (top_p < 1) & (mass >= top_p * total_mass)
+        )
         if is_complete:
             kept_mass = total_mass
             if has_top_k_and_top_p:
-                cut, count = _raise_cut(values, cut, max_value, top_k, top_k)
-                kept_mass = tl.sum(tl.where(values >= cut, weights, 0.0), 0)
+                threshold, count = _raise_threshold(values, threshold, max_value, top_k, top_k)
+                kept_mass = tl.sum(tl.where(values >= threshold, weights, 0.0), 0)
             mass_limit = tl.where(top_p < 1, top_p * kept_mass, float("inf"))
             noisy_logits = add_gumbel_noise(logits, tokens, LOG2_E / temperature, seed, position)
             token = _draw_from_candidates(
-                values, noisy_logits, weights, tokens, tl.maximum(cut, min_kept_value), count_limit, mass_limit
+                values, noisy_logits, weights, tokens, tl.maximum(threshold, min_kept_value), count_limit, mass_limit
             )
             token = tl.minimum(token, vocab_size - 1)
     if token < 0:
         kept_mass = total_mass
         if has_top_k_and_top_p:
-            low = _raise_cut_of_row(logits_ptr, vocab_size, temperature, max_logit, low, top_k, BLOCK)
+            low = _raise_threshold_of_row(logits_ptr, vocab_size, temperature, max_logit, low, top_k, BLOCK)
             count, kept_mass, low = _weigh_tokens_above(
                 logits_ptr, vocab_size, temperature, max_logit, low, True, BLOCK
             )

@@ -1,4 +1,4 @@
-"""Draws tokens on CUDA. One program per chunk stores the chunk's best token. Then one program per row chooses a token.
+"""Draws tokens on CUDA. One program per chunk of a row stores its best token. Then one program per row chooses a token.
 
 Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """
@@ -22,7 +22,7 @@ NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
 MAX_CANDIDATE_SEGMENTS = 512
 # Tokens per iteration if a row has more candidates and the program therefore reads the whole row.
 ROW_BLOCK_TOKENS = 8192
-# Maximum distance of a drawn token's scaled logit from the row's maximum. The noise is between -2.9 and 22.2.
+# Maximum distance of a drawn token's scaled logit from the row's maximum. Gumbel noise is between -2.9 and 22.2.
 MAX_DRAWN_DISTANCE = 30.0
 
 
@@ -102,9 +102,10 @@ def _scan_chunk(
     SEGMENT_TOKENS: tl.constexpr,
     SEGMENTS_PER_CHUNK: tl.constexpr,
 ):
-    """Store one chunk's best token. For a filtered row, store the chunk's maximum, mass and segment maxima instead.
+    """Store the token with a chunk's largest noisy logit. For a filtered row, store other results instead.
 
-    The mass is the sum of the tokens' probabilities, divided by the probability of the chunk's likeliest token.
+    These results are the chunk's maximum, its mass and its segment maxima. The mass is the sum of the tokens'
+    probabilities, divided by the probability of the chunk's likeliest token.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)

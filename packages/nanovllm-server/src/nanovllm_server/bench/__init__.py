@@ -1,4 +1,4 @@
 """`nanovllm-bench`: benchmark commands. `flags` declares their flags, `bench_cli` runs them.
 
-`offline` has the commands throughput, latency and prefill. Each other command has a module or a package of its name.
+`offline` has the commands throughput, latency and prefill. Every other command has a module or package of that name.
 """

@@ -2,19 +2,19 @@
 
 import argparse
 
-from nanovllm_server.bench.workload import LengthRange
+from nanovllm_server.bench.workload import IntegerRange
 from nanovllm_server.flag_types import integer_from
 
 integer_at_least_0, integer_at_least_1, integer_at_least_2 = map(integer_from, (0, 1, 2))
 
 
-def length_range(text: str) -> LengthRange:
+def integer_range(text: str) -> IntegerRange:
     """Parses `N` or `N..M`."""
     low, dots, high = text.partition("..")
-    lengths = LengthRange(integer_at_least_1(low), integer_at_least_1(high if dots else low))
-    if lengths.low > lengths.high:
+    bounds = IntegerRange(integer_at_least_1(low), integer_at_least_1(high if dots else low))
+    if bounds.low > bounds.high:
         raise argparse.ArgumentTypeError("must go from a smaller number to a larger one")
-    return lengths
+    return bounds
 
 
 def minutes(text: str) -> float:

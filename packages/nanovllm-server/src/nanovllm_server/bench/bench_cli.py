@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_offline(flags: argparse.Namespace) -> None:
     if flags.threads is not None:
-        # Torch reads these variables at import. `torch.set_num_threads` would affect only the calling thread.
+        # Torch reads these variables when it is imported. `torch.set_num_threads` would affect only the calling thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(flags.threads)
 
     import nanovllm_models
@@ -66,11 +66,11 @@ def _run_offline(flags: argparse.Namespace) -> None:
         options = comparison.OfflineOptions(
             model=model.path,
             load_format=flags.load_format,
-            # Without --prefix-len, prompts have no tokens in common, and a prefix cache would never hit.
+            # Without --prefix-len, prompts have no tokens in common: a prefix cache would find nothing.
             config=make_engine_config(flags, prefix_caching=flags.command == "throughput" and flags.prefix_len > 0),
             temperature=flags.temperature,
             repeat=flags.repeat,
-            peer=_make_peer(flags, model),  # The engine to compare to, if any.
+            peer=_make_peer(flags, model),  # The other engine to compare with, or None.
             files=_make_output_files(flags),
         )
         comparison.run(options, spec, _make_offline_benchmark(flags, spec.vocab_size))

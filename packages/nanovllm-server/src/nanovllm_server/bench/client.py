@@ -1,6 +1,6 @@
-"""A client of streamed chat completions over HTTP/1.1. It records when each piece (delta with content) arrives.
+"""A client of streamed chat completions over HTTP/1.1. Records when each piece (a delta with content) arrives.
 
-A general HTTP client needs more time per piece than the server, and would limit the measured rate.
+A general HTTP client would need more time per piece than the server, and thus limit the measured rate.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import orjson
 from nanovllm_server.bench.report import BenchError
 from nanovllm_server.protocol.json import JSON
 
-# Time limit of a whole answer. A timer per piece would double the cost of reading a piece.
+# Time limit of a whole answer. A time limit per piece would double the cost of reading a piece.
 ANSWER_TIMEOUT_S = 3600.0
 MAX_HTTP_LINE_BYTES = 1 << 20  # A longer line of a response is an error.
 MAX_BODY_PART_BYTES = 1 << 16  # Limit of one read from an unchunked body.
@@ -50,8 +50,8 @@ class Endpoint:
 class TimedAnswer:
     """The times and token counts of one answer. Times come from `time.perf_counter`.
 
-    start_time: before the connection was opened.
-    piece_times: arrival of each delta with content; the end of the answer if no delta has content.
+    start_time: time before the connection was opened.
+    piece_times: arrival time of each delta with content; only the end of the answer if no delta has content.
     """
 
     start_time: float
@@ -140,7 +140,7 @@ async def stream_chat(
         raise ExchangeError("the stream ended before the answer was complete")
     if usage is None:
         raise ExchangeError("the server doesn't send usage in a stream")
-    # An answer of one token has no piece if the token is only half of a character.
+    # An answer of one token has no piece if the token holds only a part of a character.
     return TimedAnswer(
         start_time=start_time,
         piece_times=tuple(piece_times or [end_time]),

@@ -9,25 +9,25 @@ from nanovllm_server.bench.argument_types import (
     integer_at_least_0,
     integer_at_least_1,
     integer_at_least_2,
-    length_range,
+    integer_range,
     minutes,
     request_rate,
 )
 from nanovllm_server.bench.interference import interference_flags
-from nanovllm_server.bench.workload import LengthRange
+from nanovllm_server.bench.workload import IntegerRange
 from nanovllm_server.engine_flags import add_engine_flags
 from nanovllm_server.flag_types import seconds
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 PEERS = ("vllm", "transformers", "llamacpp", "none")  # A peer is the engine to compare to.
-THROUGHPUT_DEFAULT_LENGTHS = LengthRange(100, 1024)
-# Fields of `EngineConfig` that have a flag. Shared settings also apply to the peer.
+THROUGHPUT_DEFAULT_LENGTHS = IntegerRange(100, 1024)
+# Fields of `EngineConfig` that have a flag. The shared settings also apply to the peer, the others only to our engine.
 SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    "state_dtype",
+    *("state_dtype", "tensor_parallel_size", "expert_parallel"),
 )
-OWN_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
+UNSHARED_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         "serve", "latencies and tokens per second of any OpenAI-compatible server over streamed chat completions"
     )
     _add_server_flags(serve)
-    _add_workload_flags(serve, LengthRange(512, 512), "")
+    _add_workload_flags(serve, IntegerRange(512, 512), "")
     add = serve.add_argument
     rate_help = "requests per second (Poisson process); inf: all at once; several rates are measured one by one"
     add("--rate", type=request_rate, nargs="+", default=[None], help=rate_help)
@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     grammars = add_command("grammars", "token gaps of unconstrained streams while other streams follow schemas")
     _add_server_flags(grammars)
     add = grammars.add_argument
-    repeat_help = "rounds of three mixes: no schemas; half of the streams follow a schema; further new schemas compile"
+    repeat_help = "rounds, each of three mixes: no schemas; half of the streams have one; new schemas also compile"
     add("--streams", type=integer_at_least_2, default=64, help="simultaneous streams in each mix")
     add("--output-len", type=integer_at_least_2, default=256, help="tokens of each answer")
     add("--repeat", type=integer_at_least_1, default=5, help=repeat_help)
@@ -87,22 +87,22 @@ def build_parser() -> argparse.ArgumentParser:
     interference = add_command("interference", interference_flags.SUMMARY)
     interference_flags.add_flags(interference, DEFAULT_URL, API_KEY_VARIABLE)
 
-    soak = add_command("soak", "memory, blocks and errors of a server of this machine under random and hostile traffic")
+    soak = add_command("soak", "memory, leaked blocks and errors of a server on this machine under hostile requests")
     _add_server_flags(soak)
     add = soak.add_argument
     add("--server-pid", type=integer_at_least_1, required=True, help="process id of nanovllm-server; Linux only")
     add("--clients", type=integer_at_least_1, default=64, help="simultaneous clients")
     add("--max-prompt-words", type=integer_at_least_2, default=500, help="words of the longest valid prompt")
-    add("--minutes", type=minutes, default=30.0, help="time of the traffic, with the warm-up")
-    add("--warm-up-minutes", type=minutes, default=10.0, help="time until caches are full; memory is measured after it")
+    add("--minutes", type=minutes, default=30.0, help="time of the traffic, including the warm-up")
+    add("--warm-up-minutes", type=minutes, default=10.0, help="time before memory is measured, in which caches fill")
     add("--sample-interval", type=seconds, default=2.0, metavar="SECONDS", help="time between samples of memory")
-    add("--max-growth", type=float, default=2.0, metavar="PERCENT", help="a process must grow by less")
+    add("--max-growth", type=float, default=2.0, metavar="PERCENT", help="fail if a process grows by this much")
     add("--seed", type=int, default=0, help="seed of the random traffic")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     trace = add_command("trace", "times of steps on host and device, and idle times of the device, from a trace file")
     trace.add_argument("file", type=Path, help="file that --trace wrote")
-    trace.add_argument("--steps", type=length_range, metavar="N[..M]", help="only step N, or steps N to M")
+    trace.add_argument("--steps", type=integer_range, metavar="N[..M]", help="only step N, or steps N to M")
     trace.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     kernels = add_command("kernels", "bytes and operations per second of the kernels; needs a GPU")
@@ -116,12 +116,14 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", dest="served_model", help="requested model; by default, the server's first model")
 
 
-def _add_workload_flags(parser: argparse.ArgumentParser, default_lengths: LengthRange, prefix_help_suffix: str) -> None:
+def _add_workload_flags(
+    parser: argparse.ArgumentParser, default_lengths: IntegerRange, prefix_help_suffix: str
+) -> None:
     add = parser.add_argument_group("workload").add_argument
     add("--num-requests", type=integer_at_least_1, default=256, help="total number of requests")
-    add("--input-len", type=length_range, default=default_lengths, metavar="N[..M]", help="tokens of a prompt")
+    add("--input-len", type=integer_range, default=default_lengths, metavar="N[..M]", help="tokens of a prompt")
     output_help = "tokens to generate per request"
-    add("--output-len", type=length_range, default=default_lengths, metavar="N[..M]", help=output_help)
+    add("--output-len", type=integer_range, default=default_lengths, metavar="N[..M]", help=output_help)
     prefix_help = f"additional tokens with which all prompts begin{prefix_help_suffix}"
     add("--prefix-len", type=integer_at_least_0, default=0, help=prefix_help)
 
@@ -130,13 +132,13 @@ def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -
     _add_temperature_flag(parser, temperature)
     _add_result_flags(parser, repeat=3)
     add = parser.add_argument_group("engine, and peer").add_argument
-    model_help = "directory, or repository of the Hugging Face Hub; by default, SmolLM2-135M-Instruct"
+    model_help = "directory, or repository of the Hugging Face Hub; SmolLM2-135M-Instruct by default"
     add("model", nargs="?", help=model_help)
     format_help = "dummy: random weights, needs only config.json"
     add("--load-format", choices=("auto", "dummy"), default="auto", help=format_help)
-    add("--threads", type=integer_at_least_1, help="threads of torch")
+    add("--threads", type=integer_at_least_1, help="number of torch's threads")
     add_engine_flags(add, SHARED_ENGINE_SETTINGS)
-    add_engine_flags(parser.add_argument_group("engine").add_argument, OWN_ENGINE_SETTINGS)
+    add_engine_flags(parser.add_argument_group("engine").add_argument, UNSHARED_ENGINE_SETTINGS)
     add = parser.add_argument_group("peer").add_argument
     add("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
     add("--peer-python", type=Path, default=sys.executable, metavar="PATH", help="interpreter that has the peer")
@@ -154,6 +156,6 @@ def _add_temperature_flag(parser: argparse.ArgumentParser, default: float) -> No
 
 def _add_result_flags(parser: argparse.ArgumentParser, *, repeat: int) -> None:
     add = parser.add_argument_group("results").add_argument
-    add("--repeat", type=integer_at_least_1, default=repeat, help="runs; figures are their medians")
+    add("--repeat", type=integer_at_least_1, default=repeat, help="number of runs; figures are medians of the runs")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     add("--plot", type=Path, metavar="FILE", help="draw the figures to FILE, a PNG")

@@ -1,7 +1,7 @@
 """The command `grammars`: measures how answers that follow schemas delay unconstrained answers.
 
 Each round measures three mixes of streams. In the first mix, no stream follows a schema. In the second, half of the
-streams do. In the third, half of the streams do, and further requests bring new schemas that take long to compile.
+streams do. The third is like the second, while further requests send new schemas that take long to compile.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ import uvloop
 from nanovllm_server.bench.client import Endpoint, ExchangeError, TimedAnswer, chat_request, list_models, stream_chat
 from nanovllm_server.bench.report import BenchError, OutputFiles, report
 from nanovllm_server.bench.serve import LatencyStats, latency_stats
-from nanovllm_server.bench.workload import LengthRange, WorkloadShape, random_text_requests
+from nanovllm_server.bench.workload import IntegerRange, WorkloadShape, random_text_requests
 from nanovllm_server.protocol.json import JSON
 
 UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = ("unconstrained", "half constrained", "and others compile")
-# Simultaneous requests with new schemas in the mix WITH_COMPILING.
+# Number of simultaneous requests with new schemas in the mix WITH_COMPILING.
 NUM_COMPILING_REQUESTS = 4
 WARM_UP_TOKENS = 4  # Output tokens of a warm-up request.
-PROMPT_LEN = 32  # Words of each prompt, one token each.
+PROMPT_LEN = 32  # Number of words in each prompt. Each word is one token.
 TEMPERATURE = 0.6
 _STRING_SCHEMA: JSON = {"type": "string"}
 
@@ -118,7 +118,7 @@ async def measure(options: GrammarsOptions) -> tuple[str, list[MixResult]]:
 
 
 def _summarize(mix: str, rounds: Sequence[_RoundResult], base_stats: Sequence[LatencyStats]) -> MixResult:
-    """Combines all rounds of a mix. base_stats: the latencies of the unconstrained mix in each round."""
+    """Combines all rounds of a mix. base_stats: statistics of the unconstrained mix, one per round."""
     stats_pairs = [*zip((latency_stats(result.gaps_s) for result in rounds), base_stats, strict=True)]
     return MixResult(
         name=mix,
@@ -135,9 +135,9 @@ async def _measure_round(
     options: GrammarsOptions, model: str, mix: str, seed: str, schema_numbers: Iterator[int]
 ) -> _RoundResult:
     half_num_streams = options.num_streams // 2
-    lengths = LengthRange(PROMPT_LEN, PROMPT_LEN), LengthRange(options.output_len, options.output_len)
+    lengths = IntegerRange(PROMPT_LEN, PROMPT_LEN), IntegerRange(options.output_len, options.output_len)
     requests = random_text_requests(WorkloadShape(options.num_streams, *lengths), seed)
-    # The gaps of the first half of the streams are measured. Only streams of the second half follow a schema.
+    # The first half of the streams is measured. Only streams of the second half follow a schema.
     schema = None if mix == UNCONSTRAINED else typical_schema()
     bodies = [
         _request_body(model, request.text, request.max_tokens, schema if index >= half_num_streams else None)
@@ -166,7 +166,7 @@ async def _measure_round(
 
 
 def _gaps_while_all_run(answers: Sequence[TimedAnswer], num_measured: int) -> list[float]:
-    """Returns the gaps between pieces of the first `num_measured` streams while all streams run, in seconds."""
+    """Returns the seconds between pieces of the first `num_measured` streams, while all streams run."""
     last_start = max(answer.piece_times[0] for answer in answers)
     first_end = min(answer.piece_times[-1] for answer in answers)
     return [
@@ -220,6 +220,6 @@ def typical_schema() -> JSON:
 
 
 def slow_schema(number: int) -> JSON:
-    """Returns a schema that takes about a second to compile. Each `number` gives another schema."""
+    """Returns a schema that takes about a second to compile. Each `number` makes a different schema."""
     properties = {f"f{number}_{field_index}": _STRING_SCHEMA for field_index in range(20)}
     return _object_schema({f"o{number}_{object_index}": _object_schema(properties) for object_index in range(40)})

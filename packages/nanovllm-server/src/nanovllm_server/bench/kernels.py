@@ -1,4 +1,4 @@
-"""The command `kernels`: runs `nanovllm_kernels.ladder`, the benchmark of our kernels at the shapes of models."""
+"""The command `kernels`: runs `nanovllm_kernels.ladder`, which measures our kernels with the sizes of real models."""
 
 import sys
 from dataclasses import asdict, replace

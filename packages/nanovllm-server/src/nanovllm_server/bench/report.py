@@ -46,7 +46,7 @@ class OutputFiles:
 def report(
     benchmark: str, title: str, tables: Sequence[Table], results: Mapping[str, JSON], files: OutputFiles
 ) -> None:
-    """Prints the tables and writes JSON. Both include the machine and the versions. benchmark: command name."""
+    """Prints the tables and writes JSON. Both outputs name the machine and the versions. benchmark: command name."""
     environment = describe_environment()
     environment_texts = (f"{name} {value}" for name, value in environment.items() if value is not None)
     print_tables(title, ", ".join(environment_texts), tables)

@@ -34,10 +34,10 @@ class ServeOptions:
     """Options of a run.
 
     model: None for the first model that the server lists.
-    rates: requests per second of each load; None for all at once.
-    concurrencies: maximum number of simultaneous requests of each load; None for no limit.
+    rates: requests per second; None for all at once. Every rate with every concurrency is a load.
+    concurrencies: maximum numbers of simultaneous requests; None for no limit.
     repeat: number of runs of each load. Results are medians of the runs.
-    seed: selects the words. The server's prefix cache may hold prompts of an earlier run with the same seed.
+    seed: selects the words of the prompts. The server may have cached the prompts of a run with the same seed.
     """
 
     endpoint: Endpoint
@@ -68,7 +68,7 @@ class LoadResult:
     rate: requests per second; None for all at once.
     concurrency: maximum number of simultaneous requests; None for no limit.
     failed: number of requests without a complete answer. The other fields exclude these requests.
-    seconds: time from the first request to the end of the last answer.
+    seconds: time from the start of the first request to the end of the last answer.
     busy: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.
     itl: time between two consecutive pieces. A piece may have several tokens.
@@ -144,7 +144,7 @@ async def measure(options: ServeOptions) -> tuple[str, list[LoadResult]]:
     for rate, concurrency in product(options.rates, options.concurrencies):
         runs: list[LoadResult] = []
         for _ in range(options.repeat):
-            # Each run has new words. Prompts therefore hit the prefix cache only with the prefix that they all share.
+            # Each run has new words. The server's prefix cache therefore holds only the prefix that all prompts share.
             requests = random_text_requests(options.shape, f"{options.seed}-{len(results)}-{len(runs)}")
             runs.append(await _measure_load(options, model, requests, rate, concurrency))
         results.append(_median_result(runs))
@@ -231,7 +231,7 @@ def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
 def _median_value(values: Sequence[Any]) -> Any:
     if isinstance(values[0], LatencyStats):
         return LatencyStats(*map(median, zip(*map(astuple, values), strict=True)))
-    # Integers and None are the same in all runs.
+    # Only floats differ between the runs of one load.
     return median(values) if isinstance(values[0], float) else values[0]
 
 

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import msgspec
 
 from nanovllm_server.bench.report import BenchError, percentile, print_tables, write_json
-from nanovllm_server.bench.workload import LengthRange
+from nanovllm_server.bench.workload import IntegerRange
 
-# A track holds the times of one activity of the host, or of the device: one span per step.
+# A track is one activity of the host, such as planning, or the device. A track has one span of time per step.
 DEVICE_TRACK = "device"
-# `TrackTimes.track` of the sums of each step's times on all tracks except the device.
+# The name of an additional row, `TrackTimes.track`. It sums each step's times over all tracks except the device.
 HOST_SUM = "host"
 # `IdleTimes.long` counts the idle times above this limit.
 LONG_IDLE_US = 50.0
@@ -22,7 +22,7 @@ LONG_IDLE_US = 50.0
 class TraceEvent(msgspec.Struct):
     """A line of a trace in Chrome's JSON array format.
 
-    ph: X for a span that begins at `ts` and lasts `dur` (us). M for the name of track `tid`.
+    ph: X for a span of track `tid`, which begins at `ts` and lasts `dur` (us). M: `args` has the name of track `tid`.
     """
 
     ph: str
@@ -38,7 +38,7 @@ EventByStep: TypeAlias = dict[int, TraceEvent]
 
 @dataclass(frozen=True, slots=True)
 class TrackTimes:
-    """Percentiles of the step times on one track, in us. steps: number of steps."""
+    """Percentiles of the times that steps take on one track, in us. steps: number of steps."""
 
     track: str
     steps: int
@@ -57,7 +57,7 @@ class IdleTimes:
     long: int
 
 
-def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> None:
+def run(path: Path, step_range: IntegerRange | None, json_path: Path | None) -> None:
     """Prints tables and writes the results. Raises BenchError if the file is not a trace or has no selected step."""
     tracks = read_trace(path)
     if step_range is not None:
@@ -83,7 +83,7 @@ def run(path: Path, step_range: LengthRange | None, json_path: Path | None) -> N
             "benchmark": "trace",
             "file": str(path),
             "tracks": [asdict(times) for times in track_times],
-            "rest": None if idle_times is None else asdict(idle_times),
+            "device_idle": None if idle_times is None else asdict(idle_times),
         },
     )
 
@@ -113,7 +113,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
 
 
 def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
-    """Yields sums over the host tracks, for steps with an event on each host track. Then yields each track's times."""
+    """Yields the sums over all host tracks, only for steps that each host track has. Then yields each track's times."""
     host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
     if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
         yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-# Largest token id of a prompt, as in nano-vllm's benchmark, the default workload of `throughput`.
+# Largest token id of a prompt. Another project, nano-vllm, has this value in its benchmark. The default workload of our
+# command `throughput` is the workload of that benchmark.
 MAX_TOKEN_ID = 10_000
 
 # Each of these words, after a space, is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants. The
@@ -22,14 +23,14 @@ SINGLE_TOKEN_WORDS = _WORD_LIST.split()
 
 
 @dataclass(frozen=True, slots=True)
-class LengthRange:
-    """A uniform distribution of numbers of tokens from `low` to `high`, both included."""
+class IntegerRange:
+    """The integers from `low` to `high`, both included."""
 
     low: int
     high: int
 
     def draw(self, random: Random) -> int:
-        """Draws a random number of tokens."""
+        """Draws one of the integers, all with the same probability."""
         return random.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -45,8 +46,8 @@ class WorkloadShape:
     """
 
     num_requests: int
-    input_len: LengthRange
-    output_len: LengthRange
+    input_len: IntegerRange
+    output_len: IntegerRange
     prefix_len: int = 0
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int) -> list[tuple
 
 
 def random_requests(shape: WorkloadShape, vocab_size: int) -> list[TokenRequest]:
-    """Draws all prompts, then all output lengths. nano-vllm's benchmark draws in the same order."""
+    """Draws all prompts, then all output lengths. The benchmark of nano-vllm draws in the same order."""
     random = Random(0)
     max_token_id = min(MAX_TOKEN_ID, vocab_size - 1)
     prefix = tuple(random.randint(0, max_token_id) for _ in range(shape.prefix_len))

@@ -8,9 +8,9 @@ from nanovllm_server.protocol.error import ApiError, unavailable
 
 
 class AdmissionControl:
-    """Admits sequences while all workers together have at most `capacity` of them.
+    """Admits sequences while all workers together have at most `capacity` sequences.
 
-    shutdown_reason: why all requests are refused; None while requests are admitted.
+    shutdown_reason: why the worker refuses all requests; None while it admits requests.
     idle: set while this worker has no sequences.
     """
 
@@ -20,7 +20,7 @@ class AdmissionControl:
         self.idle.set()
         self.shutdown_reason: str | None = None
         self._active_counter = counters.claim(1)
-        # Discards the count of a dead worker that this worker replaces.
+        # If this worker replaces a dead worker, the counter still has the dead worker's count.
         self._active_counter.clear()
 
     @property
@@ -32,7 +32,7 @@ class AdmissionControl:
         """Admits sequences. Returns the function that releases these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
-        # Count before the comparison: simultaneous workers may refuse too many sequences, but never admit too many.
+        # Count before the comparison: if workers admit simultaneously, they may refuse too many, never admit too many.
         self._active_counter.add(0, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:

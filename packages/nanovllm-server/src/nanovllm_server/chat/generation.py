@@ -14,7 +14,7 @@ from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.protocol.error import timed_out
 from nanovllm_server.protocol.response import Delta, Usage
 
-# Interval of the empty lists that keep idle streams alive.
+# Interval at which `stream_deltas` yields empty lists, which keep idle streams alive.
 KEEP_ALIVE_INTERVAL_S = 15.0
 
 
@@ -59,8 +59,8 @@ class Generation:
     """One answer. Each choice has a request and an output assembler.
 
     timeout_s: maximum time from the requests' arrival to the end of the answer; None for no limit.
-    make_grammar_error: takes the reason why a grammar fails during generation, and returns the exception to raise.
-    prompt_logprobs: None before the first token, or if not requested.
+    make_grammar_error: makes the exception to raise if a grammar fails during generation, from the reason.
+    prompt_logprobs: log-probabilities of the prompt; None before the first token, or if not requested.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Generation:
 
     @property
     def _reuses_prompt_cache(self) -> bool:
-        # After the first choice's first token, other choices find the prompt in the prefix cache. A prompt that fits
-        # into one block (the cache's unit of tokens) is never cached.
+        # After the first choice's first token, other choices find the prompt in the prefix cache. The cache holds only
+        # full blocks of tokens and never the whole prompt: a prompt of at most one block is not in the cache.
         info = self._engine.info
         return info.prefix_caching and self._requests[0].num_prompt_tokens > info.block_size
 

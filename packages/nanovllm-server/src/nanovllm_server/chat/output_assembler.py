@@ -23,7 +23,7 @@ class ChoiceOptions:
     """Options that apply to every choice of a request.
 
     include_stop: the text includes the stop string or stop token.
-    tag_ids: ids of special tokens that the parser reads as text.
+    tag_ids: ids of special tokens that the parser must see as text.
     allows_parallel_calls: if false, the choice ends with its first call.
     names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
     is_call_required: the answer must consist of calls. Content is dropped, because it can only be markup of calls.
@@ -44,7 +44,7 @@ class ChoiceOptions:
 class OutputAssembler:
     """Detokenizes and parses the outputs of one choice, and finds stop strings.
 
-    num_tokens: number of tokens so far, without tokens after a stop string.
+    num_tokens: number of tokens so far. Tokens after a stop string do not count.
     finish_reason: None until the choice has ended.
     """
 
@@ -71,9 +71,9 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def process_output(self, output: RequestOutput) -> Delta | None:
-        """Adds an output. Returns the new delta; None if nothing is new. The choice must not have ended."""
+        """Adds an output. Returns the new delta; None without new text or calls. The choice must not have ended."""
         token_ids = output.new_token_ids
-        # A stop token, the last token of an output, is text only if `include_stop` is set.
+        # A stop token is the last token of its output, and is text only if `include_stop` is set.
         num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
@@ -188,7 +188,7 @@ def _join_arguments(calls: list[CallDelta]) -> Iterator[CallDelta]:
 def make_token_logprob(
     vocabulary: TextVocabulary, token_id: int, logprobs: TokenLogprobs, num_top: int, *, names_by_id: bool = False
 ) -> TokenLogprob:
-    """Returns OpenAI's object with the log-probabilities of a token and of the `num_top` likeliest tokens in its place.
+    """Returns OpenAI's object: log-probabilities of a token and of the `num_top` likeliest tokens at its position.
 
     names_by_id: write a token as "token_id:ID" instead of as text.
     """

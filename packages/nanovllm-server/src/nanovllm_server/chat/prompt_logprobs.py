@@ -15,7 +15,7 @@ def serialize_prompt_logprobs(
 ) -> orjson.Fragment:
     """Returns the field `prompt_logprobs` as JSON. Run this in a thread: a long prompt takes a second.
 
-    prompt_logprobs: one element for each token except the first.
+    prompt_logprobs: one element for each prompt token except the first.
     """
     # Serialising one token at a time takes less memory and shortens the pauses of the event loop.
     dictionaries = (orjson.dumps(entries) for entries in iterate_entries(vocabulary, token_ids, prompt_logprobs))
@@ -25,9 +25,9 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields a dictionary per prompt token: by id, the log-probabilities of this token and of likely tokens there.
+    """Yields one dictionary per prompt token, and None for the first token, which has no log-probability.
 
-    The first token has no log-probability, and yields None.
+    A dictionary maps ids to log-probabilities: of the prompt token, and of the likeliest tokens at its position.
     """
 
     def make_logprob(token_id: int, logprob: float, rank: int) -> PromptLogprob:
@@ -37,7 +37,7 @@ def iterate_entries(
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
         entries = {str(token_id): make_logprob(token_id, logprobs.logprob, logprobs.rank)}
-        # Each token has its own rank, even if another token is equally likely.
+        # Two equally likely tokens have different ranks.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
             entries[str(top_id)] = make_logprob(top_id, logprob, rank)
         yield entries

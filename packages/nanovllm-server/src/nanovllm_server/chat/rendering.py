@@ -19,8 +19,8 @@ from nanovllm_server.protocol.error import ApiError, prompt_too_long
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
-NUM_THREADS = 2  # For conversations below MIN_LARGE_CHARACTERS.
-# Conversations of at least this length share one thread, so that shorter conversations need not wait.
+NUM_THREADS = 2  # for conversations shorter than MIN_LARGE_CHARACTERS
+# Conversations of at least this length share one other thread, so that shorter conversations need not wait for them.
 MIN_LARGE_CHARACTERS = 1 << 18
 DEFAULT_OPTIONS = TemplateOptions()
 ToolDefinitions = Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ class Prompt:
 class Renderer:
     """Renders conversations for one model, in threads.
 
-    call_format: format in which to write tools and calls that the template does not show; None if unknown.
+    call_format: format of the model's calls, to write tools and calls that the template does not show; None if unknown.
     """
 
     def __init__(self, tokenizer: Tokenizer, call_format: ToolCallFormat | None = None):
@@ -61,7 +61,7 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: prompts that are certainly longer are refused without encoding; None for no limit.
+        max_tokens: a prompt that certainly has more tokens is refused without encoding; None for no limit.
         """
         num_characters = sum(len(message.content or "") + 1 for message in messages)
         pool = self._large_prompt_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
@@ -106,7 +106,7 @@ class Renderer:
         return rendered is not None and "any_tool" in rendered
 
     def _test_call_support(self) -> tuple[bool, bool]:
-        """Returns (whether the template needs calls' arguments as text, whether the template shows calls)."""
+        """Returns (whether the template needs the arguments of calls as text, whether the template shows calls)."""
 
         def shows_arguments(*, as_text: bool) -> bool:
             call = _to_template_call(PastToolCall("call_0", "f", '{"key": "any_value"}'), as_text=as_text)

@@ -153,7 +153,7 @@ class Service:
         return token_ids[-num_kept_tokens:]
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt, budget or None). Appends the begin tag of reasoning if a budget needs this tag."""
+        """Returns (prompt, budget or None). With a budget, appends the begin tag of reasoning if it is missing."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
@@ -181,7 +181,7 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Returns the error of the first field whose grammar fails on its own, else the whole constraint's error."""
+        """Returns the error of the first field whose grammar does not compile alone, else the constraint's error."""
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:

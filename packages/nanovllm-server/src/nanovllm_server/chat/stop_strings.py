@@ -11,7 +11,7 @@ class StopMatcher:
         # Longest first: if several stop strings end at the same character, `push` must match the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._failure_tables = [_failure_table(stop) for stop in self._stop_strings]
-        # For each stop string: length of the longest prefix that is also a suffix of the text.
+        # For each stop string: the length of its longest prefix with which the text so far ends.
         self._num_matched = [0] * len(stop_strings)
         # Text that may belong to a stop string.
         self._held_text = ""
@@ -30,7 +30,7 @@ class StopMatcher:
         return released_text
 
     def flush(self) -> str:
-        """Returns the text that `push` held back. A later match can't include this text."""
+        """Returns the text that `push` held back. A later match does not include this text."""
         released_text, self._held_text = self._held_text, ""
         self._num_matched = [0] * len(self._stop_strings)
         return released_text
@@ -46,7 +46,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Returns for each prefix of `pattern`: length of the longest shorter prefix with which this prefix also ends."""
+    """Returns, for each prefix of `pattern`, the length of the longest shorter prefix with which the prefix ends."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

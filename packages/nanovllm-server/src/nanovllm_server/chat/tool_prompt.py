@@ -1,4 +1,4 @@
-"""Writes tools, calls and results as plain text, for models whose chat template does not show tools."""
+"""Writes tools, calls and results of calls as plain text, for models whose chat template does not show tools."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ TemplateMessage = dict[str, Any]
 def write_tools_as_text(
     messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]], call_format: ToolCallFormat
 ) -> list[TemplateMessage]:
-    """Adds text to the system message that describes the functions and the format of calls."""
+    """Describes the functions and the format of calls in the system message."""
     example_call = write_call(call_format, "NAME", {"PARAMETER": "VALUE"})
     function_lines = "\n".join(orjson.dumps(tool["function"]).decode() for tool in tools)
     text = (
@@ -34,7 +34,7 @@ def write_history_as_text(messages: Sequence[TemplateMessage], call_format: Tool
     for message in messages:
         text_message = _to_text_message(message, call_format)
         if message["role"] == "tool" and rewritten and rewritten[-1]["role"] == "user":
-            # Joins results into one message, because templates expect user and assistant to alternate.
+            # Join several results into one message, because templates expect user and assistant to alternate.
             rewritten[-1] = {**rewritten[-1], "content": f"{rewritten[-1]['content']}\n{text_message['content']}"}
         else:
             rewritten.append(text_message)

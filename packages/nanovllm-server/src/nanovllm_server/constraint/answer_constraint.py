@@ -41,8 +41,9 @@ class AnswerConstraint:
     """The constraint on an answer.
 
     spec: grammar of the whole answer.
-    field_grammars: (path, grammar) of each request field that `spec` uses, to find the wrong field if `spec` fails.
-    unused_grammars: (path, grammar) of each request field that `spec` ignores. The grammars must still be valid.
+    field_grammars: (path, grammar) of each request field that `spec` includes, to find the field at fault if `spec`
+        does not compile.
+    unused_grammars: (path, grammar) of each request field that `spec` ignores. These grammars must compile too.
     calls_only_at_start: only an answer that begins with a call can have calls.
     """
 
@@ -53,7 +54,7 @@ class AnswerConstraint:
 
     @property
     def path(self) -> str:
-        """The request field that an error names if each field's grammar is valid on its own."""
+        """The request field to name in an error about the whole `spec`."""
         return self.field_grammars[0][0] if len(self.field_grammars) == 1 else "tools"
 
 
@@ -62,7 +63,7 @@ def constrain(
 ) -> AnswerConstraint | None:
     """Returns the constraint on the answer; None for free text. Raises ApiError (400) if a grammar is too large.
 
-    answer_rule: format that the client requests for content. reasoning_state: state at the end of the prompt.
+    answer_rule: format that the client requests for content. reasoning_state: state where the prompt ends.
     """
     call_form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):
@@ -115,7 +116,7 @@ def _reasoning_formats(
     form = model_format.chat_format.reasoning
     if form is None or reasoning_state == "closed":
         return
-    # A call within reasoning would end the reasoning and escape the constraint.
+    # A call within reasoning would end the reasoning, and no grammar would constrain this call.
     excluded_texts = call_beginnings(call_form) if call_form is not None and call_form.ends_reasoning else ()
     body = sequence(any_text((form.end, *excluded_texts)), literal(form.end), LINE_BREAKS)
     yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))

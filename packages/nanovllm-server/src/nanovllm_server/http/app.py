@@ -42,7 +42,7 @@ def create_app(service: Service) -> Quart:
     app = Quart(__name__, static_folder=None)
     app.config.update(RESPONSE_TIMEOUT=None)
     body_memory = BodyMemory(service.body_memory_bytes)
-    # Parse one large body at a time: the parsed values may take many times the memory of the body.
+    # Parse one large body at a time: the parsed values may need many times the memory of the body.
     large_body_semaphore = asyncio.Semaphore()
 
     async def chat_completions() -> Response:
@@ -150,7 +150,7 @@ def _add_static_routes(app: Quart, service: Service) -> None:
 
 
 def _max_body_bytes(service: Service) -> int:
-    """Returns Content-Length; the server's limit for a chunked body. Raises RequestEntityTooLarge."""
+    """Returns Content-Length, or the server's limit for a chunked body. Raises RequestEntityTooLarge."""
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:

@@ -10,7 +10,7 @@ ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 # Time for which browsers may cache the response to a preflight request.
 PREFLIGHT_AGE_S = 600
-# Headers that pages may send, if the preflight request names none, and headers that pages may read.
+# Headers that pages may send if the preflight request names no headers, and headers that pages may read.
 DEFAULT_ALLOWED_HEADERS = "Authorization, Content-Type"
 EXPOSED_HEADERS = "Retry-After, X-Request-Id"
 
@@ -51,7 +51,7 @@ class CrossOriginPolicy:
 
 
 def parse_allowed_origins(values: Sequence[str]) -> tuple[str, ...]:
-    """Splits values at commas, and writes origins as browsers do. Raises ValueError for an invalid origin."""
+    """Splits values at commas, and returns origins as browsers write them. Raises ValueError for an invalid origin."""
     return tuple(_parse_origin(origin) for value in values for origin in map(str.strip, value.split(",")) if origin)
 
 

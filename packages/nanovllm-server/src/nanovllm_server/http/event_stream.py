@@ -16,7 +16,7 @@ from nanovllm_server.protocol.response import Delta, Envelope, make_chunk_choice
 
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 DONE_EVENT = b"data: [DONE]\n\n"
-# Marks the choice's position in a serialised chunk. JSON escapes quotes: no string can contain this marker.
+# Marks the choice's position in a serialised chunk. No JSON string contains this marker, because JSON escapes quotes.
 CHOICE_PLACEHOLDER = cast(ChunkChoice, ["nanovllm"])
 
 
@@ -31,7 +31,7 @@ def serialize_error_event(error: ApiError) -> bytes:
 
 
 class ChatStream:
-    """The server-sent events of one answer.
+    """The server-sent events of one answer. The data of an event is a chunk, such as new output of one choice.
 
     envelope: fields that all chunks of the answer share.
     include_usage: the last chunk has the token counts.

@@ -56,7 +56,7 @@ def check_content_type(content_type: str | None, content_encoding: str | None) -
     if parameters.startswith("charset=") and parameters.removeprefix("charset=").strip("\"' ") not in ("utf-8", "utf8"):
         raise _unsupported_media_type(f"the body must be UTF-8, but Content-Type says {parameters[:40]}")
     if content_encoding not in (None, "", "identity"):
-        raise _unsupported_media_type(f"Content-Encoding is not supported, but is {content_encoding[:40]}")
+        raise _unsupported_media_type(f"Content-Encoding must be absent or identity, but is {content_encoding[:40]}")
 
 
 def _unsupported_media_type(message: str) -> ApiError:

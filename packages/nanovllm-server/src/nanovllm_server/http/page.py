@@ -1,4 +1,4 @@
-"""The chat page at `/`. Its headers forbid requests to other servers."""
+"""The chat page at `/`. The page's headers forbid requests to other servers."""
 
 import base64
 import hashlib

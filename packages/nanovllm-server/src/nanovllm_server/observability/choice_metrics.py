@@ -7,7 +7,7 @@ from nanovllm_server.observability.metrics import Metrics
 
 
 class ChoiceMetrics:
-    """Records the latencies of one choice. For an aborted choice, records no phases and no end-to-end latency.
+    """Records the latencies of one choice. Records phases and end-to-end latency only if the choice is not aborted.
 
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     first_token_s: seconds from the request's arrival to the first token; None before the first token.

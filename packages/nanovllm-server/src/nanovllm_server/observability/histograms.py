@@ -23,7 +23,7 @@ class Histogram:
         self._counters.add(self._sum_index, value * count)
 
     def read_buckets_and_sum(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns upper bounds with cumulative counts, and the sum of all values. Both include all workers."""
+        """Returns (pairs of upper bound and cumulative count, sum of all values), both for all workers together."""
         bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         counts = accumulate(map(self._counters.total, range(len(bounds))))
         return list(zip(bounds, counts, strict=True)), self._counters.total(self._sum_index)

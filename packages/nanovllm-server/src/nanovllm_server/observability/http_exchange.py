@@ -25,7 +25,7 @@ from nanovllm_server.observability.request_body import RequestBody
 CLIENT_DISCONNECTED_STATUS = 499
 # Requests to these paths are logged at level debug.
 QUIET_PATHS = ("/health", "/ready", "/ping", "/load", "/metrics")
-# Maximum time for which the end of a response waits for the rest of the request.
+# Maximum time for which the last part of a response waits for the rest of the request.
 LINGER_S = 10.0
 MAX_LOGGED_PATH_BYTES = 200  # the log cuts longer paths
 MAX_REQUEST_ID_BYTES = 256  # longer ids of clients are replaced
@@ -38,7 +38,7 @@ class HttpExchange:
     """One HTTP request and its response.
 
     host: value of the Host header; None without the header.
-    has_generated_id: the client sent no valid request id.
+    has_generated_id: the server generated `request_id`, because the client sent no valid id.
     key_digest: digest of the API key; "" if the server needs no key.
     is_chunked: the request has Transfer-Encoding. The connection closes after the response.
     arrival: when the exchange began, in seconds of `time.monotonic`.

@@ -1,4 +1,4 @@
-"""Measures how late an event loop runs its tasks."""
+"""Measures the lag of an event loop: how late the loop runs tasks."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ LAG_INTERVAL_S = 0.25  # time between measurements
 
 
 async def measure_loop_lag(observe: Callable[[float], None]) -> None:
-    """Four times a second, calls `observe` with the delay in seconds of this task's wake-up."""
+    """Calls `observe` four times a second, with the seconds by which this task woke up too late."""
     while True:
         planned_wake_s = time.monotonic() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)

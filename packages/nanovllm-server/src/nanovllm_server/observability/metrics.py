@@ -16,7 +16,7 @@ from nanovllm_server.observability.shared_counters import KeyedCounters, SharedC
 MetricsPrefix = Literal["nanovllm", "vllm"]
 # Value of vLLM's label `engine`. vLLM numbers its engines; this server has one engine.
 ENGINE_INDEX = "0"
-# Maps vLLM's present names to former names, which dashboards still use.
+# Maps current names of vLLM's metrics to former names, which dashboards still use.
 FORMER_VLLM_NAMES = {
     "inter_token_latency_seconds": "time_per_output_token_seconds",
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
@@ -40,7 +40,7 @@ OTHER_PATH = "other"
 STATUSES = range(100, 600)  # HTTP status codes
 
 
-# Pairs (labels, value). These labels are added to the labels that all metrics have.
+# Pairs (labels, value). The labels are additional to the labels that all metrics have.
 Samples = Iterable[tuple[Mapping[str, str], float]]
 
 

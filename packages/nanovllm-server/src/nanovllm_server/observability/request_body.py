@@ -1,4 +1,4 @@
-"""Reads the body of a request. The web framework's own class would read the body before the server checks headers."""
+"""Reads the body of a request. The web framework's class would read the body before the server checks the headers."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 
 class RequestBody:
-    """A request's body, which stays in the connection until the application calls `read` or `discard`.
+    """A request's body. The server reads no part of it until the application calls `read` or `discard`.
 
     received: event, set when the request is complete or the client has disconnected.
     """

@@ -1,7 +1,7 @@
 """Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
 
-A reader reports a call when the call's arguments begin. Text that resembles a call up to there is content.
-Malformed arguments stay unchanged.
+A reader reports a call when the call's arguments begin. Text that begins like a call but differs before the arguments
+is content. Malformed arguments are reported unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from nanovllm_server.parsing.source import MAX_NAME_LENGTH, ReadGenerator, Sourc
 from nanovllm_server.protocol.json import JSON
 
 CallFormat = TypeVar("CallFormat", bound=ToolCallFormat)
-# Schemas of parameters, by function name; None for a function without a schema.
+# Maps each function's name to the schema of the function's parameters, or to None if there is no schema.
 SchemasByFunction = Mapping[str, JSON]
 TextSink = Callable[[str], None]
 
@@ -47,7 +47,7 @@ class CallReader(ABC, Generic[CallFormat]):
         """
 
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """Reads consecutive calls. Returns whether there is a call; if not, passes what was read to `fallback`."""
+        """Reads consecutive calls. Returns whether there was a call; if not, passes the text read to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
         sink, has_calls = fallback, False
@@ -65,7 +65,7 @@ class CallReader(ABC, Generic[CallFormat]):
             self.source.start_recording()
 
     def _read_closing_tag(self, tag: str) -> ReadGenerator[bool]:
-        """Reads a closing tag. Returns whether the tag came, or the answer ended within the tag."""
+        """Reads a closing tag. Returns True if the tag comes next, also if the answer ends within the tag."""
         return (yield from self.source.read_literal(tag)) or self.source.read_truncated_literal(tag)
 
     def accepts_name(self, name: str | None, *, has_opening_tag: bool) -> bool:
@@ -86,7 +86,7 @@ class CallReader(ABC, Generic[CallFormat]):
             self.collector.end_call(self.form.separator)
 
     def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
-        """If the answer has ended, reports the call `name` and returns True. Otherwise returns False."""
+        """Reports the call `name` and returns True if the answer has ended. Otherwise, or for None, returns False."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)
@@ -103,7 +103,7 @@ class JsonReader(CallReader[JsonCalls]):
         return (self.form.begin, "{") if self.form.may_omit_begin else (self.form.begin,)
 
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """See `CallReader`. If an object is no call, the objects inside it are no calls either."""
+        """See `CallReader`. Objects inside an object that is no call are no calls either."""
         begins_with_object = (yield from self.source.peek()) == "{"
         if (yield from super().read_consecutive_calls(fallback)):
             return True
@@ -219,7 +219,7 @@ class XmlReader(CallReader[XmlCalls]):
         if (yield from source.read_literal(form.call_end)):
             self.begin_call(name)
             return self._close_call("{}")
-        # Text before the next key: "{" until the first parameter is reported.
+        # JSON text to report before the next key: "{" before the first parameter, then ", ".
         separator, next_key = "{", None
         missing_keys = list_declared_parameters(self.schemas.get(name))
         while next_key is not None or (yield from source.read_literal(form.parameter_begin)):
@@ -237,7 +237,7 @@ class XmlReader(CallReader[XmlCalls]):
             value_json = self._parameter_json(name, key, value)
             self.collector.add_arguments(f"{separator}{orjson.dumps(key).decode()}: {value_json}")
             separator = ", "
-            # If no further parameter follows, the text from here on is content.
+            # The recorded text is content if neither another parameter nor the closing tag of the call follows.
             source.start_recording()
             yield from source.skip_whitespace()
         if separator != "{" and (yield from source.read_literal(form.call_end)):
@@ -274,7 +274,7 @@ class XmlReader(CallReader[XmlCalls]):
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
-        """Ends the arguments with `brace`, and reports the end of the call. Returns True, as `read_call` must."""
+        """Reports `brace` as the end of the arguments, and the end of the call. Returns True, as `read_call` must."""
         self.collector.add_arguments(brace)
         self.collector.end_call(self.form.separator)
         return True

@@ -15,6 +15,7 @@ class TextVocabulary:
     """The bytes of each token of a tokenizer. Raises VocabularyError if the kind of tokenizer is not supported.
 
     special_ids: ids of special tokens, such as end of sequence.
+    strips_leading_space: the space at the beginning of a decoded text is not part of the text.
     """
 
     def __init__(self, backend: Tokenizer):
@@ -47,7 +48,7 @@ class TextVocabulary:
 
 
 class Detokenizer:
-    """Detokenizes one choice. tag_ids: special tokens whose names become text. Other special tokens are left out."""
+    """Converts the tokens of one choice to text. tag_ids: the special tokens whose names are part of the text."""
 
     def __init__(self, vocabulary: TextVocabulary, tag_ids: frozenset[int] = frozenset()):
         self._vocabulary = vocabulary

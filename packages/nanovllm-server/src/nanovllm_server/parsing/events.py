@@ -52,12 +52,12 @@ class WhitespaceTrimmer:
         self.skips_leading = skips_leading
         # Whether `push` has returned text.
         self.has_text = False
-        # Characters that are treated like whitespace until other text comes.
+        # Characters that `push` treats like whitespace until other text comes.
         self.separator_characters = ""
         self._held_pieces: list[str] = []
 
     def push(self, text: str) -> str:
-        """Adds `text`; returns the text that is certain now."""
+        """Adds `text`. Returns the trimmed text that later text can no longer change."""
         trimmed_text = text.rstrip(WHITESPACE) if self.holds_trailing else text
         if self.separator_characters and not trimmed_text.strip(WHITESPACE + self.separator_characters):
             trimmed_text = ""
@@ -99,8 +99,8 @@ class EventCollector:
         self._content = WhitespaceTrimmer(holds_trailing=allows_calls, skips_leading=False)
 
     @property
-    def is_content_unchanged(self) -> bool:
-        """Whether `add_content` now passes all text on unchanged."""
+    def passes_content_through(self) -> bool:
+        """Whether `add_content` reports all further text unchanged and at once."""
         return not (self._content.holds_trailing or self._content.skips_leading)
 
     def take_events(self) -> list[Event]:
@@ -114,7 +114,7 @@ class EventCollector:
             self._events.append(ReasoningText(trimmed_text))
 
     def end_reasoning(self) -> None:
-        """Ends the reasoning, and drops the whitespace up to the content or call that follows."""
+        """Ends the reasoning, and drops the whitespace between the reasoning and the following content or call."""
         self._reasoning.drop()
         self._content.skips_leading = True
 
@@ -137,10 +137,10 @@ class EventCollector:
             self._events.append(CallArguments(self.num_calls - 1, text))
 
     def end_call(self, separator: str = "") -> None:
-        """Ends the call. separator: characters that count as whitespace between calls."""
+        """Ends the call. separator: characters that, like whitespace, may separate two calls."""
         self.in_call = False
         self._events.append(CallEnded(self.num_calls - 1))
-        # If there was content before the call, the whitespace between the call and later content stays.
+        # If content precedes the call, the whitespace between the call and later content stays.
         self._content.skips_leading = not self._content.has_text
         self._content.separator_characters = separator
 

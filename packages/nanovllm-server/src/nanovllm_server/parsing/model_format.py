@@ -14,7 +14,7 @@ ReasoningState = Literal["open", "closed", "undecided"]
 
 
 class ModelFormat:
-    """The chat format of one model, with the token ids of the format's tags."""
+    """A chat format, and the ids of the format's tags in the vocabulary of one model."""
 
     def __init__(self, chat_format: ChatFormat, vocabulary: TextVocabulary):
         self.chat_format = chat_format
@@ -33,7 +33,7 @@ class ModelFormat:
         return None if self.chat_format.reasoning is None else self._vocabulary.find_id(self.chat_format.reasoning.end)
 
     def tag_ids(self, tools: SchemasByFunction | None) -> frozenset[int]:
-        """Ids of special tokens whose names the parser needs in the text. tools: None if the parser reads no calls."""
+        """Ids of the special tokens that the parser must see as text. tools: None if the parser reads no calls."""
         return self._reasoning_tag_ids if tools is None else self._all_tag_ids
 
     def reasoning_state(self, prompt: str) -> ReasoningState:

@@ -12,7 +12,7 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def to_object_json(value: str | None) -> str | None:
-    """Returns the arguments of a call as JSON text of an object; None if `value` does not stand for an object.
+    """Converts the arguments of a call to the JSON text of an object. Returns None if `value` has another form.
 
     value: JSON text of an object, of a string that contains JSON text of an object, or of null, which stands for {}.
     """
@@ -58,15 +58,15 @@ def _find_parameter_schema(schema: JSON, key: str) -> JSON:
 
 
 def _is_json(text: str) -> bool:
-    # Not orjson: it rejects large numbers and lone surrogates, which JSON allows.
+    # Not orjson, because orjson rejects large numbers and lone surrogates, which JSON allows.
     try:
-        json.loads(text, parse_int=float, parse_constant=_refuse)
+        json.loads(text, parse_int=float, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 

@@ -1,6 +1,6 @@
 """Parses the text of an answer, which arrives in pieces, into events.
 
-The ends of the pieces affect only how events divide the text. Parsing never raises an exception.
+If the same text arrives in other pieces, only the division of text between events changes. Parsing never fails.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat
@@ -8,7 +8,7 @@ from nanovllm_server.parsing.call_parser import SchemasByFunction, make_reader
 from nanovllm_server.parsing.events import ContentText, Event, EventCollector
 from nanovllm_server.parsing.source import ReadGenerator, Source
 
-# Maximum number of characters that are parsed at a time. This limit makes each search for tags short.
+# Maximum number of characters that are parsed at a time, which keeps each search for tags short.
 MAX_PIECE_LENGTH = 4096
 
 
@@ -38,9 +38,9 @@ class Parser:
         self._calls_only_at_start = calls_only_at_start
         self._read_generator = self._read(chat_format.reasoning, starts_in_reasoning)
         self._in_reasoning = False
-        self._is_in_content = False
+        self._in_content = False
         # Whether only content can follow. `push` then skips the parsing.
-        self._is_only_content = False
+        self._only_content_follows = False
         # Whether the answer has reasoning, even if the reasoning is empty.
         self.has_reasoning = False
 
@@ -60,13 +60,13 @@ class Parser:
         return self._collector.in_call
 
     def push(self, text: str) -> list[Event]:
-        """Adds `text`; returns the events that are certain now."""
-        if self._is_only_content:
+        """Adds `text`. Returns the new events. Text that may be part of a tag waits for more text."""
+        if self._only_content_follows:
             return [ContentText(text)] if text else []
         for index in range(0, len(text), MAX_PIECE_LENGTH):
             self._source.feed(text[index : index + MAX_PIECE_LENGTH])
             next(self._read_generator)
-        self._is_only_content = self._is_in_content and self._collector.is_content_unchanged
+        self._only_content_follows = self._in_content and self._collector.passes_content_through
         return self._collector.take_events()
 
     def finish(self) -> list[Event]:
@@ -80,7 +80,7 @@ class Parser:
     def _read(self, reasoning_format: ReasoningFormat | None, starts_in_reasoning: bool) -> ReadGenerator[None]:
         if reasoning_format is not None:
             yield from self._read_reasoning(reasoning_format, starts_in_reasoning)
-        self._is_in_content = True
+        self._in_content = True
         begin_texts = () if self._call_reader is None else self._call_reader.begin_texts
         if self._calls_only_at_start and not (yield from self._begins_with(begin_texts)):
             begin_texts = ()

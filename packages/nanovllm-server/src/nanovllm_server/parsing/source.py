@@ -69,7 +69,7 @@ class Source:
         self._has_ended = True
 
     def start_recording(self) -> None:
-        """Starts to record the text that is read, and discards an earlier recording."""
+        """Starts to record all text that is read from now on. Discards an earlier recording."""
         self._recording = []
 
     def stop_recording(self) -> str:
@@ -115,7 +115,7 @@ class Source:
             self._read_to(self._position + 1)
 
     def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
-        """Passes text to `sink` up to the tag that comes first. Returns the unread tag; None if no tag comes."""
+        """Passes the text before the first of `tags` to `sink`. Returns this unread tag; None if no tag comes."""
         while True:
             tag_positions = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
             if tag_positions:
@@ -176,11 +176,11 @@ class Source:
         max_length: maximum length; None for no limit. With a limit, reading also stops before a line break in a string.
         """
         nesting, length = NestingCounter(), 0
-        stops_in_strings = "" if max_length is None else "\n"
+        stop_characters_in_strings = "" if max_length is None else "\n"
         while True:
             text = self._text
             for index in range(self._position, len(text)):
-                if text[index] in (stops_in_strings if nesting.in_string else STRING_ONLY_CHARACTERS):
+                if text[index] in (stop_characters_in_strings if nesting.in_string else STRING_ONLY_CHARACTERS):
                     sink(self._read_to(index))
                     return False
                 nesting.step(text[index])
@@ -195,7 +195,7 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes an object to `sink`, except its first {. Stops after its } or before a line that begins with {."""
+        """Passes an object after its first { to `sink`. Stops after its } or before a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text

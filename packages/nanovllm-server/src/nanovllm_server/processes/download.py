@@ -13,7 +13,10 @@ from nanovllm_server.settings import Settings
 
 
 async def find_or_download(settings: Settings) -> ModelDirectory:
-    """Returns the model's directory. Raises ModelError or RuntimeError. Cancellation ends a download."""
+    """Returns the model's directory. Raises ModelError, or RuntimeError if the downloading process dies.
+
+    Cancellation ends a download.
+    """
     if settings.model is None or not is_repository(settings.model):
         return await asyncio.to_thread(find_model, settings.model)
     context = multiprocessing.get_context("spawn")

@@ -21,7 +21,7 @@ def allocate_rings(num_workers: int) -> RingMemory | None:
 
 
 class RingEncodingExchange:
-    """Connects one worker to the rings of all workers. Rings may lose messages; workers then encode again."""
+    """Connects one worker to the rings of all workers. If a ring loses a message, workers encode the text again."""
 
     def __init__(self, memory: RingMemory, worker_index: int, num_token_ids: int):
         """worker_index: index of the ring to write to. num_token_ids: exclusive upper bound of valid token ids."""
@@ -33,7 +33,7 @@ class RingEncodingExchange:
         self._other_readers = [reader for index, reader in enumerate(self._next_readers) if index != worker_index]
         self._publish_lock = Lock()
         self._encoder = msgspec.msgpack.Encoder()
-        # Reuse the buffer, because fresh memory pages would double the time to encode a message.
+        # All messages share one buffer, because fresh memory pages would double the time to encode a message.
         self._message_buffer = bytearray()
         self._decoder = msgspec.msgpack.Decoder(dict[str, bytes])
         self._logger = get_logger("nanovllm")
@@ -46,7 +46,7 @@ class RingEncodingExchange:
                 self._own_ring.write(self._message_buffer)
 
     def receive(self) -> dict[str, bytes]:
-        """Returns token ids by segment, published by other workers since the last call. Skips lost messages."""
+        """Returns the token ids of each segment that other workers published since the last call."""
         received: dict[str, bytes] = {}
         readers, self._next_readers = self._next_readers, self._other_readers
         for reader in readers:

@@ -18,7 +18,7 @@ _CHECKSUM_MASK = (1 << 64) - 1  # checksums have 64 bits
 
 
 class RingMemory:
-    """Allocates the shared memory of several rings. Can be an argument of a new process."""
+    """Allocates the shared memory of several rings. A new process can get this object as an argument."""
 
     def __init__(self, num_rings: int, ring_bytes: int):
         """ring_bytes: capacity of each ring, a multiple of 64."""
@@ -107,7 +107,7 @@ class RingReader:
         self._position = 0
 
     def read(self) -> list[bytes]:
-        """Returns the messages since the last call. Skips overwritten and damaged messages."""
+        """Returns the messages written since the last call. Skips overwritten and damaged messages."""
         ring = self._ring
         begin, end = max(self._position, ring.begin), ring.end
         self._position = end
@@ -128,7 +128,7 @@ class RingReader:
 
 
 def _checksum(payload: bytes | bytearray, position: int) -> int:
-    """Returns the sum of the payload's words, length and position, plus 1. A CRC would take ten times as long."""
+    """Sums the payload's 64-bit words, its length, its position and 1. A CRC would take ten times as long."""
     num_words = len(payload) // 8
     word_sum = int(np.frombuffer(payload, np.uint64, num_words).sum())
     remainder = int.from_bytes(payload[8 * num_words :], "little")

@@ -26,7 +26,7 @@ from nanovllm_server.settings import Settings, SettingsError, read_sampling_defa
 
 # Maximum number of connections that no worker has accepted yet.
 BACKLOG = 2048
-# Maximum unsent bytes of a connection in the kernel. Above this size, the worker joins new text into one event.
+# Maximum unsent bytes per connection in the kernel. Above this size, the worker joins new text into one event.
 MAX_UNSENT_BYTES = 16 << 10
 # The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75
@@ -39,7 +39,8 @@ ENGINE_POLL_INTERVAL_S = 0.25  # between checks for the engine's death
 async def run(settings: Settings) -> int:
     """Serves until SIGTERM, SIGINT or the death of the engine. Returns the exit status.
 
-    The first signal starts the drain, which refuses new requests. A second signal ends the drain.
+    The first signal starts the drain: the server refuses new requests, and finishes running requests. A second signal
+    ends the drain.
 
     Raises SettingsError, ModelError, ConfigError, EngineDeadError or RuntimeError if the start fails.
     """
@@ -97,7 +98,7 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ACKNOWLEDGE_TIMEOUT_S * 1000)
             listener.bind(address)
             listener.setblocking(False)
-            address = listener.getsockname()
+            address = listener.getsockname()  # Further sockets bind the port that the kernel chose for port 0.
     except OSError as error:
         for listener in listeners:
             listener.close()
@@ -236,12 +237,13 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
     cache = f"{info.kv_cache_tokens} tokens ({info.kv_cache_bytes / GIB:.2f} GiB of {info.kv_cache_dtype})"
     if info.num_state_slots:
         cache += f", {info.num_state_slots} states ({info.state_bytes / GIB:.2f} GiB)"
+    device = info.device if info.num_ranks == 1 else f"{info.device}, {info.num_ranks} ranks"
     return (
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
         f"{warning}"
         f"  page     {url}/\n"
-        f"  model    {', '.join(names)} ({info.dtype} on {info.device}, attention: {info.attention_backend})\n"
+        f"  model    {', '.join(names)} ({info.dtype} on {device}, attention: {info.attention_backend})\n"
         f"  products {info.matmul_arithmetic}\n"
         f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
         f"curl {url}/v1/chat/completions{key_header} -H 'Content-Type: application/json' "

@@ -41,7 +41,7 @@ SHUTDOWN_REASON = "the server is shutting down"
 
 
 class ParentPipe:
-    """Receives orders from the parent, and sends reports. If the parent ends, cancels the task that created this."""
+    """Receives the parent's orders, and sends reports. Cancels the task that created this object if the parent ends."""
 
     def __init__(self, pipe: Connection):
         self._pipe = pipe
@@ -74,11 +74,11 @@ class ParentPipe:
             self._events[order].set()
 
 
-async def run(arguments: WorkerArguments, pipe: Connection, exits_gracefully: threading.Event) -> None:
+async def run(arguments: WorkerArguments, pipe: Connection, can_exit_gracefully: threading.Event) -> None:
     """Runs the worker until the order "close".
 
-    exits_gracefully: this function sets the event once the worker has started. If the parent ends before, the process
-        is killed at once; if the parent ends later, the worker has some seconds to exit by itself.
+    can_exit_gracefully: `run` sets this event when the worker has started. If the parent ends before that, the process
+        is killed at once. If the parent ends later, the worker has some seconds to exit by itself.
     """
     parent = ParentPipe(pipe)
     try:
@@ -94,7 +94,7 @@ async def run(arguments: WorkerArguments, pipe: Connection, exits_gracefully: th
     # Garbage collection need not examine the loaded objects, which live until the worker exits.
     gc.collect()
     gc.freeze()
-    exits_gracefully.set()
+    can_exit_gracefully.set()
     parent.report("ready")
     try:
         await parent.wait("open")
@@ -111,6 +111,7 @@ async def _start(arguments: WorkerArguments) -> Service:
         tokenizer = await asyncio.to_thread(_load_tokenizer, arguments)
         vocabulary = TextVocabulary(tokenizer.backend)
         chat_format = select_chat_format(arguments, tokenizer.chat_template)
+        # The chat format, with the token ids of the format's tags.
         model_format = ModelFormat(chat_format, vocabulary)
         renderer = Renderer(tokenizer, chat_format.tool_calls)
         engine: Engine = await connect_task
@@ -159,8 +160,8 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
 def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
     """Returns the formats that the settings name; else the formats that the template uses. Raises ModelError."""
     detected = nanovllm_models.read_format(arguments.model, template)
-    # `get` returns None for "none".
     reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
+    # The setting "none" is no key of these tables, so that `get` returns None: no format.
     return nanovllm_models.ChatFormat(
         detected.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
         detected.tool_calls if tool_calls is None else TOOL_CALL_FORMATS.get(tool_calls),

@@ -157,17 +157,17 @@ class WorkerPool:
         """Waits until the worker has ended. Kills the worker if its event loop does not respond."""
         worker = self._workers[index]
         interval_s = min(MAX_HEARTBEAT_INTERVAL_S, self._timeout_s / 4)
-        num_missed = 0
+        num_missed_intervals = 0
         worker.ask_if_alive()
         # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
         while not (await asyncio.wait((worker.exited,), timeout=interval_s))[0]:
             if worker.is_alive:
-                num_missed = 0
+                num_missed_intervals = 0
                 worker.ask_if_alive()
                 continue
-            # Count intervals instead of time, because a machine that was suspended must not lose its workers.
-            num_missed += 1
-            if num_missed * interval_s >= self._timeout_s:
+            # Count intervals instead of time: after a machine was suspended, its workers must not count as dead.
+            num_missed_intervals += 1
+            if num_missed_intervals * interval_s >= self._timeout_s:
                 self._logger.error("HTTP worker does not respond", worker=index, seconds=self._timeout_s)
                 worker.kill()
                 await asyncio.wait((worker.exited,))
@@ -180,5 +180,5 @@ class WorkerPool:
 
 
 def compute_backoff_s(last_backoff_s: float) -> float:
-    """Returns the delay before the replacement of a worker that died early. last_backoff_s: previous delay or 0."""
+    """Returns the delay before the replacement of a worker that died soon. last_backoff_s: last delay; 0 for none."""
     return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S

@@ -28,7 +28,7 @@ SCHEMA_NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqr
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """The answer must be JSON that is valid against `schema`. path: path of the request's field, for errors."""
+    """The answer must be JSON that is valid against `schema`. path: path of the request's field, for error messages."""
 
     path: str
     schema: JSON
@@ -182,7 +182,7 @@ def _read_choice(fields: FieldReader) -> ChoiceAnswer | None:
 def _read_grammar(fields: FieldReader) -> GrammarAnswer | None:
     grammar = fields.text("grammar", MAX_GRAMMAR_LENGTH)
     if grammar is not None and not grammar.strip():
-        raise fields.wrong("grammar", "a grammar in EBNF")
+        raise fields.wrong("grammar", "a grammar in GBNF")
     return None if grammar is None else GrammarAnswer(fields.path("grammar"), grammar)
 
 
@@ -191,7 +191,7 @@ def _read_structural_tag(fields: FieldReader) -> TagAnswer | None:
     if tag is None:
         return None
     if not isinstance(tag, dict):
-        raise fields.wrong("structural_tag", "an object with format, or a string that contains one as JSON")
+        raise fields.wrong("structural_tag", "an object with the field format, or a string with this object as JSON")
     tag_fields = FieldReader(tag, fields.path("structural_tag"))
     tag_fields.one_of("type", ("structural_tag",))
     return TagAnswer(tag_fields.path("format"), _read_tag_format(tag_fields))
@@ -202,7 +202,7 @@ def _read_json_object(fields: FieldReader) -> JsonAnswer | None:
 
 
 def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
-    """Returns the value of a field. Decodes strings as JSON. types: JSON types of the value in the API's schema."""
+    """Returns the value of a field. Decodes a string as JSON. types: allowed JSON types, for the API's description."""
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value
@@ -217,16 +217,16 @@ def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
 def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
     tag_format = fields.raw("format", {"type": "object"})
     if not isinstance(tag_format, dict):
-        raise fields.wrong("format", "the format of a structural tag, an object with type")
+        raise fields.wrong("format", "the format of a structural tag, which is an object with the field type")
     path = fields.path("format")
-    format_with_places = _add_schema_places(tag_format, path, 0)
+    format_with_schema_paths = _add_schema_paths(tag_format, path, 0)
     if len(orjson.dumps(tag_format)) > MAX_GRAMMAR_LENGTH:
         message = f"{path} may have at most {MAX_GRAMMAR_LENGTH} bytes as JSON"
         raise ApiError(400, message, param=path, code="invalid_value")
-    return cast("dict[str, JSON]", format_with_places)
+    return cast("dict[str, JSON]", format_with_schema_paths)
 
 
-def _add_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
+def _add_schema_paths(tag_part: JSON, path: str, depth: int) -> JSON:
     """Returns a copy of `tag_part`. A new field `place` next to each `json_schema` is the schema's path, for errors.
 
     Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
@@ -234,12 +234,12 @@ def _add_schema_places(tag_part: JSON, path: str, depth: int) -> JSON:
     if depth > MAX_TAG_DEPTH:
         raise ApiError(400, f"{path} is nested deeper than {MAX_TAG_DEPTH}", param=path, code="invalid_value")
     if isinstance(tag_part, list):
-        return [_add_schema_places(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(tag_part)]
+        return [_add_schema_paths(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(tag_part)]
     if not isinstance(tag_part, dict):
         return tag_part
     has_schema = isinstance(tag_part.get("json_schema"), dict | bool)
     result = {
-        name: value if name == "json_schema" and has_schema else _add_schema_places(value, f"{path}.{name}", depth + 1)
+        name: value if name == "json_schema" and has_schema else _add_schema_paths(value, f"{path}.{name}", depth + 1)
         for name, value in tag_part.items()
     }
     if has_schema:

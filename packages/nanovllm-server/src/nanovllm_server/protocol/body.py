@@ -10,7 +10,7 @@ from nanovllm_server.protocol.json import JSON
 # Maximum number of values in a body. `orjson` blocks the worker's other threads while it decodes: up to 80 ms for this
 # number of values. A body of 16 MiB can have 5,000,000 empty lists, which would take 1.7 s.
 MAX_VALUES = 250_000
-# Every value except the outermost follows one of these bytes, or follows a key that does.
+# Every value except the outermost follows one of these bytes directly, or after a key.
 _BYTES_BEFORE_VALUES = b"[{,"
 _BYTES_TO_SKIP = bytes(set(range(256)) - set(b'"' + _BYTES_BEFORE_VALUES))
 
@@ -35,7 +35,7 @@ def _has_too_many_values(data: bytes | bytearray) -> bool:
     without_escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
     quotes_and_bytes_before_values = without_escapes.translate(None, _BYTES_TO_SKIP)
     if quotes_and_bytes_before_values.count(b'"') > 4 * MAX_VALUES:
-        # At most two strings (four quotes) follow a comma or bracket, so there are too many commas and brackets.
+        # At most two strings (four quotes) follow each comma or bracket, so there are too many commas and brackets.
         return True
     return sum(map(len, quotes_and_bytes_before_values.split(b'"')[::2])) > MAX_VALUES
 

@@ -10,7 +10,7 @@ class ApiError(Exception):
     """An error response.
 
     param: path of the request's field that caused the error; None if the cause is not a field.
-    code: fixed identifier for programs; None if the status is specific enough.
+    code: constant that programs can compare; None if the status is specific enough.
     """
 
     def __init__(

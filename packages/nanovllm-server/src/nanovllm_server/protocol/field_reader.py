@@ -13,7 +13,7 @@ from nanovllm_server.protocol.json import JSON
 # A JSON schema (draft 2020-12).
 Schema: TypeAlias = dict[str, JSON]
 ANYTHING: Schema = {}
-# Several integers above this number round to the same 64-bit float.
+# Above this number, several integers have the same 64-bit float.
 MAX_EXACT_FLOAT = 1 << 53
 
 
@@ -33,7 +33,7 @@ class FieldReader:
         return f"{self._path}.{name}" if self._path else name
 
     def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
-        """Reads a value without checks. accepts: JSON schema of allowed values, only for `schema_recording.py`."""
+        """Reads a value without checks. accepts: JSON schema of allowed values, used only by `schema_recording.py`."""
         self._names_read.add(name)
         return self._values.get(name)
 

@@ -89,7 +89,7 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
     },
 }
 
-# Descriptions of fields that OpenAI's documentation does not explain.
+# Descriptions of fields that are not in OpenAI's documentation.
 FIELD_DESCRIPTIONS: dict[str, str] = {
     "top_k": "Number of likeliest tokens to sample from; 0 and -1: sample from all tokens.",
     "min_p": "Sample only from tokens at least this likely, as a share of the likeliest token's probability.",
@@ -100,7 +100,7 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "allowed_token_ids": "The answer consists only of these tokens; the end of a grammar is always allowed.",
     "return_tokens_as_token_ids": "Log-probabilities name tokens `token_id:ID`, not by their text.",
     "reasoning": "Other names for the fields reasoning_effort, max_reasoning_tokens and include_reasoning.",
-    "max_reasoning_tokens": "The server ends longer reasoning.",
+    "max_reasoning_tokens": "Maximum number of reasoning tokens; the server ends longer reasoning.",
     "thinking_token_budget": "Another name of max_reasoning_tokens; -1: no limit.",
     "include_reasoning": "Whether the answer includes the model's reasoning; the default is true.",
     "reasoning_effort": "Sets the chat template's reasoning_effort, and enable_thinking (false for `none`, else true).",

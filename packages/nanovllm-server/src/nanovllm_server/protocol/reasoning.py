@@ -1,4 +1,4 @@
-"""Reads the fields that control reasoning. Clients of different servers use different names for the same option."""
+"""Reads the fields that control reasoning. Clients of other servers use other names for the same options."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ MAX_TIMEOUT_S = 86400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values for fields that a request leaves out. The defaults here apply unless the model recommends other values."""
+    """Values for fields that a request leaves out. The values below apply if the model recommends no other values."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -68,7 +68,7 @@ class ChatRequest:
     names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
     timeout_s: maximum time from the request's arrival to the end of the answer; None for no limit.
     has_continuous_usage: every chunk of a stream has the usage so far.
-    max_tokens_field: name of the request's field with `sampling.max_tokens`, for errors.
+    max_tokens_field: name of the request's field that sets `sampling.max_tokens`, for errors.
     priority: requests with a lower number are served first.
     unknown_fields: paths of fields that the server does not know.
     """
@@ -187,7 +187,7 @@ def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults
 
 
 def _read_max_tokens(body: FieldReader) -> tuple[int | None, str]:
-    """Returns (maximum number of output tokens, name of the field with this number)."""
+    """Returns (maximum number of output tokens, name of the field that sets it)."""
     max_tokens, max_completion_tokens = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
     if max_completion_tokens is None:
         return max_tokens, "max_tokens"

@@ -137,7 +137,7 @@ class Clock:
 
 
 def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Splits a delta into objects for role, reasoning, text, each call and the end. is_first: no delta came before."""
+    """Splits a delta into objects: role, reasoning, text, each call, the end. is_first: the first delta of a choice."""
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.
@@ -161,7 +161,7 @@ def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     if delta.token_ids is not None:
         for choice in choices:
             choice["token_ids"] = []
-        # The chunk with the role gets token ids only if there is no other chunk.
+        # The first object, which has the role, gets the token ids only if there is no other object.
         choices[min(int(is_first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 

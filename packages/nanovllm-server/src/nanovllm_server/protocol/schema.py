@@ -8,7 +8,7 @@ from nanovllm_core.grammar.schemas.document import check_schema_size
 from nanovllm_server.protocol.error import ApiError, invalid_grammar
 from nanovllm_server.protocol.json import JSON
 
-# Error codes of responses by the engine's error codes.
+# Maps the engine's error codes to the codes of error responses.
 RESPONSE_CODES: dict[GrammarErrorCode, str] = {
     "invalid_schema": "invalid_value",
     "unsupported_schema": "unsupported_schema",
@@ -25,7 +25,7 @@ def require_small_schema(schema: JSON, path: str) -> None:
 
 
 def refused_grammar(path: str, error: GrammarError) -> ApiError:
-    """Returns a 400 that names the faulty keyword of a schema, or the field at `path` if no keyword is at fault."""
+    """Returns a 400 that names the keyword at fault in a schema, or the field at `path` if no keyword is at fault."""
     if error.place is None:
         return invalid_grammar(path, error.message)
     return ApiError(400, error.message, param=error.place, code=RESPONSE_CODES[error.code])

@@ -1,6 +1,6 @@
 """Derives the JSON schema of requests from the code that reads requests.
 
-The code reads example requests through a field reader, which records the allowed values of each field.
+The code reads example requests through a special field reader, which records the allowed values of each field.
 """
 
 import copy
@@ -36,11 +36,11 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """The fields that one object has in any example.
+    """The fields of one object of the request, from all examples.
 
-    alternatives: alternative schemas by field.
+    alternatives: by field, the schemas of which one must hold.
     children: nested objects by field; an array has one child for all its objects.
-    required: fields that all examples need; None before the first example.
+    required: fields that the object must have in every example; None before the first example.
     """
 
     alternatives: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])

@@ -25,7 +25,7 @@ ToolMode = Literal["auto", "required", "named"]
 class Function:
     """A function that the model may call.
 
-    parameters: schema of the arguments; None if the request has no schema.
+    parameters: schema of the arguments; None if the request gives no schema for the function.
     is_enforced: the arguments must follow the schema.
     path: path of the field `parameters` in the request.
     """
@@ -37,7 +37,10 @@ class Function:
 
     @property
     def enforced_schema(self) -> JSON:
-        """The schema that a grammar enforces; None allows any object. If `parameters` is None, only {} is allowed."""
+        """The schema that the arguments must follow; None allows any object.
+
+        If the schema is enforced and `parameters` is None, the arguments must be {}.
+        """
         no_properties: JSON = {"type": "object", "properties": {}, "additionalProperties": False}
         return None if not self.is_enforced else no_properties if self.parameters is None else self.parameters
 
@@ -61,8 +64,8 @@ class Toolbox:
     def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
         """Returns schemas that state the types of each function's parameters, by function name.
 
-        parameter_types: schemas with the types that the compiled grammar allows, by `Function.path`. These schemas
-            replace the schemas of the request, because the model must follow the grammar.
+        parameter_types: schemas with the types that the compiled grammar allows, by `Function.path`. They replace the
+            schemas of the request, because the model follows the grammar.
         """
         return {
             name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()

@@ -1,1 +1,1 @@
-"""Converts JSON schemas to schemas that xgrammar enforces completely, or refuses them by keyword and place."""
+"""Converts JSON schemas to schemas that xgrammar enforces completely. Errors name the unsupported keyword."""

@@ -1,4 +1,4 @@
-"""Represents sets of characters as ranges of code points, and defines the sets of regex and JSON."""
+"""Represents sets of characters as ranges of code points, and defines the sets that regexes and JSON use."""
 
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ SPACES_IN_ANY_ENGINE: Ranges = (
 DIGITS: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 BEYOND_ASCII: Ranges = ((128, MAX_CODE_POINT),)
-# By the letter of an escape: characters that it matches in every regex engine, and in at least one engine.
+# Maps the letter of an escape such as \d to (characters that every regex engine matches, that at least one matches).
 CLASS_ESCAPES: dict[str, tuple[Ranges, Ranges]] = {
     "d": (DIGITS, DIGITS + BEYOND_ASCII),
     "w": (WORD, WORD + BEYOND_ASCII),

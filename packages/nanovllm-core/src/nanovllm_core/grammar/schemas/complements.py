@@ -1,11 +1,11 @@
-"""Finds complements of shapes, for schemas with `not`, `oneOf` and `if`."""
+"""Finds complements of shapes, for schemas with `not`, `oneOf` and `if`. A shape describes values of one JSON type."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 
 from nanovllm_core.grammar.schemas.document import SchemaError
-from nanovllm_core.grammar.schemas.json_values import key_of
+from nanovllm_core.grammar.schemas.json_values import equality_key
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -20,7 +20,7 @@ from nanovllm_core.grammar.schemas.shapes import (
 
 
 def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-    """The shapes of the values outside `shapes`. Raises SchemaError if no shapes describe these values."""
+    """The shapes of all values that `shapes` exclude. Raises SchemaError if no shapes describe these values."""
     remaining: tuple[Shape, ...] = ANY_VALUE_SHAPES
     shapes = list(shapes)
     constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}
@@ -108,4 +108,4 @@ def _complement_of_string(shape: Text) -> list[Shape]:
     complement = _complement_of_counts(shape)
     complement += [Text(forbidden_patterns=frozenset({pattern})) for pattern in shape.patterns]
     complement += [Text(patterns=frozenset({pattern})) for pattern in shape.forbidden_patterns]
-    return complement + [Constant(text, key_of(text)) for text in shape.excluded]
+    return complement + [Constant(text, equality_key(text)) for text in shape.excluded]

@@ -1,4 +1,4 @@
-"""Finds the types that a JSON schema declares for its values. The time is bounded for any schema."""
+"""Finds the types that a JSON schema declares for its values. A limit on steps bounds the time."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
@@ -33,9 +33,9 @@ def declared_types(schema: JSON, root: JSON) -> set[str]:
         if not isinstance(schema, dict) or id(schema) in seen:
             continue
         seen.add(id(schema))
-        own_types = _own_types(schema, MAX_STEPS - steps)
-        steps += len(own_types)
-        types.update(own_types)
+        direct_types = _direct_types(schema, MAX_STEPS - steps)
+        steps += len(direct_types)
+        types.update(direct_types)
         for keyword in ("anyOf", "oneOf", "allOf"):
             subschemas = schema.get(keyword)
             if isinstance(subschemas, list):
@@ -56,7 +56,7 @@ def resolve_references(schema: JSON, root: JSON) -> JSON:
     return schema
 
 
-def _own_types(schema: dict[str, JSON], limit: int) -> list[str]:
+def _direct_types(schema: dict[str, JSON], limit: int) -> list[str]:
     match schema.get("type"):
         case str() as name:
             return [name]

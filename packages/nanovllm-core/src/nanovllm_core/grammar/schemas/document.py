@@ -24,7 +24,7 @@ class SchemaError(GrammarError):
     """A schema is invalid or can't be enforced.
 
     place: JSON pointer to the keyword.
-    problem: the message after its start, which names the keyword and the place.
+    problem: the end of the message, after the keyword and the place.
     is_invalid: True: the schema is invalid. False: the schema is valid, but can't be enforced.
     """
 

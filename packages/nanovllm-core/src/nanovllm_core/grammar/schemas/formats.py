@@ -1,4 +1,4 @@
-"""The patterns of the string formats that are enforced."""
+"""Defines one regex for each string format that the engine enforces, such as `date`."""
 
 _YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"

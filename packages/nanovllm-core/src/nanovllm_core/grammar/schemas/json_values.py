@@ -25,13 +25,13 @@ def describe_value(value: JSON) -> str:
             return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
 
 
-def key_of(value: JSON) -> str:
-    """Write a text that only equal values share. The values 1 and 1.0 are equal; 1 and true differ."""
+def equality_key(value: JSON) -> str:
+    """A text that is the same for equal values only. The values 1 and 1.0 are equal; 1 and true differ."""
     match value:
         case dict():
-            return "{" + ",".join(f"{key_of(name)}:{key_of(value[name])}" for name in sorted(value)) + "}"
+            return "{" + ",".join(f"{equality_key(name)}:{equality_key(value[name])}" for name in sorted(value)) + "}"
         case list():
-            return "[" + ",".join(key_of(item) for item in value) + "]"
+            return "[" + ",".join(equality_key(item) for item in value) + "]"
         case float() if value.is_integer():
             return str(int(value))
         case int() if not isinstance(value, bool):

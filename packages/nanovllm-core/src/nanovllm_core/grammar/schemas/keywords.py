@@ -8,7 +8,7 @@ from itertools import chain
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.complements import complement_shapes
 from nanovllm_core.grammar.schemas.document import LocatedSchema, SchemaError, escape_pointer_part
-from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, key_of
+from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, equality_key
 from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -47,14 +47,14 @@ SHAPES_BY_TYPE: dict[str, tuple[Shape, ...]] = {
 
 
 def read_shapes(resolver: ShapeResolver, entry: LocatedSchema | Negation) -> tuple[Shape, ...]:
-    """The shapes of the values that are valid against a schema or a negation. Raises SchemaError."""
+    """The shapes of the values that are valid against `entry`. Raises SchemaError."""
     if isinstance(entry, Negation):
         return complement_shapes(resolver, resolver.shapes(entry.conjunction), resolver.place(entry.conjunction))
     return _KeywordReader(resolver, entry).read_shapes()
 
 
 class _KeywordReader:
-    """Reads the keywords of one schema. Conjunctions are sets of schemas that all apply. Places are JSON pointers."""
+    """Reads the keywords of one schema. A conjunction is a set of schemas that must all hold."""
 
     def __init__(self, resolver: ShapeResolver, located: LocatedSchema):
         if not isinstance(located.schema, dict):
@@ -84,7 +84,7 @@ class _KeywordReader:
         shapes = self.apply_condition(shapes)
         return self.apply_unevaluated(shapes)
 
-    # Places, errors and typed access to keywords.
+    # JSON pointers to keywords (places), errors, and typed access to keywords.
 
     def place_of(self, keyword: str) -> str:
         return f"{self.located.place}/{escape_pointer_part(keyword)}"
@@ -196,7 +196,7 @@ class _KeywordReader:
             if len(values) > MAX_CONSTANTS:
                 raise self.unsupported_error(keyword, f"has more than {MAX_CONSTANTS} values")
             places = self.places_of((keyword,))
-            shapes = self.intersect(shapes, [Constant(value, key_of(value), places=places) for value in values])
+            shapes = self.intersect(shapes, [Constant(value, equality_key(value), places=places) for value in values])
         return shapes
 
     def read_number_keywords(self) -> Shape | None:
@@ -309,15 +309,16 @@ class _KeywordReader:
         return shapes
 
     def apply_one_of(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-        """Keep the values that are valid against exactly one schema of `oneOf`."""
+        """Restricts `shapes` to values that are valid against exactly one schema of `oneOf`."""
         options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
         valid_for_one: dict[Shape, None] = {}
-        complements: dict[int, tuple[Shape, ...]] = {}  # by option
+        complements: dict[int, tuple[Shape, ...]] = {}  # By index of the option.
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 only_in_option: tuple[Shape, ...] = (shape,)
                 for other_index, (conjunction, other) in enumerate(options):
                     if other_index != index and self.may_overlap(only_in_option, other):
+                        # If excluding undeclared properties separates the options, no complement is needed.
                         declared_only = tuple(_without_undeclared_properties(part) for part in only_in_option)
                         if declared_only != only_in_option and not self.may_overlap(declared_only, other):
                             only_in_option = declared_only

@@ -21,7 +21,7 @@ from nanovllm_core.grammar.schemas.characters import (
 # Limits on the number of characters of a pattern, and on the depth of its groups.
 MAX_PATTERN_LENGTH = 4096
 MAX_NESTING = 40
-# Maximum number of states of a pattern. A repeated group counts once per repetition.
+# Maximum number of automaton states of a pattern, roughly counted. A repeated group counts once per repetition.
 MAX_STATES = 20_000
 CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")
@@ -208,7 +208,7 @@ class _Parser:
                 self.position = end + 1
             elif not self.skip(":"):
                 raise RegexError("flags and the like after (? are not supported")
-        # If a negative lookahead matches more strings, the whole pattern matches fewer strings.
+        # Inverted inside a negative lookahead: if the lookahead matches more strings, the whole pattern matches fewer.
         self.any_engine ^= is_negative_lookahead is True
         inner = self.parse_alternatives()
         self.any_engine ^= is_negative_lookahead is True
@@ -383,7 +383,7 @@ def _count_states(node: Node) -> int:
         case Concatenation(parts) | Alternation(parts):
             return 1 + sum(_count_states(part) for part in parts)
         case Repeat(CharacterSet()):
-            return 2  # xgrammar counts repetitions of a single character.
+            return 2  # xgrammar counts repetitions of one character, instead of repeating its state.
         case Repeat(part, low, high):
             return 1 + _count_states(part) * max(low, high or 1, 1)
         case Lookahead(part):

@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import Conjunction
 from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers, Plan, Properties, Texts, plan_values
 
-# Plans by the schemas that all apply (a conjunction). None means that the conjunction allows every value.
+# Maps each conjunction (schemas that must all hold) to its plans. None: the conjunction allows every value.
 PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
 # Maximum number of distinct subschemas.
 MAX_SUBSCHEMAS = 5_000
@@ -25,13 +25,15 @@ IGNORED_PROPERTY_NAMES = frozenset(
 def write_schema(resolver: ShapeResolver, root: Conjunction) -> dict[str, JSON]:
     """Write a JSON schema for xgrammar that permits the values that are valid against `root`.
 
-    Raises SchemaError if no plan expresses these values, or if no finite value is valid.
+    Raises SchemaError if no plan expresses these values, or if no value is valid, except values nested without end.
     """
     plans_by_conjunction = _plan_all(resolver, root)
-    writer = _SchemaWriter(root, plans_by_conjunction, _find_finite_conjunctions(plans_by_conjunction))
-    if root not in writer.finite:
-        innermost = _innermost_without_value(plans_by_conjunction, writer.finite, root)
-        raise SchemaError(*resolver.place_and_keyword(innermost), "allows no finite value")
+    writer = _SchemaWriter(root, plans_by_conjunction, _find_satisfiable_conjunctions(plans_by_conjunction))
+    if root not in writer.satisfiable:
+        innermost = _innermost_without_value(plans_by_conjunction, writer.satisfiable, root)
+        raise SchemaError(
+            *resolver.place_and_keyword(innermost), "allows no value, or only values that are nested without end"
+        )
     return writer.write()
 
 
@@ -63,44 +65,44 @@ def _inner_conjunctions(plan: Plan) -> Iterator[Conjunction]:
             pass
 
 
-def _find_finite_conjunctions(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
-    """The conjunctions that allow a finite value. Others allow no value, or only values that are nested without end."""
-    finite = {conjunction for conjunction, value_plans in plans_by_conjunction.items() if value_plans is None}
+def _find_satisfiable_conjunctions(plans_by_conjunction: PlansByConjunction) -> set[Conjunction]:
+    """The conjunctions that allow a value. Others allow no value, or only values that would be nested without end."""
+    satisfiable = {conjunction for conjunction, value_plans in plans_by_conjunction.items() if value_plans is None}
     has_grown = True
     while has_grown:
         has_grown = False
         for conjunction, value_plans in plans_by_conjunction.items():
-            if conjunction not in finite and any(_has_finite_value(plan, finite) for plan in value_plans or ()):
-                finite.add(conjunction)
+            if conjunction not in satisfiable and any(_has_value(plan, satisfiable) for plan in value_plans or ()):
+                satisfiable.add(conjunction)
                 has_grown = True
-    return finite
+    return satisfiable
 
 
-def _has_finite_value(plan: Plan, finite: set[Conjunction]) -> bool:
+def _has_value(plan: Plan, satisfiable: set[Conjunction]) -> bool:
     match plan:
         case Constants(values):
             return bool(values)
         case Items(prefix, rest, low):
-            is_prefix_finite = all(conjunction in finite for conjunction in prefix[:low])
-            return is_prefix_finite and (low <= len(prefix) or rest in finite)
+            is_prefix_satisfiable = all(conjunction in satisfiable for conjunction in prefix[:low])
+            return is_prefix_satisfiable and (low <= len(prefix) or rest in satisfiable)
         case Properties(named, name_patterns, low):
-            if any(conjunction not in finite for _, conjunction, is_required in named if is_required):
+            if any(conjunction not in satisfiable for _, conjunction, is_required in named if is_required):
                 return False
-            num_finite = sum(conjunction in finite for _, conjunction, _ in named)
-            return low <= num_finite or any(conjunction in finite for _, conjunction in name_patterns)
+            num_satisfiable = sum(conjunction in satisfiable for _, conjunction, _ in named)
+            return low <= num_satisfiable or any(conjunction in satisfiable for _, conjunction in name_patterns)
         case _:
             return True
 
 
 def _innermost_without_value(
-    plans_by_conjunction: PlansByConjunction, finite: set[Conjunction], conjunction: Conjunction
+    plans_by_conjunction: PlansByConjunction, satisfiable: set[Conjunction], conjunction: Conjunction
 ) -> Conjunction:
-    """Follow required items and properties from `conjunction` to the innermost conjunction without a finite value."""
+    """Follow required items and properties from `conjunction` to the innermost conjunction without a value."""
     seen: set[Conjunction] = set()
     while conjunction not in seen:
         seen.add(conjunction)
         required = (inner for plan in plans_by_conjunction[conjunction] or () for inner in _required_conjunctions(plan))
-        conjunction = next((inner for inner in required if inner not in finite), conjunction)
+        conjunction = next((inner for inner in required if inner not in satisfiable), conjunction)
     return conjunction
 
 
@@ -117,11 +119,11 @@ def _required_conjunctions(plan: Plan) -> list[Conjunction]:
 class _SchemaWriter:
     """Writes one schema. Shared, recursive and deep subschemas go to `$defs`."""
 
-    def __init__(self, root: Conjunction, plans_by_conjunction: PlansByConjunction, finite: set[Conjunction]):
+    def __init__(self, root: Conjunction, plans_by_conjunction: PlansByConjunction, satisfiable: set[Conjunction]):
         self.root = root
         self.depth = 0  # Number of subschemas that are now written in place.
         self.plans_by_conjunction = plans_by_conjunction
-        self.finite = finite  # The conjunctions that allow a finite value.
+        self.satisfiable = satisfiable  # The conjunctions that allow a value.
         self.num_uses: dict[Conjunction, int] = {}
         for value_plans in plans_by_conjunction.values():
             for plan in value_plans or ():
@@ -157,7 +159,7 @@ class _SchemaWriter:
         value_plans = self.plans_by_conjunction[conjunction]
         if value_plans is None:
             return {}
-        written = [self.write_plan(plan) for plan in value_plans if _has_finite_value(plan, self.finite)]
+        written = [self.write_plan(plan) for plan in value_plans if _has_value(plan, self.satisfiable)]
         return written[0] if len(written) == 1 else {"anyOf": list[JSON](written)}
 
     def write_plan(self, plan: Plan) -> dict[str, JSON]:
@@ -190,10 +192,10 @@ class _SchemaWriter:
         prefix = list(plan.prefix)
         high = plan.high
         for index, conjunction in enumerate(prefix):
-            if conjunction not in self.finite:
+            if conjunction not in self.satisfiable:
                 prefix, high = prefix[:index], index
                 break
-        has_more_items = plan.rest in self.finite and (high is None or high > len(prefix))
+        has_more_items = plan.rest in self.satisfiable and (high is None or high > len(prefix))
         schema: dict[str, JSON] = {"type": "array"}
         if prefix:
             schema["prefixItems"] = [self.write_subschema(conjunction) for conjunction in prefix]
@@ -205,8 +207,8 @@ class _SchemaWriter:
         return schema
 
     def write_object(self, plan: Properties) -> dict[str, JSON]:
-        named = [prop for prop in plan.named if prop[1] in self.finite]
-        name_patterns = [prop for prop in plan.name_patterns if prop[1] in self.finite]
+        named = [prop for prop in plan.named if prop[1] in self.satisfiable]
+        name_patterns = [prop for prop in plan.name_patterns if prop[1] in self.satisfiable]
         schema: dict[str, JSON] = {"type": "object"}
         if named:
             schema["properties"] = {name: self.write_subschema(conjunction) for name, conjunction, _ in named}

@@ -1,13 +1,13 @@
-"""Searches strings for a regex tree, and bounds the lengths of its matches."""
+"""Searches strings for matches of a regex tree, and finds the minimum and maximum length of a match."""
 
 from collections.abc import Callable
 
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
 
-# Counts steps of the conversion, and raises SchemaError after too many.
+# Adds to the number of steps spent on converting one schema, and raises SchemaError above the limit.
 CountSteps = Callable[[int], None]
-# Number of positions in a string that one step of a search examines.
+# A search counts one step per this number of positions in a string.
 POSITIONS_PER_STEP = 16
 
 

@@ -1,4 +1,4 @@
-"""Gives each schema of a document a number, and finds the shapes of values that several schemas allow."""
+"""Finds the shapes of the values that several schemas allow. A shape describes values of one JSON type."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from nanovllm_core.grammar.schemas import regex, search
 from nanovllm_core.grammar.schemas.document import Document, LocatedSchema, SchemaError
-from nanovllm_core.grammar.schemas.json_values import JSON, key_of
+from nanovllm_core.grammar.schemas.json_values import JSON, equality_key
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
     FALSE_SCHEMA,
@@ -29,8 +29,8 @@ from nanovllm_core.grammar.schemas.shapes import (
     with_origins_of,
 )
 
-# Maximum number of steps, such as intersections of two shapes, in one conversion. A step takes about 2.5 us. Usual
-# schemas take less than 40,000 steps.
+# Maximum number of steps, such as intersections of two shapes, to convert one schema for xgrammar. A step takes about
+# 2.5 us. Usual schemas take less than 40,000 steps.
 # Without this limit, a few kilobytes of `oneOf` take seconds: the time is quadratic in the number of alternatives.
 MAX_STEPS = 400_000
 # Maximum number of shapes of one conjunction.
@@ -55,7 +55,7 @@ class Negation:
 
 
 class ShapeResolver:
-    """Gives schemas and negations a number on first use, and caches the shapes of conjunctions (tuples of numbers).
+    """Gives each schema and negation a number on first use. Caches the shapes of conjunctions, tuples of such numbers.
 
     reader: finds the shapes of one schema or negation.
     """
@@ -72,7 +72,7 @@ class ShapeResolver:
         self._num_steps = 0
 
     def conjunction_of(self, located: LocatedSchema) -> Conjunction:
-        """The conjunction of the schema at `located` alone; () for the schemas `true` and {}."""
+        """The conjunction that consists of the schema `located`; () for the schemas `true` and {}."""
         if located.schema is True or located.schema == {}:
             return ()
         if located.schema is False:
@@ -110,7 +110,7 @@ class ShapeResolver:
             raise SchemaError(root, "schema", f"takes more than {MAX_STEPS} steps to convert: use fewer alternatives")
 
     def place(self, conjunction: Conjunction) -> str:
-        """The place of the first schema of `conjunction`."""
+        """JSON pointer to the first schema of `conjunction`."""
         for index in conjunction:
             entry = self._entries[index]
             while isinstance(entry, Negation):
@@ -120,7 +120,7 @@ class ShapeResolver:
         return self.document.root.place
 
     def shapes(self, conjunction: Conjunction) -> tuple[Shape, ...]:
-        """The shapes of the values that are valid against all of `conjunction`. Raises SchemaError."""
+        """The shapes of the values that are valid against all schemas of `conjunction`. Raises SchemaError."""
         if conjunction in self._shapes:
             return self._shapes[conjunction]
         if len(self._conjunctions_in_progress) > MAX_REFERENCE_CHAIN:
@@ -265,14 +265,14 @@ class ShapeResolver:
     # Membership.
 
     def admits(self, conjunction: Conjunction, value: JSON) -> bool:
-        """Whether `value` is valid against all of `conjunction`."""
+        """Whether `value` is valid against all schemas of `conjunction`."""
         return any(self._shape_admits(shape, value) for shape in self.shapes(conjunction))
 
     def _shape_admits(self, shape: Shape, value: JSON) -> bool:
         self.count_steps()
         match shape, value:
             case Constant(), _:
-                return shape.key == key_of(value)
+                return shape.key == equality_key(value)
             case Number(), bool():
                 return False
             case Number(), int() | float():
@@ -298,7 +298,7 @@ class ShapeResolver:
     def _admits_items(self, shape: Array, value: list[JSON]) -> bool:
         if not allows_count(shape, len(value)):
             return False
-        if shape.unique and len({key_of(item) for item in value}) < len(value):
+        if shape.unique and len({equality_key(item) for item in value}) < len(value):
             return False
         for contained in shape.contains:
             count = sum(self.admits(contained.item_schemas, item) for item in value)

@@ -1,6 +1,6 @@
 """Defines shapes. A shape describes values of one JSON type. A schema allows the values of all its shapes.
 
-Items and properties refer to their schemas by number, so that recursive schemas have finite shapes.
+A shape refers to the schemas of items and properties by number. Otherwise, a recursive schema's shape would never end.
 A bound of None means no limit.
 """
 
@@ -22,9 +22,10 @@ Places: TypeAlias = tuple[tuple[str, str], ...]
 class Shape:
     """Values of one JSON type.
 
-    places: keywords that define the shape, for error messages.
+    places: the keywords that define the shape and where they are, for error messages.
     omits_allowed_values: the shape lacks some values that the schema allows, so the shape can't be negated.
-    comes_from_negation: a negation defines the shape, so all properties and items count as unevaluated.
+    comes_from_negation: the shape is part of a complement. JSON Schema then counts all properties and items as
+        unevaluated.
     """
 
     places: Places = field(default=(), compare=False, kw_only=True)
@@ -34,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Shape):
-    """One value. key: a text that equal values share."""
+    """One value. key: `json_values.equality_key(value)`, which is the same for equal values only."""
 
     value: JSON = field(compare=False)
     key: str
@@ -64,7 +65,7 @@ class Text(Shape):
 
     patterns: a search in the string finds each of these patterns.
     forbidden_patterns: a search in the string finds none of these patterns.
-    format: format of the strings that the grammar writes. JSON Schema also allows other strings.
+    format: value of the keyword `format`. The grammar enforces known formats. `ShapeResolver.admits` ignores formats.
     """
 
     low: int = 0
@@ -108,7 +109,7 @@ class Object(Shape):
     """Objects of `low` to `high` properties, whose names are valid against `name_schemas`.
 
     properties: pairs (name, schemas of the value).
-    patterns: pairs (pattern that a search in the name finds, schemas of the value).
+    patterns: pairs (pattern, schemas of the value). They apply to names in which a search finds the pattern.
     rest: schemas of every other property; None if no keyword mentions other properties.
     """
 

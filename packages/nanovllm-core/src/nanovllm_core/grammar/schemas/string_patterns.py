@@ -26,13 +26,13 @@ def format_pattern(name: str) -> str | None:
 
 
 def string_pattern(shape: Text, place: str, count_steps: search.CountSteps) -> str | None:
-    """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError, also in `count_steps`."""
+    """The pattern of a shape's strings; None if the shape has no strings. Raises SchemaError."""
     tree = string_tree(shape, place, count_steps)
     return None if tree == regex.NO_STRING else write_json_string_pattern(tree)
 
 
 def string_tree(shape: Text, place: str, count_steps: search.CountSteps) -> regex.Node:
-    """The regex tree that matches a shape's strings without characters that JSON escapes. Raises SchemaError."""
+    """The regex tree of a shape's strings, without strings that need escapes in JSON. Raises SchemaError."""
     keyword = next((name for name, _ in shape.places if name in ("pattern", "maxLength", "minLength")), "pattern")
     error_place = keyword_place(shape, keyword) or place
     if len(shape.patterns) > 1:
@@ -101,7 +101,7 @@ class _TrieNode:
     """A node of the trie of excluded strings.
 
     is_end: an excluded string ends here.
-    is_truncated: an excluded string is longer than the trie is deep, so all strings with this prefix are excluded.
+    is_truncated: an excluded string is longer than the trie's maximum depth. All strings with this prefix are excluded.
     """
 
     is_end: bool = False
@@ -110,7 +110,7 @@ class _TrieNode:
 
 
 def exclude_strings(texts: Collection[str]) -> regex.Node:
-    """A regex tree that matches all strings except `texts`, and fewer strings if `texts` are many or long."""
+    """A regex tree that matches all strings except `texts`. It excludes further strings if `texts` are many or long."""
     max_depth = MAX_TRIE_DEPTH
     while max_depth > 1 and len({text[:length] for text in texts for length in range(max_depth)}) > MAX_TRIE_PREFIXES:
         max_depth //= 2

@@ -13,8 +13,9 @@ def plan_undeclared_properties(
 ) -> tuple[list[tuple[str, Conjunction, bool]], list[tuple[str | None, Conjunction]]]:
     """Finds undeclared properties with known names, and undeclared properties whose names match a pattern.
 
-    Returns two lists: (name, schemas of the value, whether required: always False), and (name pattern,
-    schemas of the value). A pattern of None matches any name. rest: schemas of values of undeclared properties.
+    rest: schemas of the values of undeclared properties.
+    Returns two lists. Entries of the first: (name, schemas of the value, False: the property is not required).
+    Entries of the second: (pattern of names, schemas of the value). A pattern of None matches any name.
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:

@@ -33,7 +33,7 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# Maximum number of enum values in an array schema with uniqueItems that is replaced by a list of all its arrays.
+# A list of all arrays replaces a schema with uniqueItems if its items have at most this number of enum values.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
@@ -41,7 +41,7 @@ MAX_ITEMS = 100_000
 MAX_UNBOUNDED_MULTIPLE = 1024
 # Maximum magnitude of integers in xgrammar.
 MAX_INT64 = 2**63 - 1
-# Maximum magnitude of the bounds of other numbers in xgrammar.
+# Maximum magnitude of the bounds of type number in xgrammar.
 MAX_EXACT_INTEGER = 2**53
 # xgrammar writes a bounded number with up to 6 fraction digits.
 DECIMAL_SCALE = 10**6
@@ -49,7 +49,7 @@ DECIMAL_SCALE = 10**6
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The values of an enum."""
+    """A list of values, as in an enum."""
 
     values: tuple[JSON, ...]
 
@@ -127,7 +127,7 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Drops unrestricted types if the schema allows all types, because `properties` alone implies an object."""
+    """Keeps only the restricted types if all types are allowed, because `properties` alone implies an object."""
     unrestricted_shapes = set(ANY_VALUE_SHAPES)
     if not all(
         any(type(other) is type(shape) and (other == shape or not isinstance(other, Constant)) for shape in shapes)

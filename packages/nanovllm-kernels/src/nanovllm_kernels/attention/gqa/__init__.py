@@ -56,7 +56,7 @@ def plan_batch(
         FlashAttention reads the step's own keys and values instead of the cache.
     """
     query_dtype = dtype or kv_cache.dtype
-    # Bytes of an element of queries and keys, by which `tile_configs` selects tile sizes.
+    # `tile_configs` selects tile sizes by this element size.
     work_element_bytes = tile_configs.tile_element_bytes(query_dtype.itemsize, kv_cache.element_size())
     request_tensors = (block_tables, seq_lens, query_start_loc)
     batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
@@ -84,7 +84,7 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Plan requests with one query for the CuTe DSL kernel, if this kernel supports the shape. Return the new batch."""
+    """Plan requests with one query for the CuTe DSL kernel, if it supports sizes and dtypes. Return the new batch."""
     if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
@@ -125,7 +125,7 @@ def _plan_work_lists(
     """Plan work lists (for Triton) and FlashAttention, except requests of the CuTe DSL kernel. Return the new batch."""
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
-    # Narrow tiles (few queries), then wide tiles. Each tile has `block_m` rows: one per query and head of the group.
+    # Narrow tiles (few queries), then wide tiles. A tile has `block_m` rows: one per query and query head.
     configs = [
         tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
         for many_queries in (False, True)
@@ -160,8 +160,8 @@ def _plan_work_lists(
             num_head_blocks=num_kv_heads,
             num_tokens=num_tokens,
         )
-        # The list is empty if FlashAttention computes all requests: all requests of the list have several queries, at
-        # most `max_excluded` requests exist, and no request can have `min_context` tokens before its queries.
+        # FlashAttention computes every request of the list if three things hold: each has several queries, at most
+        # `max_excluded` requests exist, and no request can have `min_context` tokens before its queries.
         may_have_work = (
             query_lens.start == 1
             or len(batch.seq_lens) > request_filter.max_excluded
@@ -188,9 +188,9 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum size, in tokens, of a captured step in which whole prompts do not read the cache.
+    """Return the minimum tokens of a CUDA graph in which whole prompts read the step's own keys instead of the cache.
 
-    None: whole prompts always read the cache.
+    A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
     """
     is_latent = kv_cache.shape[2] == 1  # MLA's cache has one latent vector per token.
     uses_flash = not is_latent and _supports_flash(kv_cache.shape[3], kv_cache.dtype, backend)
@@ -198,7 +198,7 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return a tile's tokens in prompt attention, and how many tiles the device computes at once (in one round)."""
+    """Return sizes for estimates of the time of prompt attention. A round is the tiles that are computed at once."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return ONE_TOKEN_ROUNDS  # For CPUs and the interpreter.

@@ -1,8 +1,8 @@
 """Computes paged decode in the CuTe DSL, with one query per request. The bulk copy engine (TMA) loads keys and values.
 
-A step is 16 consecutive tokens of one page for one key-value head. One warp loads a step into its ring of slots in
-shared memory, and computes the step. For each key-value head, the steps of all requests are cut into equal parts, one
-per CTA (Osama et al. 2023). The warps of a CTA take the CTA's steps in turn, and synchronise only where a request ends.
+A step is 16 consecutive tokens of one page for one key-value head. Each warp loads its steps into a ring buffer in
+shared memory, and computes them. For each key-value head, the steps of all requests are cut into equal parts, one per
+CTA (Osama et al. 2023). The warps of a CTA take the CTA's steps in turn, and synchronise only where a request ends.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ LOG2_STEP_TOKENS = STEP_TOKENS.bit_length() - 1
 
 @dataclass(frozen=True)
 class StepLoader:
-    """Holds what a warp needs to load its steps. A slot of a ring holds one step.
+    """Holds what a warp needs to load its steps. A slot of a ring buffer holds one step.
 
     copy_atom: descriptor of the bulk copy of a step's keys and values.
-    cache_steps: the cache of this key-value head, indexed by step.
-    ring_slots: slots of all rings of the CTA. The warp's slots begin at `first_ring_slot`.
+    cache_steps: the cache of this key-value head. The last index is a position in the cache, counted in steps.
+    ring_slots: slots of all ring buffers of the CTA. The warp's slots begin at `first_ring_slot`.
     barriers: one barrier per slot.
     block_tables: page numbers of all requests. The table of request b begins at b * `table_stride`.
     end_step: the step after the CTA's last step.
     scales_ptr: pointer to this head's first key scale in an FP8 cache.
-    scale_ring_address: shared address of the CTA's rings of scales.
+    scale_ring_address: address in shared memory of the CTA's ring buffers for scales.
     """
 
     copy_atom: cute.CopyAtom
@@ -81,7 +81,7 @@ class DecodeKernel:
         """Launch one CTA per key-value head and part."""
         shape = self.shape
         head_stride, kv_stride = shape.head_dim, num_kv_heads * shape.head_dim
-        # The tensor's modes: token, element (in rows of shared memory), key or value, head.
+        # The tensor's modes (dimensions): token, element (split into rows of shared memory), key or value, head.
         cache = cute.make_tensor(
             kv_cache,
             cute.make_layout(
@@ -218,7 +218,7 @@ class DecodeKernel:
         acc = cute.make_rmem_tensor(shape.head_dim // 2, Float32)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        # `ring_slot` holds the warp's current step, `spare_slot` is free, and `phase` is the parity of the barriers.
+        # `ring_slot` holds the warp's current step, `spare_slot` is free, `phase` is the barrier parity to wait for.
         ring_slot, spare_slot, phase = first_ring_slot, first_ring_slot + (shape.num_stages - 1), Int32(0)
         request_part_begin = part_begin
         while request_part_begin < part_end:
@@ -231,15 +231,15 @@ class DecodeKernel:
                 row_sum.fill(0.0)
                 row_max.fill(-Float32.inf)
                 while step < request_part_end:
-                    # The previous step's slot is free.
+                    # `spare_slot` held the warp's previous step.
                     next_index, next_step, next_request, next_begin, next_end = self.refill_slot(
                         loader, spare_slot, next_index, next_step, next_request, next_begin, next_end
                     )
                     arch.mbarrier_wait(barriers + ring_slot, phase)
-                    slot_address = ring_base + ring_slot * shape.slot_bytes
+                    step_address = ring_base + ring_slot * shape.slot_bytes
                     num_valid = seq_len - (step - request_begin) * STEP_TOKENS
                     scales_address = scale_ring_address + ring_slot * shape.scale_bytes
-                    self.attend(queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale)
+                    self.attend(queries, acc, row_max, row_sum, step_address, scales_address, num_valid, lane, scale)
                     arch.sync_warp()
                     spare_slot = ring_slot
                     ring_slot += 1
@@ -315,7 +315,7 @@ class DecodeKernel:
 
     @cute.jit
     def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Start copies into all but one slot of the warp's ring, from `step` on. Return arguments for `refill_slot`."""
+        """Start to copy the warp's steps from `step` on, into all slots but one. Return arguments for `refill_slot`."""
         # A cache index is a position in the cache, counted in steps. Look up all indexes first, so that loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []
@@ -368,14 +368,14 @@ class DecodeKernel:
         cute_tile.load_queries(self.shape, queries, q, query_offset, lane)
         return scale_log2
 
-    def attend(self, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale):
+    def attend(self, queries, acc, row_max, row_sum, step_address, scales_address, num_valid, lane, scale):
         """Accumulate one step into the running softmax. num_valid: number of the request's tokens from this step on."""
         if self.shape.is_fp8:
             cute_tile_fp8.attend(
-                self.shape, queries, acc, row_max, row_sum, slot_address, scales_address, num_valid, lane, scale
+                self.shape, queries, acc, row_max, row_sum, step_address, scales_address, num_valid, lane, scale
             )
         else:
-            cute_tile.attend(self.shape, queries, acc, row_max, row_sum, slot_address, num_valid, lane, scale)
+            cute_tile.attend(self.shape, queries, acc, row_max, row_sum, step_address, num_valid, lane, scale)
 
     def count_steps(self, seq_len):
         """Return the number of steps of a request of `seq_len` tokens."""

@@ -1,9 +1,9 @@
 """Merges the results of a CTA's warps, and of the CTAs that share a request, in the CuTe DSL decode kernel.
 
-A part is the work of one CTA. Parts are merged as in split-KV attention (Dao et al. 2023). The last CTA that arrives at
-a request's counter merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged
-in groups. `shape` is a `DecodeShape`, and its `group_size` the number of query heads per key-value head. `quad` is the
-index of four adjacent elements of the output of these query heads.
+A part is the work of one CTA. Parts are merged as in split-KV attention (Dao et al. 2023). A CTA that has stored its
+part of a request increments the request's counter. The last CTA merges the parts and resets the counter, so that graphs
+can be replayed. Many parts are first merged in groups. `shape` is a `DecodeShape`. Its `group_size` query heads share a
+key-value head. `quad` is the index of four adjacent elements in the output of these query heads.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, WARP_SIZE
 
-# Parts per group. A thread loads the partial results of a whole group at once.
+# Parts per group. A thread loads the partial results of all parts of a group at once.
 MERGED_PARTS = 8
 
 
@@ -28,10 +28,10 @@ class ResultExchange:
     partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
     counters: int32 [(group slots + B) * Hkv], number of arrived CTAs for each group of parts, then for each request.
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
-    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then a copy of a counter.
+    row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the counter that thread 0 read.
 
     A slot holds the partial result of one request. Part p has slot 2p for the request that began before part p, and
-    slot 2p + 1 for the request that begins in part p. Group g of MERGED_PARTS parts likewise has slots
+    slot 2p + 1 for the request that begins in part p and continues. Group g of MERGED_PARTS parts likewise has slots
     2 * num_parts + 2g and 2 * num_parts + 2g + 1.
     """
 
@@ -58,7 +58,7 @@ def count_slots(num_parts: int) -> tuple[int, int]:
 def clear_empty_requests(
     shape: cutlass.Constexpr, exchange: cutlass.Constexpr, seq_lens: cute.Tensor, num_reqs: Int32, part: Int32
 ):
-    """Zero the outputs of requests without tokens. Parts divide these requests among themselves."""
+    """Zero the outputs of requests without tokens. CTAs divide these requests among themselves."""
     for request in range(part, num_reqs, exchange.num_parts):
         if seq_lens[request] == 0:
             first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
@@ -83,7 +83,7 @@ def merge_request(
     """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
     is_whole: whether this part holds all steps of the request.
-    spare_address: shared address of a free slot in the warp's ring. Other warps read this warp's rows from this slot.
+    spare_address: address of a free slot in the warp's ring buffer. Other warps read this warp's rows from this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
     arch.sync_threads()
@@ -97,7 +97,7 @@ def merge_request(
             _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
     if not is_whole:
         _merge_parts(shape, exchange, out, request, part, first_part, last_part)
-    # The asynchronous proxy must not copy into the spare slots before these accesses.
+    # The bulk copy engine (asynchronous proxy) must not write to the spare slots before these accesses.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
 
@@ -115,7 +115,7 @@ def _merge_parts(
     """Merge the parts of a request that spans several parts. With many parts, merge each group first."""
     num_group_slots = 2 * ((exchange.num_parts + (MERGED_PARTS - 1)) // MERGED_PARTS)
     first_slot, first_index, last_index = Int32(0), first_part, last_part
-    is_last = Boolean(True)  # Whether this CTA continues: without groups, or as the last arrival of its group.
+    is_last = Boolean(True)  # Whether this CTA continues: there are no groups, or it is the last of its group.
     if last_part - first_part >= 2 * MERGED_PARTS:
         first_slot = 2 * exchange.num_parts
         first_index, last_index = first_part // MERGED_PARTS, last_part // MERGED_PARTS
@@ -123,7 +123,7 @@ def _merge_parts(
         group_first_part = cutlass.max(first_part, part_group * MERGED_PARTS)
         group_last_part = cutlass.min(last_part, part_group * MERGED_PARTS + (MERGED_PARTS - 1))
         slot = 2 * part_group + Int32(part_group == first_index)
-        is_last = _arrive_last(shape, exchange, slot, group_last_part - group_first_part + 1)
+        is_last = _arrives_last(shape, exchange, slot, group_last_part - group_first_part + 1)
         if is_last:
             for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
                 max_score, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
@@ -147,7 +147,7 @@ def _merge_last_parts(
     last_index: Int32,
 ):
     """Merge parts (or groups) first_index..last_index of a request, if this CTA is the last to arrive."""
-    if _arrive_last(shape, exchange, counter_index, last_index - first_index + 1):
+    if _arrives_last(shape, exchange, counter_index, last_index - first_index + 1):
         for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
             _, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
                 shape, exchange, quad, first_slot, first_index, first_index, last_index
@@ -156,8 +156,8 @@ def _merge_last_parts(
 
 
 @cute.jit
-def _arrive_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Return whether this CTA is the last to arrive. The last CTA sees all CTAs' writes, and resets the counter."""
+def _arrives_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
+    """Increment a counter. Return whether this CTA is the last, which sees all CTAs' writes and resets the counter."""
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
@@ -198,16 +198,16 @@ def _share_rows(
 
 def _locate_lane_sums(shape, lane, row, lane_row, tile):
     """Return (offset of two adjacent sums of a lane in shared memory, index of the first in `acc`, of the second)."""
-    # `eighth` numbers the pieces of 8 sums in a row. `column` is the position of the first sum in the piece.
+    # `octet` is the index of 8 adjacent sums in a row. `column` is the position of the first sum in the octet.
     if not shape.is_fp8:
-        eighth, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
+        octet, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
     else:
         # The first tile of a pair holds even dimensions, the second tile odd dimensions.
         even, odd = 4 * (tile & ~1), 4 * (tile | 1)
-        eighth, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
+        octet, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
         first, second = even + (tile & 1), odd + (tile & 1)
-    # Swizzle the pieces of each row, so that neighbouring rows use different banks.
-    return (row + 8 * lane_row) * shape.head_dim + (row ^ eighth) * 8 + column, first, second
+    # Swizzle the octets of each row, so that neighbouring rows use different banks.
+    return (row + 8 * lane_row) * shape.head_dim + (row ^ octet) * 8 + column, first, second
 
 
 def _merge_warps(shape, exchange, quad):
@@ -270,7 +270,7 @@ def _merge_slots(
 
 
 def _partial_row(shape, exchange, slot, quad):
-    """Return the row of the partial results that holds elements 4 * quad to 4 * quad + 3 of the group's output."""
+    """Return the row of the partial results that holds elements 4 * quad to 4 * quad + 3 of the output."""
     return (slot * exchange.num_kv_heads + exchange.kv_head) * shape.group_size + quad // (shape.head_dim // 4)
 
 

@@ -1,6 +1,6 @@
 """Wraps PTX instructions in functions, for the CuTe DSL decode kernel.
 
-Shared addresses are Int32, global addresses are pointers. Matrices in registers have the layout of PTX's
+Int32 address shared memory, pointers address global memory. Matrices in registers have the layout of PTX's
 `mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
 """
 
@@ -68,12 +68,12 @@ def float_bits(x):
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
-def power_of_2(exponent):
-    """Return the power of two with this biased Float32 exponent. Exponent 0 gives 0."""
+def power_of_2_from_biased(biased_exponent):
+    """Return 2 ** (biased_exponent - 127): the biased exponent is that of Float32. Exponent 0 gives 0."""
     return arch.inline_ptx(
         "{ .reg .b32 bits; shl.b32 bits, {$r0}, 23; mov.b32 {$w0}, bits; }",
         write_only_types=[Float32],
-        read_only_args=[exponent],
+        read_only_args=[biased_exponent],
     )
 
 

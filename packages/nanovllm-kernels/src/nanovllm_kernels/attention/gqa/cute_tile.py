@@ -29,7 +29,7 @@ class DecodeShape:
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
     group_size: query heads per key-value head, at most 16, or 8 with an FP8 cache.
     num_warps: warps of a CTA.
-    num_stages: slots of each warp's ring buffer in shared memory. A slot holds one step.
+    num_stages: number of slots in each warp's ring buffer in shared memory. A slot holds one step.
     """
 
     dtype: type
@@ -62,7 +62,7 @@ class DecodeShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: a step's keys and values, or the float32 sums of 16 rows (with FP8, of 8 rows)."""
+        """Bytes of a slot: a step's keys and values, later the float32 sums of 16 rows (with FP8, of 8 rows)."""
         return 2 * self.keys_bytes
 
     @property
@@ -77,9 +77,12 @@ class DecodeShape:
 
 
 @cute.jit
-def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load the queries of one key-value head, from element `offset` on, as operand A of `mma`. Unused rows are zero."""
-    words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
+def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q_ptr: cute.Pointer, offset: Int32, lane: Int32):
+    """Load the queries of one key-value head into `queries` (registers), as operand A of `mma`. Unused rows are zero.
+
+    offset: index of the first element after `q_ptr`.
+    """
+    words = cute.make_tensor(cute.recast_ptr(q_ptr, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
         row = (lane >> 2) + 8 * lane_row
@@ -97,20 +100,20 @@ def attend(
     acc: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    slot_address: Int32,
+    step_address: Int32,
     num_valid: Int32,
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Add the step at shared address `slot_address` to the running softmax.
+    """Add the step at address `step_address` of shared memory to the running softmax.
 
     acc: sums of weighted values. row_max, row_sum: maximum score and sum of weights of each of the lane's rows.
     num_valid: number of the request's tokens from this step on.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
-    addresses = lane_addresses(slot_address, lane)
+    addresses = lane_addresses(step_address, lane)
     if num_valid < STEP_TOKENS:
-        clear_values(shape, slot_address + shape.keys_bytes, num_valid, lane)
+        clear_values(shape, step_address + shape.keys_bytes, num_valid, lane)
     _multiply_keys(shape, queries, scores, addresses)
     if num_valid < STEP_TOKENS:
         for i in cutlass.range_constexpr(STEP_TOKENS // 2):
@@ -121,14 +124,14 @@ def attend(
     _multiply_values(shape, scores, acc, addresses)
 
 
-def lane_addresses(slot_address, lane):
-    """Return the four shared addresses from which a lane loads matrices, one per pair of 16-byte chunks in a row.
+def lane_addresses(step_address, lane):
+    """Return the four addresses from which a lane loads matrices, one per pair of 16-byte chunks in a row.
 
     Lane l addresses token l % 16, and chunk l // 16 of each pair. The swizzle moves chunk c of token t to c ^ (t % 8).
     """
     token = lane & 15
     offset = token * ROW_BYTES + (((lane >> 4) ^ (token & 7)) << 4)
-    return [slot_address + (offset ^ (32 * i)) for i in range(4)]
+    return [step_address + (offset ^ (32 * i)) for i in range(4)]
 
 
 @cute.jit
@@ -138,7 +141,7 @@ def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int
         chunk = lane + WARP_SIZE * i
         if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:
             cute_ptx.clear_shared_16_bytes(values_address + chunk * 16)
-    # The asynchronous proxy must not copy into the slot before these writes.
+    # The bulk copy engine (asynchronous proxy) must not write to the slot before these writes.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_warp()
 
@@ -158,16 +161,16 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_log2):
     """Turn the scores of row `lane_row` of a lane into weights, and rescale the previous sums."""
-    own_scores = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]  # Indices into `scores`.
-    block_max = scores[own_scores[0]]
-    for i in own_scores[1:]:
-        block_max = arch.fmax(block_max, scores[i])
+    score_indices = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]
+    step_max = scores[score_indices[0]]
+    for i in score_indices[1:]:
+        step_max = arch.fmax(step_max, scores[i])
     for i in range(2):
-        block_max = arch.fmax(block_max, arch.shuffle_sync_bfly(block_max, 1 << i))
-    new_max = arch.fmax(row_max[lane_row], block_max * scale_log2)
+        step_max = arch.fmax(step_max, arch.shuffle_sync_bfly(step_max, 1 << i))
+    new_max = arch.fmax(row_max[lane_row], step_max * scale_log2)
     rescale = cute_ptx.exp2(row_max[lane_row] - new_max)
     new_sum = row_sum[lane_row] * rescale
-    for i in own_scores:
+    for i in score_indices:
         scores[i] = cute_ptx.exp2(scores[i] * scale_log2 - new_max)
         new_sum = new_sum + scores[i]
     row_sum[lane_row] = new_sum

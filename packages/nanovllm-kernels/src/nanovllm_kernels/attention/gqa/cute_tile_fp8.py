@@ -1,8 +1,9 @@
-"""Computes one step like `cute_tile`, for an FP8 cache: e4m3 elements, with one scale per token and head (see `fp8`).
+"""Computes attention over one step (STEP_TOKENS cached tokens) like `cute_tile`, but for an FP8 cache.
 
-Operands are float16. Queries are divided by a power of two, and log2 of each value scale is added to the base-2 score
-(`triton_softmax` says why). At most 8 query heads share a key-value head, because a step's memory must hold the sums.
-Every 16 dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
+The cache has e4m3 elements, with one scale per token and head (see `fp8`). Operands are float16. Queries are divided by
+a power of two, and log2 of each value scale is added to the base-2 score (`triton_softmax` says why). At most 8 query
+heads share a key-value head: `cute_merge` stores their float32 sums in the memory of one step, which holds no more than
+8 rows. Every 16 dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
 from typing import NamedTuple
@@ -31,9 +32,9 @@ TWICE_EXPONENT_BIAS = 254
 
 
 @cute.jit
-def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer, offset: Int32, lane: Int32):
-    """Load queries like `cute_tile.load_queries`, and divide queries by a power of two. Return this power of two."""
-    words = cute.make_tensor(cute.recast_ptr(q, dtype=Int32), cute.make_layout(1 << 30))
+def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q_ptr: cute.Pointer, offset: Int32, lane: Int32):
+    """Load `queries` like `cute_tile.load_queries`, and divide them by a power of two. Return this power of two."""
+    words = cute.make_tensor(cute.recast_ptr(q_ptr, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     row = lane >> 2
     if row < shape.group_size:
@@ -48,12 +49,12 @@ def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q: cute.Pointer
     for i in cutlass.range_constexpr(2):
         max_element = arch.fmax(max_element, arch.shuffle_sync_bfly(max_element, 1 << i))
     # Keep only the exponent, and at least the exponent of the smallest normal number.
-    exponent = cutlass.max((cute_ptx.float_bits(max_element) & EXPONENT_MASK) >> 23, Int32(1))
-    inverse = cute_ptx.power_of_2(TWICE_EXPONENT_BIAS - exponent)
+    biased_exponent = cutlass.max((cute_ptx.float_bits(max_element) & EXPONENT_MASK) >> 23, Int32(1))
+    inverse = cute_ptx.power_of_2_from_biased(TWICE_EXPONENT_BIAS - biased_exponent)
     for k in cutlass.range_constexpr(shape.head_dim // 8):
         low, high = cute_ptx.unpack_pair(shape.dtype, queries[2 * k])
         queries[2 * k] = cute_ptx.round_pair(Float16, low * inverse, high * inverse)
-    return cute_ptx.power_of_2(exponent)
+    return cute_ptx.power_of_2_from_biased(biased_exponent)
 
 
 @cute.jit
@@ -63,7 +64,7 @@ def attend(
     acc: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    slot_address: Int32,
+    step_address: Int32,
     scales_address: Int32,
     num_valid: Int32,
     lane: Int32,
@@ -71,14 +72,14 @@ def attend(
 ):
     """Add a step to the running softmax, like `cute_tile.attend`.
 
-    scales_address: shared address of the step's key scales. Value scales follow the key scales.
+    scales_address: address of the step's key scales in shared memory. Value scales follow the key scales.
     row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of weights that exclude the value scales.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
-    addresses = lane_addresses(slot_address, lane)
+    addresses = lane_addresses(step_address, lane)
     if num_valid < STEP_TOKENS:
-        clear_values(shape, slot_address + shape.keys_bytes, num_valid, lane)
+        clear_values(shape, step_address + shape.keys_bytes, num_valid, lane)
     _multiply_keys(shape, queries, scores, addresses)
     _apply_scales(scores, exponents, scales_address + (lane & 3) * 2, scale_log2)
     if num_valid < STEP_TOKENS:
@@ -91,7 +92,7 @@ def attend(
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the step's scores as two adjacent tiles of 8 tokens. A dim pair is two units of 16 dimensions."""
+    """Compute the step's scores as two adjacent tiles of 8 tokens. `dim_pair` counts units of 32 dimensions."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for dim_pair in range(shape.head_dim // 32):
         keys = cute_ptx.load_matrices(
@@ -110,15 +111,15 @@ def _multiply_keys(shape, queries, scores, addresses):
 def _apply_scales(scores, exponents, scales_address, scale_log2):
     """Multiply scores by key scales, and add log2 of value scales. Store biased exponents of 1 / (value scale)."""
     for half in range(2):
-        keys = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
-        values = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)
+        key_exponents = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
+        value_exponents = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)
         for i in range(2):
-            key, value = (keys >> (8 * i)) & 0xFF, (values >> (8 * i)) & 0xFF
+            key_exponent, value_exponent = (key_exponents >> (8 * i)) & 0xFF, (value_exponents >> (8 * i)) & 0xFF
             index = LANE_SCORES[2 * half + i].index
-            scores[index] = scores[index] * (scale_log2 * cute_ptx.power_of_2(key)) + Float32(
-                value - TWICE_EXPONENT_BIAS // 2
+            scores[index] = scores[index] * (scale_log2 * cute_ptx.power_of_2_from_biased(key_exponent)) + Float32(
+                value_exponent - TWICE_EXPONENT_BIAS // 2
             )
-            exponents[2 * half + i] = TWICE_EXPONENT_BIAS - value
+            exponents[2 * half + i] = TWICE_EXPONENT_BIAS - value_exponent
 
 
 def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
@@ -134,7 +135,7 @@ def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
     for n in range(len(LANE_SCORES)):
         index = LANE_SCORES[n].index
         scores[index] = cute_ptx.exp2(scores[index] - new_max)
-        new_sum = new_sum + scores[index] * cute_ptx.power_of_2(exponents[n])
+        new_sum = new_sum + scores[index] * cute_ptx.power_of_2_from_biased(exponents[n])
     row_sum[0] = new_sum
     row_max[0] = new_max
     for tile in range(shape.head_dim // 8):

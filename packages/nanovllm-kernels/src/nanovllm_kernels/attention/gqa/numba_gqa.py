@@ -32,7 +32,7 @@ from nanovllm_kernels.numba_tiles import (
     UNROLL,  # A kernel's inner loop runs over a multiple of UNROLL elements.
     convert_group,
     exp_and_sum,
-    largest,  # Returns the maximum of float32 numbers.
+    find_max,
     make_multiplier,  # Makes an intrinsic with arguments (rows, columns, depth, sums, adds to sums, 0, 0).
     transpose_keys,
 )
@@ -105,10 +105,10 @@ def _attend(
     scale,
     num_threads,
 ):
-    """Cut queries into tiles, and run `_attend_items`, which `region_address` points to, on all threads."""
+    """Cut queries into tiles, and run `_attend_items` on all threads. region_address: address of `_attend_items`."""
     query_starts = numba.carray(pointer(query_starts_ptr), (num_requests + 1,), np.int32)
     tokens_per_tile = max(1, MAX_TILE_ROWS // (num_heads // num_kv_heads))
-    # Rows of `tiles` are (request, first token). Put a request's last tile first, because this tile sees the most keys.
+    # Rows of `tiles` are (request, first token). A request's last tile comes first, because it sees the most keys.
     tiles = np.empty((num_tokens // tokens_per_tile + num_requests, 2), np.int64)
     num_tiles = 0
     for request in range(num_requests - 1, -1, -1):
@@ -143,7 +143,7 @@ def _attend_items(args_ptr):
     seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)  # The true lengths are unknown here.
     query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
-    # Head sizes of copied keys and values are rounded up for the kernels.
+    # Head sizes of copied keys and values, rounded up to the multiples that the kernels need.
     key_dim, value_dim = -(-head_dim // UNROLL) * UNROLL, -(-head_dim // PANEL_WIDTH) * PANEL_WIDTH
     max_rows = tokens_per_tile * group_size
     # `scratch` holds queries, keys, values, scores, outputs, and each row's largest score and sum of weights.
@@ -311,7 +311,7 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
     if num_visible < BLOCK_KEYS:
         # Scores from key `num_visible` on are undefined.
         _fill(scores_ptr, num_visible, _MASKED_SCORE)
-    max_score = largest(scores_ptr, BLOCK_KEYS)
+    max_score = find_max(scores_ptr, BLOCK_KEYS)
     if is_first:
         softmax_state[1] = _ZERO
         _rescale(outputs_ptr, num_rows, value_dim, _ZERO)

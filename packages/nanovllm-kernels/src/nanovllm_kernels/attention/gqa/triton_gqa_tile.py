@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from nanovllm_kernels.attention.triton_softmax import load_pages, weigh_scores
+from nanovllm_kernels.attention.triton_softmax import load_page_numbers, weigh_scores
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def attend_range(
     for masked in tl.static_range(0 if UNMASKED_LOOP else 1, 2):
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)
-            pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, masked)
+            pages = load_page_numbers(table_ptr, key_positions, end, PAGE_SIZE, masked)
             slot_offsets = (pages * PAGE_SIZE + key_positions % PAGE_SIZE) * (2 * NUM_KV_HEADS * HEAD_DIM)
             k_ptrs = k_ptr + slot_offsets[None, :] + dims[:, None]
             v_ptrs = k_ptr + NUM_KV_HEADS * HEAD_DIM + slot_offsets[:, None] + dims[None, :]

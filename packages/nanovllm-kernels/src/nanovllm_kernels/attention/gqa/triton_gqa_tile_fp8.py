@@ -6,12 +6,17 @@ Products are in float32 for float32 queries, otherwise in float16 (`triton_softm
 import triton
 import triton.language as tl
 
-from nanovllm_kernels.attention.triton_softmax import floor_to_power_of_2, load_pages, scale_scores, weigh_scaled_scores
+from nanovllm_kernels.attention.triton_softmax import (
+    floor_to_power_of_2,
+    load_page_numbers,
+    scale_scores,
+    weigh_scaled_scores,
+)
 
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Divide `q` by a power of two, convert `q` to float16 and multiply `scale_log2` by the power. Skip float32 `q`."""
+    """Divide `q` by a power of two, convert `q` to float16, multiply `scale_log2` by the power. Not for float32 `q`."""
     # No early return, because Triton would also compile the code after the return.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
@@ -25,7 +30,7 @@ def queries_to_float16(q, scale_log2):
 def attend_fp8_range(
     q,
     k_ptr,
-    scales_ptr,
+    exponents_ptr,
     table_ptr,
     query_positions,
     begin,
@@ -41,7 +46,7 @@ def attend_fp8_range(
     """Attend like `triton_gqa_tile.attend_range`. `triton_softmax.weigh_scaled_scores` defines maximum and sum.
 
     q: queries in their original dtype.
-    scales_ptr: pointer to the key head's scale in the cache's first slot.
+    exponents_ptr: pointer to the biased exponent of the key head's scale in the cache's first slot.
     """
     q, scale_log2 = queries_to_float16(q, scale_log2)
     dims = tl.arange(0, q.shape[1])
@@ -58,21 +63,21 @@ def attend_fp8_range(
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)
             key_mask = key_positions < end
-            pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, masked)
+            pages = load_page_numbers(table_ptr, key_positions, end, PAGE_SIZE, masked)
             page_offsets = key_positions % PAGE_SIZE
             first_heads = (pages * PAGE_SIZE + page_offsets) * (2 * NUM_KV_HEADS)  # Index of each slot's first head.
             k_ptrs = k_ptr + first_heads[None, :] * HEAD_DIM + dims[:, None]
             v_ptrs = v_ptr + first_heads[:, None] * (HEAD_DIM // 2) + dim_pairs[None, :]
-            k_scale_ptrs = scales_ptr + pages * (2 * NUM_KV_HEADS * PAGE_SIZE) + page_offsets
-            v_scale_ptrs = k_scale_ptrs + NUM_KV_HEADS * PAGE_SIZE
+            k_exponent_ptrs = exponents_ptr + pages * (2 * NUM_KV_HEADS * PAGE_SIZE) + page_offsets
+            v_exponent_ptrs = k_exponent_ptrs + NUM_KV_HEADS * PAGE_SIZE
             if masked:
                 k = tl.load(k_ptrs, mask=key_mask[None, :] & dim_mask[:, None], other=0.0)
-                k_exponents = tl.load(k_scale_ptrs, mask=key_mask, other=0).to(tl.int32)
-                v_exponents = tl.load(v_scale_ptrs, mask=key_mask, other=0).to(tl.int32)
+                k_exponents = tl.load(k_exponent_ptrs, mask=key_mask, other=0).to(tl.int32)
+                v_exponents = tl.load(v_exponent_ptrs, mask=key_mask, other=0).to(tl.int32)
                 v_pairs = tl.load(v_ptrs, mask=key_mask[:, None] & pair_mask[None, :], other=0)
             else:
-                k_exponents = tl.load(k_scale_ptrs).to(tl.int32)
-                v_exponents = tl.load(v_scale_ptrs).to(tl.int32)
+                k_exponents = tl.load(k_exponent_ptrs).to(tl.int32)
+                v_exponents = tl.load(v_exponent_ptrs).to(tl.int32)
                 if q.shape[1] == HEAD_DIM:
                     k = tl.load(k_ptrs)
                     v_pairs = tl.load(v_ptrs)

@@ -1,9 +1,10 @@
 """Computes multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache.
 
-The cache holds one latent and one rotated key part per token, shared by all heads. Absorbed attention projects queries
-into the latent space, and projects results back. A whole prompt has all of its tokens in the step. For whole prompts,
-latents are expanded to keys and values, which needs less arithmetic. Projections skip the whole prompts that come last
-in a step. A key has K unrotated and R rotated elements, a value has V elements, and a latent L elements.
+The cache holds one latent and one rotated key part (with rotary embedding) per token, shared by all heads. Absorbed
+attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt has all
+of its tokens in the step. Its latents are expanded to keys and values, which needs less arithmetic. Projections skip
+the whole prompts that come last in a step. A key has K unrotated and R rotated elements, a value has V elements, and a
+latent L elements.
 """
 
 from dataclasses import replace
@@ -69,7 +70,7 @@ def plan_latent_batch(
             seq_lens,
             query_start_loc,
             query_lens,
-            WorkListFilter(min_context=1),
+            WorkListFilter(min_context=1),  # Excludes whole prompts.
             config,
             block_q=block_q,
             num_head_blocks=-(-num_heads // num_tile_heads),

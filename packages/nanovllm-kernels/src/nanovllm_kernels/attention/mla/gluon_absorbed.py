@@ -187,7 +187,7 @@ def _copy_inputs(
     q_desc, rope_desc, kv_desc, block_tables_ptr, table_stride = sources
     STAGE_PAGES: gl.constexpr = 64 // PAGE_SIZE
     queries_ready, queries_free = signals.index(0), signals.index(1)
-    num_blocks_done = 0  # Counts copies of 64 latents, of which a stage holds one.
+    num_blocks_done = 0  # Counts blocks of 64 latents. A stage holds one block.
     num_tiles_done = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
@@ -226,10 +226,10 @@ def _copy_inputs(
 def _clear_rows(latent_blocks, first_block, num_rows):
     """Zero rows `num_rows` to 63 of four blocks of latents: a weight of 0 would not cancel a NaN."""
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_kept = gl.arange(0, 64, gl.SliceLayout(1, ROW_LAYOUT)) < num_rows
+    is_filled = gl.arange(0, 64, gl.SliceLayout(1, ROW_LAYOUT)) < num_rows
     for block in gl.static_range(4):
         numbers = latent_blocks.index(first_block + block).load(ROW_LAYOUT)
-        latent_blocks.index(first_block + block).store(gl.where(is_kept[:, None], numbers, gl.zeros_like(numbers)))
+        latent_blocks.index(first_block + block).store(gl.where(is_filled[:, None], numbers, gl.zeros_like(numbers)))
 
 
 @gluon.jit
@@ -255,7 +255,7 @@ def _score_and_sum(
     queries_ready, queries_free = signals.index(0), signals.index(1)
     weights_ready, weights_free = signals.index(2), signals.index(3)
     columns = gl.arange(0, 64, gl.SliceLayout(0, SCORE_LAYOUT))
-    num_blocks_done = 0  # Counts groups of 64 latents.
+    num_blocks_done = 0  # Counts blocks of 64 latents.
     num_tiles_done = 0
     num_exchanges = 0  # Counts the weights or row factors that the warps have exchanged.
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
@@ -330,7 +330,7 @@ def _sum_second_half(
     stage_full, stage_empty, signals = barriers
     SUM_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     weights_ready, weights_free = signals.index(2), signals.index(3)
-    num_blocks_done = 0  # Counts groups of 64 latents.
+    num_blocks_done = 0  # Counts blocks of 64 latents.
     num_exchanges = 0
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):

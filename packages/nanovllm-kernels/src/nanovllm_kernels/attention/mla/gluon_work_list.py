@@ -28,7 +28,7 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
     """Return (request, token, first latent, latent after the last, partial slot) for this program's share of `tile`.
 
-    token: index of the query in the step. partial slot: index in the partial results, or -1 for a whole tile.
+    token: index of the query in the step. partial slot: index in the partial results, -1 for a whole tile.
     """
     tile_first_blocks_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)

@@ -1,7 +1,7 @@
 """Computes latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Decodes are computed together, one `DecodeGroup` at a time, over latents (absorbed attention). Prefills are computed one
-request at a time, over keys and values that are expanded from the request's latents. A key has K unrotated and R
+Decodes are computed in groups (`DecodeGroup`), over latents (absorbed attention). Prefills are computed one request at
+a time, over keys and values that are expanded from the request's latents. A key has K unrotated and R
 rotated elements. A value has V elements, a latent L elements.
 """
 

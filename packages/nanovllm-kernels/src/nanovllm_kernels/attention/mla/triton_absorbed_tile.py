@@ -8,7 +8,7 @@ import triton.language as tl
 
 from nanovllm_kernels.attention.triton_softmax import (
     floor_to_power_of_2,
-    load_pages,
+    load_page_numbers,
     scale_scores,
     weigh_scaled_scores,
     weigh_scores,
@@ -32,7 +32,7 @@ def load_queries(
 
     sources: (pointer to contiguous latent parts [H, T, L], pointer to rotated parts [T, H, R], T, stride of T in the
         rotated parts, stride of H in the rotated parts).
-    scale_log2: factor of the scores, which include log2(e).
+    scale_log2: softmax scale times log2(e). Scores are multiplied by this factor.
     QUANTIZED: whether to divide 16-bit queries by a power of two, in float16, and multiply `scale_log2` by this power.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
@@ -75,11 +75,11 @@ def attend_range(
     """Attend to latents at positions [begin, end). Return (sums of weighted latents, maximum, sum of weights).
 
     query: result of `load_queries`.
-    cache: (pointer to the cache, pointer to its scales, pointer to the request's page numbers).
+    cache: (pointer to the cache, pointer to biased exponents of its scales, pointer to the request's page numbers).
     `triton_softmax.weigh_scores` defines the maximum and the sum. With QUANTIZED, `weigh_scaled_scores` defines them.
     """
     q_latent, q_rope, scale_log2 = query
-    kv_ptr, scales_ptr, table_ptr = cache
+    kv_ptr, exponents_ptr, table_ptr = cache
     # All blocks are masked, because a second loop without masks would need too many registers.
     acc = tl.zeros(q_latent.shape, dtype=tl.float32)
     running_max = tl.full([q_latent.shape[0]], float("-inf"), dtype=tl.float32)
@@ -89,7 +89,7 @@ def attend_range(
     for start in tl.range(begin, end, BLOCK_N):
         key_positions = start + tl.arange(0, BLOCK_N)
         key_mask = key_positions < end
-        pages = load_pages(table_ptr, key_positions, end, PAGE_SIZE, True)
+        pages = load_page_numbers(table_ptr, key_positions, end, PAGE_SIZE, True)
         slots = pages * PAGE_SIZE + key_positions % PAGE_SIZE
         slot_ptrs = kv_ptr + slots[:, None] * (LATENT_DIM + ROPE_DIM)
         latent_mask = key_mask[:, None] & (dims < LATENT_DIM)[None, :]
@@ -100,7 +100,7 @@ def attend_range(
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), scores, input_precision="ieee") * scale_log2
         if QUANTIZED:
-            exponents = tl.load(scales_ptr + slots, mask=key_mask, other=0).to(tl.int32)
+            exponents = tl.load(exponents_ptr + slots, mask=key_mask, other=0).to(tl.int32)
             scores = scale_scores(scores, exponents, exponents)
         # The causal mask also excludes tokens from `end` on.
         scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))

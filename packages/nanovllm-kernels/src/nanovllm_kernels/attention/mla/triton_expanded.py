@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.attention_batch import PagedRequests
-from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2, weigh_scores
+from nanovllm_kernels.attention.triton_softmax import LOG2_E, power_of_2_from_biased, weigh_scores
 
 
 def gather_latents(requests: PagedRequests, out: Tensor) -> None:
@@ -122,7 +122,7 @@ def _gather_latents(
     dims = tl.arange(0, PADDED_WIDTH)
     row = tl.load(kv_ptr + slot * WIDTH + dims, mask=dims < WIDTH, other=0.0)
     if QUANTIZED:
-        row = row.to(tl.float32) * power_of_2(tl.load(scales_ptr + slot).to(tl.int32))
+        row = row.to(tl.float32) * power_of_2_from_biased(tl.load(scales_ptr + slot).to(tl.int32))
     tl.store(out_ptr + token.to(tl.int64) * WIDTH + dims, row.to(out_ptr.dtype.element_ty), mask=dims < WIDTH)
 
 

@@ -27,12 +27,12 @@ class AttentionBatch:
     max_seq_len: upper bound on the number of tokens per request.
     work_element_bytes: element size for which the work lists were planned, from `tile_configs.tile_element_bytes`.
     reads_cache_in_place: whether the CPU kernel `numba_gqa` computes attention for all requests.
-    torch_plan: which cached tokens plain torch copies together.
+    torch_plan: groups of requests whose cached tokens plain torch copies together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
     cute_decode_lens: int32 [n], n <= B. Number of tokens of each request with one query, 0 for other requests.
-    num_absorbed_tokens: int32 [1], number of leading tokens in attention directly over latents (absorbed). Later tokens
-        are padding, or belong to requests whose tokens are all in the step. None: no token is excluded.
+    num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).
+        Later tokens are padding, or belong to requests whose tokens are all in the step. None: all tokens.
     """
 
     block_tables: Tensor

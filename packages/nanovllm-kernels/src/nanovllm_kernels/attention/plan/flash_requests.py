@@ -15,9 +15,9 @@ from nanovllm_kernels.attention.plan.work_list import WorkListFilter
 FLASH_TILE_ROWS = 128
 # FlashAttention is faster than work lists once the tiles of chunks fill this share of the device (measured on an H200).
 MIN_FILLED_SHARE = 0.35
-# Minimum number of tokens before a chunk in a work list. With fewer, a second launch costs more time than it saves.
+# Minimum number of tokens before a chunk in a work list. With fewer, the extra launch costs more time than it saves.
 MIN_WORK_LIST_CONTEXT = 1024
-# Maximum number of entries for requests in a launch. Even an unused entry costs time.
+# Maximum number of entries in a launch. An entry holds one request. Even an unused entry costs time.
 MAX_FLASH_REQUESTS = 32
 
 
@@ -37,7 +37,7 @@ class FlashRequests(NamedTuple):
 
 
 def work_list_filter(num_heads: int, num_sms: int) -> WorkListFilter:
-    """Return a filter that keeps a chunk in work lists if FlashAttention would be slower."""
+    """Return a filter that leaves a chunk in work lists if FlashAttention would be slower."""
     query_limit = int(MIN_FILLED_SHARE * FLASH_TILE_ROWS * num_sms / num_heads)
     return WorkListFilter(query_limit, MIN_WORK_LIST_CONTEXT, MAX_FLASH_REQUESTS)
 

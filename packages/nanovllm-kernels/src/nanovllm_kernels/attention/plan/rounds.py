@@ -13,7 +13,7 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 
 
 class AttentionRounds(NamedTuple):
-    """Describes how a device computes attention: in rounds of `tiles_per_round` tiles at once.
+    """Describes how a device computes prompt attention: in rounds, each of `tiles_per_round` tiles at once.
 
     tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
     A chunk is late if at least `min_work_list_context` tokens of its request precede the chunk. If all late chunks of a

@@ -1,8 +1,8 @@
-"""Defines launch configurations of the attention kernels by shape. Nothing is tuned at run time."""
+"""Defines launch configurations of the attention kernels by head size and dtype. Nothing is tuned at run time."""
 
 from typing import NamedTuple
 
-# Minimum keys per part (one program's share) of a work list. Merging shorter parts would take more time than they save.
+# Minimum keys per part of a work list (the work of one program). Merging shorter parts would cost more than it saves.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16
@@ -48,7 +48,7 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Tiles of attention directly over latents (absorbed): item 16 is the narrow tile, item 64 the wide tile.
+# Tiles of absorbed attention (directly over latents). Key 16: narrow tile. Key 64: wide tile.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}

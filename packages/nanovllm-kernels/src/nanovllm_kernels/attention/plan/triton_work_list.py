@@ -12,7 +12,7 @@ PLAN_BLOCK = 512
 def plan_work(
     seq_lens: Tensor, query_start_loc: Tensor, max_tiles: int, num_parts: int, block_q: int, block_n: int, *limits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `work_list._plan_work_op`. limits: its arguments from `min_part_blocks` on."""
+    """Return the results of `work_list._plan_work_op`. limits: arguments of that operator from `min_part_blocks` on."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (

@@ -59,7 +59,7 @@ def split_query_lens(
 
     narrow_queries: query positions in a narrow tile.
     wide_queries: query positions in a wide tile.
-    min_query_len: 1, or 2 if another kernel takes decodes.
+    min_query_len: 1, or 2 if another kernel computes decodes (requests with one query).
     max_query_len: the host's bound on query lengths.
     """
     if max_query_len <= narrow_queries and wide_queries != narrow_queries:
@@ -81,7 +81,7 @@ def make_work_list(
     num_head_blocks: int,
     num_tokens: int,
 ) -> tuple[WorkList, Tensor]:
-    """Plan the requests that `request_filter` keeps and whose number of queries is in `query_lens`.
+    """Plan the requests that `request_filter` leaves in work lists and whose number of queries is in `query_lens`.
 
     seq_lens: int32 [B], number of tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first query in the step, then the total number of queries.

@@ -15,7 +15,7 @@ STREAM_ENDED_EARLY = "a decoding stream ended before the measurement did: raise 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server that is measured. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`."""
+    """A server to measure. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`."""
 
     label: str
     endpoint: Endpoint
@@ -119,7 +119,7 @@ class DecodeStreams:
         return time.perf_counter()
 
     async def wait_for_pieces_after(self, gap_time: float) -> None:
-        """Waits until every running stream has a piece after `gap_time`, so that the gap at this time has ended."""
+        """Waits until every running stream has a piece after `gap_time`, which ends the stream's gap at this time."""
 
         def has_stream_without_later_piece() -> bool:
             streams = zip(self._tasks, self._piece_times_by_stream, strict=True)
@@ -134,11 +134,11 @@ class DecodeStreams:
             self._client.errors.append(f"a decoding stream has no tokens for {self._client.timeout_s:g} s")
 
     def list_gaps_within(self, start: float, end: float) -> list[float]:
-        """Returns the gaps (seconds between consecutive pieces of a stream) that lie within `start` to `end`."""
+        """Returns the gaps (seconds between consecutive pieces of a stream) that lie between `start` and `end`."""
         return [after - before for before, after in self._piece_time_pairs() if start <= before and after <= end]
 
     def list_gaps_overlapping(self, start: float, end: float) -> list[float]:
-        """Returns the gaps that overlap `start` to `end`, in seconds."""
+        """Returns the gaps, in seconds, that overlap the time from `start` to `end`."""
         return [after - before for before, after in self._piece_time_pairs() if before < end and after > start]
 
     def _piece_time_pairs(self) -> list[tuple[float, float]]:

@@ -37,7 +37,7 @@ class CaseResult:
 
     figures: metrics by name, such as `long_ttft_p50_ms`. NaN if no request was answered.
     ttfts_ms: times to the first token of each kind of request.
-    misses: number of turns that missed the prefix cache (see MIN_HIT_SHARE).
+    misses: number of turns that did not hit the prefix cache (see MIN_HIT_SHARE).
     """
 
     case: str
@@ -68,7 +68,7 @@ class CaseRunner:
         self._server = server
         self._settings = settings
         self._workload = settings.workload
-        # The case short-beside-long spreads its short requests over the median of these times.
+        # The case short-beside-long spreads its short requests over a time: the median of these TTFTs.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
             "long-alone": self._measure_long_alone,
@@ -129,8 +129,8 @@ class CaseRunner:
         await self._warm_up_streams(client, workload.streams)
         await client.send(self._single_prompt(workload.prompt_len, "burst warm-up"), 1)
         baseline_gaps_s: list[float] = []
-        burst_gaps_s: list[float] = []
-        answers_by_burst: list[list[TimedAnswer | None]] = []  # A burst is several prompts that arrive at once.
+        burst_gaps_s: list[float] = []  # A burst is several prompts that arrive at once.
+        answers_by_burst: list[list[TimedAnswer | None]] = []
         client_core_shares: list[float] = []
         for repetition in range(self._settings.repeat):
             prompts = self._single_prompts(workload.prompt_len, workload.num_prompts, f"burst {repetition}")
@@ -140,7 +140,7 @@ class CaseRunner:
                 await asyncio.sleep(workload.baseline_s)
                 burst_start, start_cpu_s = time.perf_counter(), time.process_time()
                 answers_by_burst.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
-                burst_end = _find_last_first_piece_time(answers_by_burst[-1])
+                burst_end = _find_latest_first_piece_time(answers_by_burst[-1])
                 client_core_shares.append((time.process_time() - start_cpu_s) / (time.perf_counter() - burst_start))
                 await streams.wait_for_pieces_after(burst_end)
                 baseline_gaps_s += streams.list_gaps_within(baseline_start, burst_start)
@@ -162,7 +162,7 @@ class CaseRunner:
         history_answers: list[TimedAnswer] = []
         turn_answers: list[TimedAnswer | None] = []
         # The first conversation warms the server up.
-        for index in range(workload.num_turns + 1):
+        for index in range(workload.turn_conversations + 1):
             history = self._history_prompt(f"turn {index}")
             history_answer = await client.send(history, 1)
             if history_answer is None:
@@ -225,7 +225,7 @@ class CaseRunner:
             client.send(prompt, output_len, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
         ]
         answers = await asyncio.gather(*requests)
-        end = _find_last_first_piece_time(answers)
+        end = _find_latest_first_piece_time(answers)
         await streams.wait_for_pieces_after(end)
         return answers, streams.list_gaps_overlapping(start, end)
 
@@ -260,8 +260,8 @@ def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | 
     result.figures["turn_cache_misses"] = result.misses
 
 
-def _find_last_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:
-    """Returns when the last answer to begin got its first piece. Returns the current time if there is no answer."""
+def _find_latest_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:
+    """Returns the latest time at which one of the answers began; the current time if there is no answer."""
     return max((answer.piece_times[0] for answer in answers if answer is not None), default=time.perf_counter())
 
 

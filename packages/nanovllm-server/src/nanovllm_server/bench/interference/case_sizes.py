@@ -8,7 +8,7 @@ from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_
 from nanovllm_server.flag_types import seconds
 
 CASE_NAMES = ("long-alone", "short-beside-long", "decodes-beside-long", "turn", "turns-beside-decodes")
-# Headings of the sizes in --help: the cases that use these sizes.
+# In --help, the sizes are grouped under these headings. A heading names the cases that use the sizes below it.
 _LONG, _DECODES, _TURNS = "long-alone and short-beside-long", "decodes-beside-long", "turn and turns-beside-decodes"
 
 
@@ -20,7 +20,10 @@ def _size(group: str, parse: Callable[[str], Any], default: float, help_text: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSizes:
-    """Sizes of the workloads of all cases. Lengths of prompts include the tokens of the chat template."""
+    """Sizes of the workloads of all cases. A turn is a new user message of a conversation.
+
+    Lengths of prompts include the tokens of the chat template.
+    """
 
     long_len: int = _size(_LONG, integer_at_least_1, 100_000, "tokens of the long prompt")
     num_short: int = _size(_LONG, integer_at_least_1, 20, "short requests beside the long prompt")
@@ -31,14 +34,14 @@ class WorkloadSizes:
     baseline_s: float = _size(_DECODES, seconds, 2.0, "time that the streams decode alone", "S")
     num_prompts: int = _size(_DECODES, integer_at_least_1, 3, "prompts that arrive at once while the streams decode")
     prompt_len: int = _size(_DECODES, integer_at_least_1, 30_000, "tokens of each of these prompts")
-    num_turns: int = _size(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
+    turn_conversations: int = _size(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
     conversations: int = _size(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
     conversation_len: int = _size(_TURNS, integer_at_least_1, 32_000, "cached tokens of a conversation")
     message_len: int = _size(_TURNS, integer_at_least_1, 400, "tokens of each message of a conversation")
-    turn_len: int = _size(_TURNS, integer_at_least_2, 100, "new tokens of a turn")
+    turn_len: int = _size(_TURNS, integer_at_least_2, 100, "prompt tokens that a turn appends to its conversation")
     turn_streams: int = _size(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
     turn_interval_ms: float = _size(
-        _TURNS, seconds, 100.0, "time between turns in the part in which turns arrive one by one", "MS"
+        _TURNS, seconds, 100.0, "turns-beside-decodes sends turns at once, then spaced: time between spaced turns", "MS"
     )
 
     def describe(self, case: str) -> str:
@@ -50,7 +53,7 @@ class WorkloadSizes:
             f"while one prompt of {self.long_len:,} tokens is computed",
             "decodes-beside-long": f"{self.streams} streams decode, then {self.num_prompts} prompts of "
             f"{self.prompt_len:,} tokens arrive at once",
-            "turn": f"{self.num_turns} conversations, one after the other: {turn}",
+            "turn": f"{self.turn_conversations} conversations, one after the other: {turn}",
             "turns-beside-decodes": f"{self.conversations} conversations beside {self.turn_streams} decoding streams: "
             f"{turn}, all at once and {self.turn_interval_ms:g} ms apart",
         }[case]

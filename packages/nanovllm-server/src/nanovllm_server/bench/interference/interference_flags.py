@@ -32,10 +32,10 @@ def add_flags(parser: argparse.ArgumentParser, default_url: str, key_variable: s
         "--cases", type=_case_names, default=",".join(CASE_NAMES), metavar="CASE,...", help="cases, separated by commas"
     )
     add("--model", dest="served_model", help="requested model; by default, each server's first model")
-    add("--seed", type=int, help="decides all texts; without a seed, every run has new texts")
+    add("--seed", type=int, help="selects all texts; without a seed, every run has new texts")
     add("--temperature", type=float, default=0.6, help="0 selects the likeliest token")
-    add("--timeout", type=seconds, default=120.0, metavar="S", help="limit of one request")
-    add("--repeat", type=integer_at_least_1, default=3, help="repetitions; percentiles are over all of their samples")
+    add("--timeout", type=seconds, default=120.0, metavar="S", help="maximum time of one request")
+    add("--repeat", type=integer_at_least_1, default=3, help="repetitions; percentiles cover all repetitions")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
 
     for title, size_fields in groupby(fields(WorkloadSizes), lambda size: size.metadata["group"]):

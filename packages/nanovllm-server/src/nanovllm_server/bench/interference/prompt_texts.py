@@ -11,7 +11,7 @@ from nanovllm_server.protocol.json import JSON
 
 Message: TypeAlias = dict[str, JSON]
 
-# Words of the prompts that measure token costs. A quarter of the words is short enough for any context.
+# Words of the prompts that measure token costs: a quarter of all words, so that the prompts fit into any context.
 SAMPLE_WORDS = SINGLE_TOKEN_WORDS[::4]
 
 
@@ -29,7 +29,7 @@ class PromptTokenCosts:
     per_request: float
 
     def num_words(self, num_tokens: int, num_messages: int) -> int:
-        """Returns the number of words that fill a request of `num_tokens` tokens, at least one per message."""
+        """Returns the number of words for a request of `num_tokens` tokens; at least one word per message."""
         num_words = (num_tokens - self.per_request - num_messages * self.per_message) / self.per_word
         return max(num_messages, round(num_words))
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Literal
 
 from nanovllm_server.bench.offline.engine_runs import RunTiming
-from nanovllm_server.bench.workload import LengthRange, TokenRequest, WorkloadShape, random_prompts, random_requests
+from nanovllm_server.bench.workload import IntegerRange, TokenRequest, WorkloadShape, random_prompts, random_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def latency_benchmark(batch_sizes: Sequence[int], input_len: int, output_len: in
 
 def prefill_benchmark(num_requests: int, input_len: int, vocab_size: int) -> OfflineBenchmark:
     """Returns a benchmark of prompts with one output token each. The rate is prompt tokens per second."""
-    shape = WorkloadShape(num_requests, LengthRange(input_len, input_len), LengthRange(1, 1))
+    shape = WorkloadShape(num_requests, IntegerRange(input_len, input_len), IntegerRange(1, 1))
 
     def prompt_rate(timing: RunTiming) -> float:
         return num_requests * input_len / timing.last_token_s

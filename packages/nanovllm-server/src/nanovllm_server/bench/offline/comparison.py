@@ -23,7 +23,10 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: the peer gets its device, dtype and limits too. peer: None for no comparison."""
+    """Options of a run. config: for our engine; its device, dtype and limits also apply to the peer.
+
+    peer: the engine to compare with; None for no comparison.
+    """
 
     model: Path
     load_format: Literal["auto", "dummy"]
@@ -110,6 +113,8 @@ def _make_peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device:
         gpu_memory_utilization=config.gpu_memory_utilization,
         prefix_caching=config.prefix_caching,
         state_dtype=config.state_dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+        expert_parallel=config.expert_parallel,
         temperature=options.temperature,
         repeat=options.repeat,
         needs_first_tokens_time=benchmark.needs_first_tokens_time,

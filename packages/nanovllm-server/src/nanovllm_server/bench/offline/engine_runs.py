@@ -22,7 +22,8 @@ class RunTiming:
     """Times of one run, in seconds since all requests were submitted.
 
     num_tokens: output tokens of all requests.
-    first_tokens_s: when every request had its first token; None if not measured.
+    last_token_s: time of the last token of all requests.
+    first_tokens_s: time at which every request had its first token; None if not measured.
     """
 
     num_tokens: int
@@ -41,8 +42,8 @@ async def time_engine(
 ) -> list[list[RunTiming]]:
     """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    needs_first_tokens_time: measure the time of the first tokens in an extra run of one output token per request. The
-    measurement of vLLM does the same, because vLLM reports only the end of a run.
+    needs_first_tokens_time: measure the time of the first tokens in an extra run, with one output token per request.
+    vLLM is measured in the same way, because vLLM reports only the end of a run.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
     """

@@ -60,7 +60,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
-    """The input of `peers/run.py`. The peer chooses each limit that is None.
+    """The input of `peers/run.py`. If a limit is None, the peer uses its default.
 
     threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
@@ -81,6 +81,8 @@ class PeerJob:
     gpu_memory_utilization: float
     prefix_caching: bool
     state_dtype: str
+    tensor_parallel_size: int
+    expert_parallel: bool
     temperature: float
     repeat: int
     needs_first_tokens_time: bool
@@ -90,7 +92,7 @@ class PeerJob:
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """The timings of a peer: for each case, one per run."""
+    """The timings of a peer. timings: for each case, one timing per run."""
 
     name: str
     version: str

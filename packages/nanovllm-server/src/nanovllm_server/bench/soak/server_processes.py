@@ -7,7 +7,8 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Growth compares the median of the first samples to the median of the last. Each has this share of all samples.
+# Growth is the change from the median of the first samples to the median of the last samples. The first samples, and
+# also the last samples, are this share of all samples.
 COMPARED_SHARE = 0.2
 
 

@@ -23,7 +23,7 @@ IDLE_POLL_INTERVAL_S = 0.5
 # Gauges that are 0 on a server without requests.
 IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MAX_SHOWN_FAILURES = 10
-# Number of large schemas that all clients together send first. They fill the server's grammar cache of 256 MiB.
+# Number of large schemas that the clients send before other requests. They fill the server's 256 MiB grammar cache.
 NUM_LARGE_SCHEMAS = 160
 
 
@@ -35,7 +35,7 @@ class SoakOptions:
     server_pid: the server's parent process, on this machine.
     duration_s: time of the traffic, including the warm-up.
     warm_up_s: time until caches are full. Memory is sampled afterwards.
-    max_growth_percent: a process breaks the rule if its memory grows by at least this much.
+    max_growth_percent: the soak fails if the memory of a process grows by at least this much.
     """
 
     endpoint: Endpoint
@@ -71,12 +71,12 @@ class TrafficCounts:
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
-    """lasting: processes with every sample. passing: all others. busy_gauges: gauges above 0 on the idle server."""
+    """lasting: processes with every sample. short_lived: all others. busy_gauges: gauges above 0 on the idle server."""
 
     model: str
     counts: TrafficCounts
     lasting: list[ProcessMemory]
-    passing: list[ProcessMemory]
+    short_lived: list[ProcessMemory]
     busy_gauges: dict[str, float]
 
     def violations(self, max_growth_percent: float) -> list[str]:
@@ -119,7 +119,7 @@ def run(options: SoakOptions) -> None:
                     "growth_percent": memory.growth_percent,
                     "rss_bytes": [*memory.rss_bytes],
                 }
-                for memory in (*result.lasting, *result.passing)
+                for memory in (*result.lasting, *result.short_lived)
             ],
             "statuses": {str(status): num for status, num in counts.answers_by_status.items()},
             "exchanges": {**counts.exchanges_by_kind},
@@ -147,12 +147,12 @@ def _memory_table(result: SoakResult) -> Table:
             ]
             for memory in result.lasting
         ),
-        *_passing_rows(result.passing),
+        *_short_lived_rows(result.short_lived),
     ]
 
 
-def _passing_rows(memories: list[ProcessMemory]) -> Table:
-    """Returns one row for all processes with a common parent, for example children that each vet one schema."""
+def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
+    """Returns one row per parent, which combines the parent's processes, such as those that each check one schema."""
     by_parent: dict[int, list[ProcessMemory]] = {}
     for memory in memories:
         by_parent.setdefault(memory.parent_pid, []).append(memory)

@@ -27,7 +27,7 @@ NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
 SLOW_READ_BYTES = 256
 SLOW_READ_PAUSE_S = 0.2
-MAX_SLOW_READS = 25  # After these, the client reads at full speed.
+MAX_SLOW_READS = 25  # After so many slow reads, the client reads at full speed.
 CONTENT_LENGTH_PATTERN = re.compile(rb"^content-length:\s*(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -58,7 +58,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """status: None if the answer has no status line. failure: the violated rule, or None."""
+    """status: None if the answer has no status line. failure: the rule that the answer violates, or None."""
 
     status: int | None
     failure: str | None
@@ -82,7 +82,7 @@ class TrafficSource:
         return kind, EXCHANGES[kind](self)
 
     def build_large_schema_request(self) -> Exchange:
-        """Builds a request with a large schema that the server does not know."""
+        """Builds a request with a large schema, which the server has not compiled yet."""
         number = self.random.randrange(1_000_000)
         fields: JSON = {f"field{index}": {"type": "string"} for index in range(NUM_LARGE_OBJECT_FIELDS)}
         inner: JSON = {"type": "object", "properties": fields}
@@ -146,7 +146,7 @@ def _build_with_schema(source: TrafficSource, schema: JSON, statuses: frozenset[
 
 
 def _build_schema_request(source: TrafficSource) -> Exchange:
-    # Names repeat, so that some schemas are new to the server and others are cached.
+    # Names of properties repeat, so that some schemas are new to the server and others are cached.
     name = f"field{source.random.randrange(200)}"
     value: JSON = {"type": source.random.choice(["integer", "boolean", "string"])}
     return _build_with_schema(source, {"type": "object", "properties": {name: value}, "required": [name]}, SUCCESS)

@@ -8,7 +8,7 @@ const SHOWN_RESULT_MS = 1500;
 let messages = [];
 /** Aborts the running request; null if no request is running. */
 let abortController = null;
-/** The number of messages before a turn, by the element of the turn. */
+/** Maps the element of a turn to the number of messages before the turn. */
 const numEarlierMessages = new WeakMap();
 
 /** Runs a function that extends the conversation. Scrolls to the new end if the old end was visible. */
@@ -75,7 +75,7 @@ async function copyText(text, button) {
   setTimeout(() => (button.textContent = "Copy"), SHOWN_RESULT_MS);
 }
 
-/** Copies where the browser has no clipboard API: on pages that come from another machine without HTTPS. */
+/** Copies a text without the clipboard API, which browsers lack on pages from another machine without HTTPS. */
 function copyThroughSelection(text) {
   const field = makeElement("textarea", "unseen");
   field.value = text;
@@ -88,7 +88,7 @@ function copyThroughSelection(text) {
 
 function sendMessage(text) {
   if (abortController || !text.trim()) return;
-  // The conversation continues without the results.
+  // The conversation continues without the results of the tool calls.
   document.querySelectorAll(".results").forEach((button) => button.remove());
   addUserTurn(text);
   messages.push({ role: "user", content: text });
@@ -153,7 +153,7 @@ function submitOnEnter(event, form) {
 function submitOrStop() {
   if (abortController) return stopAnswer();
   const text = $("input").value;
-  // Must precede the request, which puts the message back into the input if the request fails.
+  // Clear the input before the request: if the request fails, the message is put back into the input.
   $("input").value = "";
   sendMessage(text);
 }

@@ -18,14 +18,14 @@ const markdown = makeParser();
 
 function makeParser() {
   const parser = markdownit({ html: false, maxNesting: MAX_NESTING });
-  // An image would be a request to another server: it is shown as a link.
+  // An image would need a request to another server, so the page shows a link.
   parser.disable("image");
-  // The source of a link that is not valid stays text.
+  // The Markdown source of an invalid link stays text.
   parser.validateLink = (url) => URL.canParse(url) && LINK_PROTOCOLS.includes(new URL(url).protocol);
   const tokenize = parser.block.tokenize.bind(parser.block);
   parser.block.tokenize = (state, startLine, endLine) => {
     if (state.level < MAX_NESTING) tokenize(state, startLine, endLine);
-    // The library drops blocks that are nested too deeply.
+    // The library would drop blocks that are nested too deeply.
     else pushAsParagraph(state, startLine, endLine);
   };
   return parser;
@@ -122,8 +122,8 @@ function makeScrollBox(tag, className, label) {
   return box;
 }
 
-/** Makes the children of `target` from `first` on equal to those of `source`. Keeps nodes that do not change, with the
- *  focus and the selection in them. */
+/** Makes the children of `target`, from index `first` on, equal to the children of `source`. Unchanged nodes stay, so
+ *  that the focus and the selection in these nodes stay too. */
 function updateChildren(target, source, first = 0) {
   const oldNodes = [...target.childNodes].slice(first), newNodes = [...source.childNodes];
   let numKept = 0;
@@ -137,7 +137,7 @@ function updateChildren(target, source, first = 0) {
   target.append(...newNodes.slice(numKept));
 }
 
-/** Markdown that arrives in pieces. An update renders only the last block of the document: `tail`. */
+/** Markdown that arrives in pieces. An update renders only `tail`, the text after the finished blocks. */
 class MarkdownView {
   /** runUpdate: calls its argument, a function that changes the element. */
   constructor(element, runUpdate) {
@@ -146,7 +146,7 @@ class MarkdownView {
     this.tail = "";
     this.numFinishedNodes = 0;
     this.numParsedCharacters = 0;
-    // Definitions of links in finished blocks.
+    // Link definitions in finished blocks, to which links in later blocks may refer.
     this.references = Object.create(null);
     /** A block of code whose end has not arrived: {end: RegExp, code: element, partialLine: Text}; or null. */
     this.openCode = null;
@@ -181,7 +181,7 @@ class MarkdownView {
     const completeText = this.tail.slice(0, numComplete);
     const tokens = this.parse(completeText);
     const starts = tokens.flatMap((token, index) => (token.level === 0 && token.nesting !== -1 ? [index] : []));
-    // Only complete lines decide that a block is finished: the rest of a line can make it part of the block before.
+    // Only complete lines show that a block is finished: the rest of a line may make the line a part of that block.
     const lastStart = starts.at(-1) ?? 0;
     const fragment = buildNodes(tokens.slice(0, lastStart));
     const numFinished = fragment.childNodes.length;
@@ -195,7 +195,7 @@ class MarkdownView {
     if (fenceEnd) this.openCodeBlock(fenceEnd);
   }
 
-  /** Drops finished blocks, the first `length` characters, from the tail. */
+  /** Drops the finished blocks, which are the first `length` characters, from the tail. */
   finishBlocks(length) {
     const text = this.tail.slice(0, length);
     if (text.includes("]:")) {
@@ -234,15 +234,15 @@ class MarkdownView {
   }
 }
 
-/** Returns the offset of a line. */
+/** Returns the offset of the line with the number `line`, counted from 0. */
 function findLine(text, line) {
   let offset = 0;
   for (; line > 0; line--) offset = text.indexOf("\n", offset) + 1;
   return offset;
 }
 
-/** Returns the pattern of the line that ends the fenced code at the start of `text`, or null if the code has ended. An
- *  indented fence is also null: its lines lose their indentation, so that the parser has to read them. */
+/** Returns the pattern of the line that ends the fenced code at the start of `text`, or null if the code has ended. For
+ *  an indented fence, also returns null: the parser must read its lines, because they lose their indentation. */
 function findFenceEnd(text) {
   const [, fence] = /^(`{3,}|~{3,})/.exec(text) ?? [];
   if (!fence) return null;

@@ -5,7 +5,7 @@
 // Interval of polls, and the times over which the token rate and the time to first token are averaged.
 const POLL_MS = 1000, RATE_WINDOW_MS = 3000, TTFT_WINDOW_MS = 60000;
 const MAX_RATES = 60;
-/** Recent samples of /metrics, oldest first: {time, value of each metric whose only labels are the model and the engine}. */
+/** Recent samples of /metrics, oldest first: {time, values by metric}, for metrics with only the labels of model and engine. */
 let samples = [];
 /** Tokens per second, one number per poll. */
 let rates = [];

@@ -34,7 +34,7 @@ FILE_TYPES = {
 CACHE_GRANULARITY = 256
 
 Requests = Sequence[dict[str, Any]]
-# Takes a context, and the rows of its last batch that have logits. Returns the next token of each row.
+# Takes a context, and the rows of the context's last batch that have logits. Returns the next token of each such row.
 ChooseTokens = Callable[[Any, list[int]], list[int]]
 
 

@@ -38,6 +38,8 @@ class VllmPeer:
             enable_prefix_caching=job["prefix_caching"],
             # Without this option, vLLM 0.26 stores Qwen3-Next's states in bf16.
             mamba_ssm_cache_dtype=job["state_dtype"],
+            tensor_parallel_size=job["tensor_parallel_size"],
+            enable_expert_parallel=job["expert_parallel"],
             seed=0,
             **options,
         )

@@ -1,0 +1,48 @@
+"""Allocates shared memory without a name. The operating system frees the memory when the last process closes it."""
+
+import mmap
+import os
+import tempfile
+import weakref
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+
+class AnonymousMemory:
+    """Shared memory of a fixed size, initially zeros. Can be an argument of a new process.
+
+    Shared memory with a name would remain after a process is killed.
+    """
+
+    def __init__(self, num_bytes: int):
+        self._open(_create_file(num_bytes), num_bytes)
+
+    def _open(self, descriptor: int, num_bytes: int) -> None:
+        self._descriptor = descriptor
+        self._num_bytes = num_bytes
+        weakref.finalize(self, os.close, descriptor)
+
+    def __getstate__(self) -> tuple[Any, int]:
+        # `DupFd` works only while multiprocessing starts a process.
+        return DupFd(self._descriptor), self._num_bytes
+
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        descriptor, num_bytes = state
+        self._open(descriptor.detach(), num_bytes)
+
+    def map(self) -> memoryview:
+        """Map the memory into this process. All mappings show the same bytes."""
+        # MAP_POPULATE allocates the pages now. Otherwise the first writes would take several times as long.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return memoryview(mmap.mmap(self._descriptor, self._num_bytes, flags))
+
+
+def _create_file(num_bytes: int) -> int:
+    """The descriptor of a new file that has no name and contains zeros."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("nanovllm")
+    else:
+        descriptor, path = tempfile.mkstemp(prefix="nanovllm-")
+        os.unlink(path)  # noqa: PTH108
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor

@@ -1,0 +1,241 @@
+"""Runs the ranks of an engine other than rank 0, each in a process of its own."""
+
+import io
+import multiprocessing
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import TextIO
+
+from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent
+from nanovllm_core.errors import ConfigError, EngineDeadError
+from nanovllm_core.execution.plan_messages import STOP_MESSAGE, PlanDecoder, PlanPublisher
+from nanovllm_core.execution.runner import Runner, start_runner
+from nanovllm_core.model import ModelSpec
+from nanovllm_core.parallel.group import RankGroup
+from nanovllm_core.parallel.plan_ring import PlanRing
+from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
+
+# Time that ranks have to end after the last step, before they are killed.
+STOP_TIMEOUT_S = 5.0
+# Time that the thread of rank 0 has to notice the end of another rank.
+FAILED_RANK_TIMEOUT_S = 1.0
+# Time that a failed rank has to report why it failed, after another rank has noticed the failure.
+REPORT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why a rank has ended. is_config_error: whether a setting or the checkpoint is at fault."""
+
+    rank: int
+    message: str
+    is_config_error: bool
+
+    def to_error(self) -> Exception:
+        """The exception for callers of the engine."""
+        if self.is_config_error:
+            return ConfigError(self.message)
+        return EngineDeadError(f"rank {self.rank} {self.message}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """The arguments of a rank's process.
+
+    rendezvous: file through which the ranks find each other.
+    failures: write end of a pipe, for a `RankFailure`.
+    """
+
+    spec: ModelSpec
+    config: ResolvedConfig
+    rank: int
+    rendezvous: Path
+    ring: PlanRing
+    failures: Connection
+
+
+class RankProcesses:
+    """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0."""
+
+    def __init__(self, spec: ModelSpec, config: ResolvedConfig):
+        # Only this user may enter the directory.
+        self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-ranks-")
+        self._config = config
+        self._rendezvous = Path(self._directory.name) / "rendezvous"
+        num_others = config.tensor_parallel_size - 1
+        self._ring = PlanRing(num_others)
+        self._failure: RankFailure | None = None
+        self._has_failed = threading.Event()
+        self._is_stopping = False
+        self._on_failure: Callable[[], object] | None = None
+        self._group: RankGroup | None = None
+        self._runner: Runner | None = None
+        _allow_child_processes()
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[SpawnProcess] = []
+        self._failure_pipes: list[Connection] = []
+        for rank in range(1, num_others + 1):
+            read_end, write_end = context.Pipe(duplex=False)
+            start = RankStart(spec, config, rank, self._rendezvous, self._ring, write_end)
+            process = context.Process(target=run_rank, args=(start,), name=f"nanovllm-rank-{rank}", daemon=True)
+            with write_end:
+                process.start()
+            self._processes.append(process)
+            self._failure_pipes.append(read_end)
+        threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True).start()
+
+    def start_rank_0(self, spec: ModelSpec) -> Runner:
+        """Join the other ranks as rank 0 and start the runner. Raises the exceptions of `start_runner`."""
+        self._group = RankGroup(0, self._config, self._rendezvous)
+        try:
+            runner = start_runner(spec, self._config, self._group.context)
+        except BaseException:
+            self.abandon()
+            raise
+        # All ranks have connected. Remove the directory now, because it would remain if this process were killed.
+        self._directory.cleanup()
+        runner.plan_publisher = PlanPublisher(self._ring.open_writer(self.check))
+        self._runner = runner
+        return runner
+
+    def stop(self) -> None:
+        """End the plans and leave the group. Call on the thread of rank 0, after its last step."""
+        if self._runner is not None and self._group is not None:
+            self._is_stopping = True
+            if self._runner.plan_publisher is not None:
+                self._runner.plan_publisher.stop()
+            self._runner.release_graphs()
+            self._group.leave()
+            self._group = None
+
+    def abandon(self) -> None:
+        """Leave the group without the other ranks. Call on the thread of rank 0, after a failure."""
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The process ids, in the order of ranks."""
+        return [process.pid for process in self._processes]
+
+    def check(self) -> None:
+        """Raise the exception of `RankFailure.to_error` if a rank has ended."""
+        if self._failure is not None:
+            raise self._failure.to_error()
+
+    def wait_for_failure(self) -> None:
+        """Wait briefly for a failure, and raise its exception. Call after an error that an ended rank may cause."""
+        self._has_failed.wait(REPORT_TIMEOUT_S)
+        self.check()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has ended although `stop` was not called."""
+        return self._failure is not None
+
+    def notify_of_failure(self, callback: Callable[[], object]) -> None:
+        """Call `callback` on any thread when a rank has ended, instead of the previous callback."""
+        self._on_failure = callback
+        if self._has_failed.is_set():
+            callback()
+
+    def close(self) -> None:
+        """End the processes, by force if they do not end by themselves after `stop`. Remove the directory."""
+        is_stopped, self._is_stopping = self._is_stopping, True
+        deadline_s = time.monotonic() + (STOP_TIMEOUT_S if is_stopped else 0.0)
+        for process in self._processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._directory.cleanup()
+
+    def _watch(self) -> None:
+        """Wait for the end of a process, and record why it ended."""
+        rank_by_sentinel = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
+        sentinel = connection.wait(list(rank_by_sentinel))[0]
+        if self._is_stopping or not isinstance(sentinel, int):
+            return
+        rank = rank_by_sentinel[sentinel]
+        process, failures = self._processes[rank - 1], self._failure_pipes[rank - 1]
+        process.join()
+        try:
+            self._failure = failures.recv()
+        except EOFError:
+            self._failure = RankFailure(rank, f"has ended (exit code {process.exitcode})", is_config_error=False)
+        self._has_failed.set()
+        if (callback := self._on_failure) is not None:
+            callback()
+
+
+def run_rank(start: RankStart) -> None:
+    """Serve as a rank until rank 0 stops its plans or ends."""
+    # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    exit_with_parent()
+    # Only rank 0 shows progress bars.
+    sys.stderr = _OutputWithoutTerminal(sys.stderr)
+    try:
+        spin_control = SpinControl(is_on=start.config.device == "cpu" and can_shorten_spins())
+        group = RankGroup(start.rank, start.config, start.rendezvous)
+        runner = start_runner(start.spec, start.config, group.context)
+        follow_plans(runner, start)
+        runner.release_graphs()
+        group.leave()
+        spin_control.close()
+    except Exception as error:
+        is_config_error = isinstance(error, ValueError)
+        message = str(error) if is_config_error else f"failed: {type(error).__name__}: {error}"
+        start.failures.send(RankFailure(start.rank, " ".join(message.split()), is_config_error))
+        if is_config_error:
+            # Rank 0 raises the error, so a traceback would not add anything.
+            raise SystemExit(EXIT_CODE) from None
+        raise
+
+
+def follow_plans(runner: Runner, start: RankStart) -> None:
+    """Launch the steps that rank 0 plans, until rank 0 stops."""
+    # On a CPU the ranks' threads need the cores. On a GPU a spinning rank launches steps without delay.
+    reader = start.ring.open_reader(start.rank - 1, spins=runner.is_asynchronous)
+    decoder = PlanDecoder()
+    while (payload := reader.read()) != STOP_MESSAGE:
+        runner.launch(*decoder.decode(payload))
+
+
+class _OutputWithoutTerminal(io.TextIOBase):
+    """Writes to another text stream, but is never a terminal, so that libraries show no progress bars."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Write `text`; returns the number of characters."""
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return False."""
+        return False
+
+
+def _allow_child_processes() -> None:
+    """Let this process start processes even if it is daemonic, as an engine's process is.
+
+    multiprocessing forbids this because the child processes could outlive their parent. Ranks end with their parent.
+    """
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # noqa: SLF001

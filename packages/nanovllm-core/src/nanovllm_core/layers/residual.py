@@ -1,0 +1,38 @@
+"""The residual stream between layers, to which the ranks' results may not have been added yet."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nanovllm_core.parallel import ParallelContext
+
+
+class ResidualStream(NamedTuple):
+    """A residual stream [T, hidden]: `residual` plus the sum of `partial` over all ranks.
+
+    The next norm adds the sum, because one kernel can add, normalise and exchange the ranks' parts (`RMSNorm.resolve`).
+
+    residual: equal on all ranks.
+    partial: this rank's part of the results since the last norm; None if there are no such results. With one rank,
+        results are added to `residual` at once.
+    """
+
+    residual: Tensor
+    partial: Tensor | None = None
+
+    def add(self, parallel: ParallelContext, add_result: Callable[[Tensor | None], Tensor]) -> "ResidualStream":
+        """Add this rank's part of a result.
+
+        add_result: returns its argument [T, hidden] plus the result, or the result if the argument is None. May
+            overwrite its argument.
+        """
+        if parallel.size == 1:
+            return ResidualStream(add_result(self.residual))
+        return ResidualStream(self.residual, add_result(self.partial))
+
+    def complete(self, parallel: ParallelContext) -> Tensor:
+        """Return the residual stream of all ranks [T, hidden], for a model that has no norm here."""
+        if self.partial is None:
+            return self.residual
+        return self.residual + parallel.all_reduce(self.partial).to(self.residual.dtype)

@@ -1,0 +1,198 @@
+"""Engines of several ranks on a CPU: the same answers as one rank, and errors when a rank ends."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import grammars
+import pytest
+import toy_model
+
+from nanovllm_core import (
+    AsyncEngine,
+    ConfigError,
+    EngineClient,
+    EngineConfig,
+    EngineDeadError,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+
+CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
+PROMPTS = [[7, 8, 9], [7, 8, 9, *range(10, 50)], [11], [*range(20, 60)], [7, 8, 9, *range(10, 48), 3]]
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    "drawn": SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True),
+    "filtered": SamplingParams(temperature=0.9, seed=4, top_k=9, top_p=0.8, min_p=0.02, max_tokens=20, ignore_eos=True),
+    "penalised": SamplingParams(
+        temperature=0.9, seed=5, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2, max_tokens=20
+    ),
+    "biased": SamplingParams(
+        temperature=0, logit_bias={11: 4.0, 12: -50.0}, forbidden_sequences=((11, 11),), min_tokens=9, max_tokens=20
+    ),
+    "allowed": SamplingParams(temperature=0, allowed_token_ids=(40, 41, 42), max_tokens=20, ignore_eos=True),
+    "constrained": SamplingParams(temperature=0.7, seed=6, grammar=grammars.REGEX, max_tokens=40),
+    "with log-probabilities": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=3, max_tokens=5),
+}
+
+
+async def collect(engine, prompt: list[int], sampling: SamplingParams, name: str) -> list[RequestOutput]:
+    return [output async for output in engine.generate(Request(name, prompt, sampling))]
+
+
+async def answer_all(config: EngineConfig) -> dict[str, list[list[RequestOutput]]]:
+    """The outputs of every prompt with every sampling, all at once."""
+    engine = await AsyncEngine.start(toy_model.toy_spec(), config)
+    try:
+        names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(PROMPTS))]
+        pairs = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in PROMPTS]
+        outputs = await asyncio.gather(*(collect(engine, *pair, name) for pair, name in zip(pairs, names, strict=True)))
+    finally:
+        await engine.stop()
+    return dict(zip(names, outputs, strict=True))
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("num_blocks", [64, 18])
+def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, monkeypatch):
+    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48)
+    vetter = grammars.SharedVetter()
+    vetter.use(monkeypatch)
+    try:
+        expected, found = (asyncio.run(answer_all(replace(config, tensor_parallel_size=size))) for size in (1, 2))
+    finally:
+        vetter.end()
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs), name
+        assert [output.finish_reason for output in found[name]][-1] == outputs[-1].finish_reason
+        entries, expected_entries = (
+            [entry for output in group for entry in output.logprobs or ()] for group in (found[name], outputs)
+        )
+        assert len(entries) == len(expected_entries)
+        for entry, expected_entry in zip(entries, expected_entries, strict=True):
+            assert entry.logprob == pytest.approx(expected_entry.logprob, abs=1e-4)
+            assert [token for token, _ in entry.top] == [token for token, _ in expected_entry.top]
+        prompt_entries, expected_prompt_entries = found[name][0].prompt_logprobs, outputs[0].prompt_logprobs
+        assert (prompt_entries is None) == (expected_prompt_entries is None)
+        for entry, expected_entry in zip(prompt_entries or (), expected_prompt_entries or (), strict=True):
+            assert (entry.logprob, entry.rank) == (pytest.approx(expected_entry.logprob, abs=1e-4), expected_entry.rank)
+
+
+def test_a_rank_that_can_not_build_the_model_fails_the_start_with_its_reason():
+    with pytest.raises(ValueError, match="this model can't be built"):
+        asyncio.run(AsyncEngine.start(toy_model.toy_spec("refusing"), CONFIG))
+
+
+def test_settings_that_ranks_can_not_share_are_refused():
+    with pytest.raises(ValueError, match="num_key_value_heads is 2, which 3 ranks can't share evenly"):
+        asyncio.run(AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=3)))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 0, but must be 1\.\.16"):
+        asyncio.run(AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=0)))
+    with pytest.raises(ConfigError, match="expert_parallel is True, but must be False if tensor_parallel_size is 1"):
+        asyncio.run(AsyncEngine.start(toy_model.toy_spec(), EngineConfig(device="cpu", expert_parallel=True)))
+
+
+def test_check_of_ranks_finds_different_hidden_states():
+    async def run() -> None:
+        spec = toy_model.toy_spec("disagreeing")
+        engine = await AsyncEngine.start(spec, replace(CONFIG, check_ranks=True))
+        assert tokens_of(await collect(engine, [1, 2, 3], SAMPLINGS["allowed"], "r"))
+        with pytest.raises(EngineDeadError, match="the ranks have different hidden states after step"):
+            await collect(engine, [1, toy_model.DisagreeingLM.TRIGGER], SAMPLINGS["allowed"], "s")
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
+    async def run() -> None:
+        engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+        sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+        stream = engine.generate(Request("r", [1, 2], sampling))
+        await anext(stream)
+        (pid,) = engine._loop._ranks.pids
+        os.kill(pid, signal.SIGKILL)
+        start_s = time.monotonic()
+        with pytest.raises(EngineDeadError, match=r"rank 1 has ended \(exit code -9\)"):
+            async for _ in stream:
+                pass
+        assert time.monotonic() - start_s < 5
+        with pytest.raises(EngineDeadError):
+            await anext(engine.generate(Request("s", [1], sampling)))
+        await engine.stop()
+
+    asyncio.run(run())
+    # The process can start an engine with ranks again.
+    assert asyncio.run(answer_greedily(CONFIG)) == asyncio.run(answer_greedily(replace(CONFIG, tensor_parallel_size=1)))
+
+
+async def answer_greedily(config: EngineConfig) -> list[int]:
+    engine = await AsyncEngine.start(toy_model.toy_spec(), config)
+    try:
+        return tokens_of(await collect(engine, PROMPTS[0], SAMPLINGS["greedy"], "r"))
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("victim", ["rank", "engine"])
+def test_a_killed_process_ends_the_engine_and_all_of_its_processes(victim):
+    async def run() -> None:
+        engine = await EngineClient.launch(toy_model.toy_spec(), CONFIG)
+        sampling = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+        streams = [engine.generate(Request(f"r{index}", [index, 2], sampling)) for index in range(3)]
+        for stream in streams:
+            await anext(stream)
+        engine_pid = engine._owned_process.pid
+        rank_pids = child_pids(engine_pid)
+        assert rank_pids
+        os.kill(rank_pids[0] if victim == "rank" else engine_pid, signal.SIGKILL)
+        start_s = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="rank 1 has ended" if victim == "rank" else "process died"):
+                async for _ in stream:
+                    pass
+        assert time.monotonic() - start_s < 5
+        await engine.stop()
+        deadline_s = time.monotonic() + 5
+        while any(map(is_running, [engine_pid, *rank_pids])):
+            assert time.monotonic() < deadline_s, "a process of the engine is left"
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+
+
+def child_pids(pid: int) -> list[int]:
+    """The children of `pid` that multiprocessing has started with "spawn"."""
+    processes = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [
+        int(path.name)
+        for path in processes
+        if (fields := read_stat(path)) and int(fields[1]) == pid and "spawn_main" in read_command(path)
+    ]
+
+
+def is_running(pid: int) -> bool:
+    fields = read_stat(Path(f"/proc/{pid}"))
+    return bool(fields) and fields[0] != "Z"
+
+
+def read_stat(process: Path) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty if the process has ended."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def read_command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,17 @@
+"""Adds up the results that fake ranks, which do not communicate, have added to the residual stream."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nanovllm_core.layers.residual import ResidualStream
+
+
+def add_up(streams: Sequence[ResidualStream]) -> Tensor:
+    """The residual stream of all ranks, from the stream of each rank."""
+    total = streams[0].residual
+    for stream in streams:
+        assert (stream.partial is None) == (len(streams) == 1)
+        if stream.partial is not None:
+            total = total + stream.partial
+    return total

@@ -1,0 +1,21 @@
+"""A process that reads messages from a plan ring. On the path, because the process must import this module."""
+
+import hashlib
+import time
+from multiprocessing.connection import Connection
+
+from nanovllm_core.parallel.plan_ring import PlanRing
+
+
+def read_messages(ring: PlanRing, index: int, count: int, delay_s: float, results: Connection) -> None:
+    """Read `count` messages, waiting `delay_s` after each, and send their digests."""
+    reader = ring.open_reader(index, spins=False)
+    digests = []
+    for _ in range(count):
+        digests.append(digest(reader.read()))
+        time.sleep(delay_s)
+    results.send(digests)
+
+
+def digest(message: bytes) -> str:
+    return hashlib.sha256(message).hexdigest()

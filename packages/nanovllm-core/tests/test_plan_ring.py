@@ -1,0 +1,79 @@
+"""The ring through which rank 0 sends plans: order, large messages, a full ring, readers that end."""
+
+import multiprocessing
+import random
+import threading
+import time
+
+import pytest
+from ring_reader import digest, read_messages
+
+from nanovllm_core.parallel.plan_ring import MAX_PIECE_BYTES, RING_BYTES, PlanRing
+
+SIZES = [0, 1, 7, 8, 1000, MAX_PIECE_BYTES - 1, MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, 3 * RING_BYTES]
+
+
+def make_messages(count: int) -> list[bytes]:
+    rng = random.Random(0)
+    return [rng.randbytes(rng.choice(SIZES) if rng.random() < 0.2 else rng.randrange(300)) for _ in range(count)]
+
+
+def test_every_reader_receives_every_message_in_order():
+    messages, num_readers = make_messages(60), 3
+    ring, context = PlanRing(num_readers), multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for index in range(num_readers):
+        read_end, write_end = context.Pipe(duplex=False)
+        # The last reader is slow, so that the writer waits for a full ring.
+        arguments = ring, index, len(messages), 0.005 * (index == 2), write_end
+        processes.append(context.Process(target=read_messages, args=arguments))
+        with write_end:
+            processes[-1].start()
+        pipes.append(read_end)
+    writer = ring.open_writer(lambda: None)
+    for message in messages:
+        writer.write(message)
+    for pipe, process in zip(pipes, processes, strict=True):
+        assert pipe.recv() == [digest(message) for message in messages]
+        process.join()
+
+
+def test_writer_of_a_full_ring_stops_when_a_reader_has_ended():
+    class ReaderEndedError(Exception):
+        pass
+
+    has_ended = threading.Event()
+
+    def check_readers() -> None:
+        if has_ended.is_set():
+            raise ReaderEndedError
+
+    ring = PlanRing(1)
+    writer = ring.open_writer(check_readers)
+    # No reader reads: the ring is full after these messages.
+    for _ in range(RING_BYTES // MAX_PIECE_BYTES - 1):
+        writer.write(bytes(MAX_PIECE_BYTES))
+    threading.Timer(0.05, has_ended.set).start()
+    with pytest.raises(ReaderEndedError):
+        writer.write(bytes(2 * MAX_PIECE_BYTES))
+
+
+def test_reader_waits_for_the_payload_if_the_position_arrives_first():
+    ring = PlanRing(1)
+    writer, reader = ring.open_writer(lambda: None), ring.open_reader(0, spins=True)
+    first, second = b"a" * 100, b"b" * 100
+    writer.write(first)
+    assert reader.read() == first
+    # As if the processor had reordered the stores: the payload is still that of an earlier lap.
+    end = writer._positions[0]
+    writer.write(second)
+    stored = bytes(writer._data[end : end + 200])
+    writer._data[end + 20 : end + 60] = bytes(40)
+    received = []
+    thread = threading.Thread(target=lambda: received.append(reader.read()))
+    thread.start()
+    time.sleep(0.05)
+    assert not received
+    writer._data[end : end + 200] = stored
+    thread.join(10)
+    assert received == [second]

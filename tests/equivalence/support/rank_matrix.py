@@ -1,0 +1,73 @@
+"""Compares engines of several ranks with an engine of one rank: `python rank_matrix.py [--ranks N ...] [--device D]`.
+
+The program runs every setting with every tiny model. test_ranks.py runs a sample.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+
+import torch
+from tiny_checkpoints import write_checkpoint
+from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, make_model
+
+# Settings of engines with several ranks. All other settings are those of the engine with one rank.
+SPLIT_EXPERTS = {"expert_parallel": False}
+WHOLE_EXPERTS = {"expert_parallel": True}
+RANK_SETTINGS = {
+    "all at once": (AMPLE_CACHE, SPLIT_EXPERTS),
+    "whole experts, chunked": ({"max_num_batched_tokens": 40, **AMPLE_CACHE}, WHOLE_EXPERTS),
+    "preempted, chunked, depth 1": ({"max_num_batched_tokens": 40, "depth": 1, **SCARCE_CACHE}, SPLIT_EXPERTS),
+    "whole experts, FP8 cache": ({"kv_cache_dtype": "fp8", **AMPLE_CACHE}, WHOLE_EXPERTS),
+    "FP8 cache, chunked, no prefix cache": (
+        {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 40, "prefix_caching": False, **AMPLE_CACHE},
+        SPLIT_EXPERTS,
+    ),
+    "whole experts, preempted": (SCARCE_CACHE, WHOLE_EXPERTS),
+}
+
+
+def write_tiny_checkpoint(name: str, path: Path) -> None:
+    """Write the tiny model `name` to the directory `path`."""
+    torch.manual_seed(list(TINY_MODELS).index(name))
+    write_checkpoint(path, make_model(TINY_MODELS[name]), mtp=TINY_MODELS[name].has_mtp)
+
+
+async def compare(path: Path, device: str, setting: str, num_ranks: int = 2) -> None:
+    """Assert that `num_ranks` ranks give the greedy tokens of one rank."""
+    settings, rank_settings = RANK_SETTINGS[setting]
+    is_preempted = "preempted" in setting
+    expected = await generate(path, device, settings, is_preempted=is_preempted)
+    settings = {"tensor_parallel_size": num_ranks, **rank_settings, **settings}
+    assert await generate(path, device, settings, is_preempted=is_preempted) == expected
+
+
+def main() -> None:
+    """Run the matrix, and print a line per model and setting."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--ranks", type=int, nargs="+", default=[2])
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
+    arguments = options.parse_args()
+    num_failures = 0
+    for name in arguments.models:
+        with tempfile.TemporaryDirectory() as directory:
+            write_tiny_checkpoint(name, Path(directory))
+            for num_ranks in arguments.ranks:
+                for setting in RANK_SETTINGS:
+                    result = "equal"
+                    try:
+                        asyncio.run(compare(Path(directory), arguments.device, setting, num_ranks))
+                    except AssertionError:
+                        result = "DIFFERENT"
+                    except ValueError as error:
+                        # The ranks can't share the heads or experts of some tiny models.
+                        result = f"refused: {error}"
+                    num_failures += result == "DIFFERENT"
+                    print(f"{name} | {num_ranks} ranks | {setting} | {result}", flush=True)
+    raise SystemExit(f"{num_failures} settings gave other tokens" if num_failures else 0)
+
+
+if __name__ == "__main__":
+    main()

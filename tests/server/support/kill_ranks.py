@@ -1,0 +1,163 @@
+"""Kills ranks of servers under load: `python kill_ranks.py [--times N] [--ranks N] [--device D] [-- MODEL FLAG ...]`.
+
+Each time, the program starts a server, opens streams and kills one rank. It checks that every stream ends with an
+error, that `/health` says 503, that the server ends with status 1, and that no process, shared memory or file is left.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+NUM_STREAMS = 8
+MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
+MAX_END_S = 15.0  # from the kill to the end of the last process
+START_TIMEOUT_S = 600.0
+BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 900, "ignore_eos": True}
+
+
+def read_processes() -> dict[int, tuple[int, str]]:
+    """The parent and the state of each process, by process id."""
+    processes = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            processes[int(path.name)] = int(parent), state
+    return processes
+
+
+def find_descendants(pid: int) -> list[int]:
+    """The process ids of all descendants of `pid`."""
+    processes = read_processes()
+    found = [pid]
+    for ancestor in found:
+        found.extend(child for child, (parent, _) in processes.items() if parent == ancestor)
+    return found[1:]
+
+
+def memory_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
+def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
+    """The process ids of the ranks: the engine's process, then its largest children."""
+    processes = read_processes()
+    children = [pid for pid, (parent, _) in processes.items() if parent == server_pid]
+    engine = max(children, key=memory_of)
+    others = [
+        pid
+        for pid, (parent, _) in processes.items()
+        if parent == engine and "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert len(others) == num_ranks - 1, f"{len(others)} ranks beside rank 0"
+    return [engine, *sorted(others)]
+
+
+def find_files() -> set[str]:
+    """Names in the directories in which servers and ranks create files."""
+    return {str(path) for directory in ("/dev/shm", "/tmp") for path in Path(directory).glob("nanovllm*")}
+
+
+async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
+    """Read an answer to its end. Sets `has_begun` at the first token."""
+    reader, writer = await asyncio.open_connection(host, port)
+    body = json.dumps(BODY).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    text = bytearray()
+    try:
+        while data := await reader.read(1 << 16):
+            text += data
+            if text.count(b"data: ") > 2:
+                has_begun.set()
+            if b"[DONE]" in text:
+                break
+    except ConnectionError:
+        pass
+    finally:
+        writer.transport.abort()
+    return bytes(text)
+
+
+def read_health(url: str) -> int | None:
+    """The status of `/health`; None if the server does not answer."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
+    """Start a server, and kill `rank` while it streams. Returns the measured times as text."""
+    files_before = find_files()
+    server = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert server.stdout is not None
+    output = ""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not (urls := re.findall(r"http://([\d.]+):(\d+)", output)):
+            line = await server.stdout.readline()
+            assert line, f"the server ended at its start:\n{output}"
+            output += line.decode()
+    host, port = urls[0][0], int(urls[0][1])
+    begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+    streams = [asyncio.create_task(read_stream(host, port, event)) for event in begun]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(event.wait() for event in begun))
+    descendants = find_descendants(server.pid)
+    killed_s = time.monotonic()
+    os.kill(find_ranks(server.pid, num_ranks)[rank], signal.SIGKILL)
+    answers = await asyncio.gather(*streams)
+    error_s = time.monotonic() - killed_s
+    # The server may end right after its answers, so ask at once.
+    health = await asyncio.to_thread(read_health, f"http://{host}:{port}")
+    async with asyncio.timeout(MAX_END_S):
+        status = await server.wait()
+        while left := [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"]:
+            await asyncio.sleep(0.05)
+    end_s = time.monotonic() - killed_s
+    assert all(b'"error"' in answer for answer in answers), "a stream ended without an error"
+    reason = b"engine process died" if rank == 0 else f"rank {rank} has ended".encode()
+    assert all(reason in answer for answer in answers), f"an error does not say {reason!r}: {answers[0][-300:]!r}"
+    assert error_s <= MAX_ERROR_S, f"the last stream ended after {error_s:.1f} s"
+    assert health in (503, None), f"/health says {health}"
+    assert status == 1, f"exit status {status}"
+    assert not left
+    assert not (files := find_files() - files_before), f"left: {files}"
+    health_text = "no answer, the server has ended" if health is None else str(health)
+    return f"errors after {error_s:.2f} s, /health {health_text}, all processes ended after {end_s:.2f} s"
+
+
+def main() -> None:
+    """Kill ranks of `--times` servers."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("model", nargs="*", help="model and flags of the server")
+    options.add_argument("--times", type=int, default=20)
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--device", default="cpu")
+    arguments = options.parse_args()
+    command = [sys.executable, "-m", "nanovllm_server", *arguments.model, "--port", "0", "--device", arguments.device]
+    command += ["-tp", str(arguments.ranks)]
+    rng = random.Random(0)
+    for index in range(arguments.times):
+        rank = rng.randrange(arguments.ranks)
+        print(f"{index + 1}: rank {rank}: {asyncio.run(kill_once(command, rank, arguments.ranks))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
