@@ -201,6 +201,8 @@ def check_rejected_arguments(communicator: Communicator, device: torch.device) -
         communicator.reduce_scatter(x[1:])
     with pytest.raises(ValueError, match="can't be split evenly"):
         communicator.exchange_columns(x[1:])
+    with pytest.raises(ValueError, match="norm_weight has 7 elements, but partial has 8 columns"):
+        communicator.all_reduce_norm(x, x, x[0, 1:], EPS, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
         communicator.all_reduce_norm(x, x[1:], x[0], EPS, torch.float32)
 

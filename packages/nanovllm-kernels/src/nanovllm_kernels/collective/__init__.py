@@ -154,8 +154,11 @@ def _check_divisible(x: Tensor, size: int) -> None:
         raise ValueError(f"{x.shape[0]} rows can't be split evenly over {size} ranks; pad the rows")
 
 
-def _check_norm(partial: Tensor, residual: Tensor | None) -> None:
+def _check_norm(partial: Tensor, residual: Tensor | None, norm_weight: Tensor) -> None:
     _check_contiguous(partial)
+    # `prepare_norm_weight` returns two copies of the weight on a CPU.
+    if norm_weight.numel() not in (partial.shape[1], 2 * partial.shape[1]):
+        raise ValueError(f"norm_weight has {norm_weight.numel()} elements, but partial has {partial.shape[1]} columns")
     if partial.dtype not in NORMABLE_DTYPES:
         raise ValueError(f"all_reduce_norm can't sum {partial.dtype}; convert to one of {NORMABLE_DTYPES}")
     if residual is None:
@@ -179,7 +182,7 @@ def _all_reduce_op(x: Tensor, group_name: str) -> None:
 def _all_reduce_norm_op(
     partial: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, dtype: torch.dtype, group_name: str
 ) -> Tensor:
-    _check_norm(partial, residual)
+    _check_norm(partial, residual, norm_weight)
     if not partial.numel():
         return torch.empty_like(partial, dtype=dtype)
     return _open_collectives[group_name].all_reduce_norm(partial, residual, norm_weight, eps, dtype)
