@@ -65,14 +65,15 @@ class Tokenizer:
         if self._segment_encoder is not None:
             self._segment_encoder.share(exchange)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+    def encode(self, text: str, *, add_special_tokens: bool, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
         """Return the token ids of `text`: int32 [n], read-only. Names of special tokens become special tokens.
 
         add_special_tokens: whether to add the tokens that the model expects around a text. False for a conversation,
             to which the chat template has added these tokens.
+        max_cached_tokens: new segments of a text with more tokens are not cached; None for no limit.
         """
         if self._segment_encoder is not None and not add_special_tokens:
-            return self._segment_encoder.encode(text)
+            return self._segment_encoder.encode(text, max_cached_tokens)
         # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock and does not compute tokens' offsets.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids = np.array(encoding.ids, np.int32)
