@@ -120,9 +120,9 @@ class ForwardPass:
 
     def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""
-        return self.compute_own_logits(hidden.index_select(0, batch.last_token_indices))
+        return self.compute_logits_of_own_rows(hidden.index_select(0, batch.last_token_indices))
 
-    def compute_own_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits_of_own_rows(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab] of this rank's share (`own_rows`) of hidden states, which are equal on all ranks.
 
         Ranks exchange logits such that each rank has all columns of its rows. A rank can therefore choose the tokens of

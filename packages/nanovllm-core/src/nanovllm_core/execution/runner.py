@@ -189,7 +189,7 @@ class Runner:
         # The kernels need aligned memory, so copy the tokens.
         tokens = self._table.tokens[row, start : start + num_tokens].clone()
         hidden = hidden[first_logits_index : first_logits_index + num_tokens]
-        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_own_logits, self._parallel)
+        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_logits_of_own_rows, self._parallel)
 
     def _run_padded_forward(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None

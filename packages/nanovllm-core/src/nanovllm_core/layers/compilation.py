@@ -51,7 +51,8 @@ def compile_for_rows(
 
 def set_cache_directories() -> None:
     """Make Triton and torch.compile cache compiled code in the project's cache. Call before the first kernel runs."""
-    # torch.compile changes Triton's directory. Without this call, kernels compiled earlier are in another directory.
+    # torch.compile changes Triton's directory, unless the variable is set. Kernels that are compiled before and after
+    # this change would be in different directories.
     for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         directory = make_cache_directory(name)
         if directory is not None:

@@ -76,14 +76,14 @@ class LatentExpansion(WeightedModule):
             self._num_heads if quantization is None else 0, self._rows_per_head, shape.latent_dim
         )
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight and the scales of a quantised weight."""
         if self._fp8_weight is not None:
             rows, columns = slice(0, self._fp8_weight.data.shape[0]), slice(0, self._shape[1])
-            yield from block_fp8_slots(name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
+            yield from block_fp8_slots(layer_name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
         else:
             copy = make_share_copier(self.weight.flatten(0, 1), self._own_rows)
-            yield f"{name}.weight", WeightSlot(self._shape, copy)
+            yield f"{layer_name}.weight", WeightSlot(self._shape, copy)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""
@@ -197,9 +197,9 @@ class LatentAttention(WeightedModule):
             return attention(q, ctx.attention_batch).flatten(1)
         return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield no slots: submodules own all weights."""
-        del name
+        del layer_name
         yield from ()
 
     def randomize(self, generator: torch.Generator) -> None:

@@ -65,9 +65,9 @@ class RMSNorm(WeightedModule):
             stream.partial, stream.residual, self.packed_weight, self.eps, self.dtype
         )
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight."""
-        yield f"{name}.weight", WeightSlot(self._shape, self._copy_weight)
+        yield f"{layer_name}.weight", WeightSlot(self._shape, self._copy_weight)
 
     def _copy_weight(self, weight: Tensor) -> object:
         weight = weight[self._own_elements]

@@ -112,7 +112,7 @@ class StepBudget:
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // chunk_unit * chunk_unit - start
         # On a CPU, rounds are shorter than a chunk unit and do not matter.
-        if self._limits.attention_rounds.num_tokens >= chunk_unit:
+        if self._limits.attention_rounds.round_tokens >= chunk_unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -153,7 +153,7 @@ class StepBudget:
 
     def _drop_idle_round(self, start: int, num_tokens: int, end: int) -> int:
         """Drop the last round of a chunk that does not finish its prompt if the round would be mostly idle."""
-        round_tokens = self._limits.attention_rounds.num_tokens
+        round_tokens = self._limits.attention_rounds.round_tokens
         num_rounds = -(-num_tokens // round_tokens)
         if num_rounds < 2 or start + num_tokens == end:
             return num_tokens
@@ -164,7 +164,7 @@ class StepBudget:
 
     def _tokens_before_last_round(self, start: int, num_tokens: int) -> int:
         """The number of tokens before the last round of a chunk, rounded down to whole chunk units."""
-        round_tokens, chunk_unit = self._limits.attention_rounds.num_tokens, self._chunk_unit
+        round_tokens, chunk_unit = self._limits.attention_rounds.round_tokens, self._chunk_unit
         num_rounds = -(-num_tokens // round_tokens)
         return (start + (num_rounds - 1) * round_tokens) // chunk_unit * chunk_unit - start
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
-from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
+from nanovllm_kernels.platform import can_pack_bf16, has_numba, uses_float32_for_rows
 
 # Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
 MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
@@ -83,7 +83,7 @@ def _choose_panels(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
     """Return the weight's panels if `_project_panels` should multiply `x` [.., K] by the weight, else None."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
-    if weight.in_onednn_layout and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
+    if weight.in_onednn_layout and (x.dim() != 2 or not uses_float32_for_rows(x.shape[0])):
         return None
     return weight.panels
 
@@ -156,7 +156,7 @@ def linear(
     All tensors have one dtype, but `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
     residual: may be overwritten, and may share memory with the result.
     Returns: [.., N] in the dtype of `residual`, or of `x` without a residual. For bf16 weights on a CPU without a
-        residual: float32 if `runs_in_float32`, else bf16. A bias and a residual together cause a second rounding.
+        residual: float32 if `uses_float32_for_rows`, else bf16. A bias and a residual together cause a second rounding.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)

@@ -11,7 +11,7 @@ from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Back
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRounds
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
-from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, runs_in_float32
+from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, uses_float32_for_rows
 
 __all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
 
@@ -62,8 +62,8 @@ def plan_batch(
     batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
     if backend == "torch":
         is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
-        if num_decodes is not None and is_bf16_on_cpu and runs_in_float32(int(query_start_loc[-1])):
-            return replace(batch, reads_cache_in_place=True)  # For `numba_gqa`.
+        if num_decodes is not None and is_bf16_on_cpu and uses_float32_for_rows(int(query_start_loc[-1])):
+            return replace(batch, uses_numba_gqa=True)
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)  # For `gqa_reference`.
     return _plan_work_lists(
         _plan_cute_decodes(batch, kv_cache, num_heads, num_decodes, backend, query_dtype),
@@ -133,7 +133,8 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    request_filter, excluded_query_lens = WorkListFilter(), None  # The filter excludes requests of FlashAttention.
+    # The default filter excludes no request. If FlashAttention is used, another filter excludes its requests.
+    request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
     uses_flash = (
         bool(query_len_ranges[1])
@@ -188,7 +189,7 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
 
 
 def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum tokens of a CUDA graph in which whole prompts read the step's own keys instead of the cache.
+    """Return how many tokens a CUDA graph has at least if its whole prompts read the step's keys instead of the cache.
 
     A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
     """
@@ -198,7 +199,10 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
 
 
 def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return sizes for estimates of the time of prompt attention. A round is the tiles that are computed at once."""
+    """Return the tile and round sizes with which a caller can estimate how long the attention of prompts takes.
+
+    A tile is a block of queries. A round is the tiles that the device computes at once.
+    """
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
         return ONE_TOKEN_ROUNDS  # For CPUs and the interpreter.
@@ -228,7 +232,7 @@ def paged_attention(
         Required if `batch.reads_own_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
-    if batch.reads_cache_in_place:
+    if batch.uses_numba_gqa:
         return _paged_attention_in_place(q, kv_cache, batch, scale)
     if batch.torch_plan is not None:
         return gqa_reference.paged_attention(q, kv_cache, kv_scales, batch.torch_plan, scale)
@@ -287,7 +291,8 @@ def _paged_attention_op(
     if cute_decode_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
-        # Token b is the query of request b. Kernels below overwrite the zeros of requests with several queries.
+        # Requests with one query come first, so token b is the query of request b. For other requests the length is 0,
+        # and this kernel writes zeros. Kernels below overwrite these zeros.
         num_reqs = min(len(cute_decode_lens), len(q))
         decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
