@@ -176,6 +176,8 @@ def test_vllm_chooses_limits_that_are_not_given(run_bench, fake_vllm):
         "dtype": "float32",
         "enable_prefix_caching": False,
         "mamba_ssm_cache_dtype": "float32",
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
         "routing": "uniform_random",
     }
     (case,) = result["cases"]
