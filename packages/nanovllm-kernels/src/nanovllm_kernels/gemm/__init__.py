@@ -1,7 +1,8 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
-On CUDA, a layer with at most MAX_OWN_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use this
-kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, oneDNN more in bf16.
+On CUDA, a layer with at most MAX_TRITON_KERNEL_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use
+this kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, oneDNN more in
+bf16.
 """
 
 import functools
@@ -17,7 +18,7 @@ from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
 from nanovllm_kernels.platform import can_pack_bf16, has_numba, uses_float32_for_rows
 
 # Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
-MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
+MAX_TRITON_KERNEL_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
 # Maximum number of padding rows in a product of oneDNN. One less than a power of two.
