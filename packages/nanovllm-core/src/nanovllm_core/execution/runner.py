@@ -25,7 +25,7 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_core.start_phases import log_phase
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
+from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_graph_tokens_for_step_keys
 from nanovllm_kernels.platform import describe_device
 
 COMPILED_ROWS = 1024  # number of rows for which torch.compile tunes its code
@@ -75,7 +75,7 @@ class Runner:
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_num_seqs, config.max_num_batched_tokens)
-        min_whole_tokens = min_whole_prompt_tokens(self.cache.kv_caches[0], config.attention_backend)
+        min_whole_tokens = min_graph_tokens_for_step_keys(self.cache.kv_caches[0], config.attention_backend)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, min_whole_tokens=min_whole_tokens))
 
     @classmethod

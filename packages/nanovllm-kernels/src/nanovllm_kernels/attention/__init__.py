@@ -7,7 +7,7 @@ is the tiles (blocks of queries) that a device computes at once. `mla` exports l
 from nanovllm_kernels.attention.gqa import (
     best_page_size,
     describe_attention_rounds,
-    min_whole_prompt_tokens,
+    min_graph_tokens_for_step_keys,
     paged_attention,
     plan_batch,
 )
@@ -22,7 +22,7 @@ __all__ = [
     "attention_pairs",
     "best_page_size",
     "describe_attention_rounds",
-    "min_whole_prompt_tokens",
+    "min_graph_tokens_for_step_keys",
     "paged_attention",
     "plan_batch",
 ]

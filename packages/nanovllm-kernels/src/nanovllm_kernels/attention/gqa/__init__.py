@@ -13,7 +13,13 @@ from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRo
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
 from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, uses_float32_for_rows
 
-__all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
+__all__ = [
+    "best_page_size",
+    "describe_attention_rounds",
+    "min_graph_tokens_for_step_keys",
+    "paged_attention",
+    "plan_batch",
+]
 
 # Page size, in tokens, unless larger pages make attention faster.
 MIN_PAGE_SIZE = 16
@@ -188,7 +194,7 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
     return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
 
 
-def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
+def min_graph_tokens_for_step_keys(kv_cache: Tensor, backend: Backend) -> int | None:
     """Return how many tokens a CUDA graph has at least if its whole prompts read the step's keys instead of the cache.
 
     A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
