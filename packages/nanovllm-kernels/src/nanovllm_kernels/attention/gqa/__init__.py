@@ -224,7 +224,7 @@ def paged_attention(
     *,
     scale: float,
     kv_scales: Tensor | None = None,
-    own_keys_values: Tensor | None = None,
+    step_keys_values: Tensor | None = None,
 ) -> Tensor:
     """Compute causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
 
@@ -234,8 +234,8 @@ def paged_attention(
     batch: from `plan_batch`.
     scale: factor of the query-key products.
     kv_scales: uint8 [pages, 2 Hkv, slots per page], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
-    own_keys_values: [T, 2 Hkv, D], the step's key heads, then value heads; heads contiguous, tokens with any stride.
-        Required if `batch.reads_own_keys`, otherwise ignored.
+    step_keys_values: [T, 2 Hkv, D], the step's key heads, then value heads; heads contiguous, tokens with any stride.
+        Required if `batch.reads_step_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
     if batch.uses_numba_gqa:
@@ -247,7 +247,7 @@ def paged_attention(
         q,
         kv_cache,
         kv_scales,
-        own_keys_values if batch.reads_own_keys else None,
+        step_keys_values if batch.reads_step_keys else None,
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
@@ -277,7 +277,7 @@ def _paged_attention_op(
     q: Tensor,
     kv_cache: Tensor,
     kv_scales: Tensor | None,
-    own_keys_values: Tensor | None,
+    step_keys_values: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -306,8 +306,8 @@ def _paged_attention_op(
     for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
             triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)
-    if flash_tensors and own_keys_values is not None:
-        keys, values = own_keys_values.chunk(2, 1)
+    if flash_tensors and step_keys_values is not None:
+        keys, values = step_keys_values.chunk(2, 1)
         flash_prefill.attend_to_rows(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)
     elif flash_tensors:
         flash_prefill.attend_to_pages(q, kv_cache, FlashRequests(*flash_tensors), scale, max_query_len, out)

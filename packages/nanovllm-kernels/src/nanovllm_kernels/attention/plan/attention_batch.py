@@ -52,8 +52,8 @@ class AttentionBatch:
     num_absorbed_tokens: Tensor | None = None
 
     @property
-    def reads_own_keys(self) -> bool:
-        """Whether `paged_attention` reads the step's own keys and values in addition to the cache."""
+    def reads_step_keys(self) -> bool:
+        """Whether `paged_attention` reads this step's keys and values from a tensor, in addition to the cache."""
         return self.flash_requests is not None and self.flash_requests.block_tables is None
 
     def with_gathers(self, num_decodes: int | None, page_size: int, dtype: torch.dtype | None) -> "AttentionBatch":
