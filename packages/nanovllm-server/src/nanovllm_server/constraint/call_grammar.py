@@ -115,7 +115,7 @@ def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
             begin=form.parameter_begin,
             key_end=form.key_end,
             end=form.parameter_end,
-            has_line_breaks=form.has_line_breaks,
+            wraps_values_in_line_breaks=form.wraps_values_in_line_breaks,
             json_schema=function.enforced_schema,
             place=function.path,
         )
