@@ -44,12 +44,12 @@ class SimulatedEngine:
     in_flight: launched steps, and the times at which they finish.
     first_token_times: time of the first token, by request key.
     steps: work and seconds of all launched steps.
-    max_in_flight: maximum number of steps in flight so far.
+    peak_in_flight: largest number of steps in flight so far.
     """
 
     seed: int
     target_s: float | None = TARGET_STEP_S
-    depth: int = 2
+    max_steps_in_flight: int = 2
     max_num_seqs: int = 64
     rounds: AttentionRounds = ROUNDS
     noise: float = 0.03
@@ -58,7 +58,7 @@ class SimulatedEngine:
     in_flight: deque[tuple[ScheduledStep, float]] = field(default_factory=deque)
     first_token_times: dict[int, float] = field(default_factory=dict)
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
-    max_in_flight: int = 0
+    peak_in_flight: int = 0
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
@@ -87,13 +87,13 @@ class SimulatedEngine:
         self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Launch as many steps as the depth allows, then wait for the oldest one. Returns False if there is none."""
-        while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()) is not None:
+        """Launch at most `max_steps_in_flight` steps, then wait for the oldest one. Returns False if there is none."""
+        while len(self.in_flight) < self.max_steps_in_flight and (step := self.scheduler.schedule()) is not None:
             seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.device_idle_at = max(self.device_idle_at, self.now) + seconds
             self.in_flight.append((step, self.device_idle_at))
             self.steps.append((step.work, seconds))
-        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
         if not self.in_flight:
             return False
         step, self.now = self.in_flight.popleft()
@@ -120,7 +120,7 @@ class SimulatedEngine:
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_finish(seed):
     engine = SimulatedEngine(
-        seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else ONE_TOKEN_ROUNDS
+        seed, max_steps_in_flight=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else ONE_TOKEN_ROUNDS
     )
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))
@@ -134,7 +134,7 @@ def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_fi
     assert len(engine.first_token_times) == 120
     assert engine.max_excess() <= MAX_EXCESS
     assert engine.scheduler.step_time_model.mean_error < 0.15
-    assert engine.max_in_flight <= engine.depth
+    assert engine.peak_in_flight <= engine.max_steps_in_flight
 
 
 def test_a_short_prompt_beside_a_long_one_waits_for_at_most_three_steps():
