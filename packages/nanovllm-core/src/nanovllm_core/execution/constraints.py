@@ -121,7 +121,7 @@ class Constraint:
         """Set the bits of the tokens that the grammar allows in masks[index]."""
         if (matcher := self.matcher) is not None:
             with self._limit_time():
-                matcher.fill(masks, index)
+                matcher.fill_mask(masks, index)
 
     def apply_allowed_ids(self, mask: NDArray[np.int32]) -> bool:
         """Restrict `mask` to the allowed token ids. Returns False if all token ids are allowed."""
@@ -299,7 +299,7 @@ class Constraints:
         if not self._num_separate_steps and len(matchers) > 1:
             with self._detect_long_call():
                 try:
-                    matchers[0].fill_all(matchers, masks)
+                    matchers[0].fill_masks(matchers, masks)
                 except RuntimeError:
                     self._num_separate_steps = _NUM_SEPARATE_STEPS
                 else:
