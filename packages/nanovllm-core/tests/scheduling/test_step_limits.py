@@ -16,13 +16,13 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_STEP_S, PROMPT_STEP_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
-ROUNDS = AttentionRounds(tile_tokens=32, tiles_per_round=16)
+ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
 # Maximum excess of a step over its limit, as a share. The model knows neither padding, noise nor the roofline's knee.
 MAX_EXCESS = 0.2
 
@@ -51,7 +51,7 @@ class SimulatedEngine:
     target_s: float | None = TARGET_STEP_S
     max_steps_in_flight: int = 2
     max_num_seqs: int = 64
-    rounds: AttentionRounds = ROUNDS
+    estimator: AttentionEstimator = ESTIMATOR
     noise: float = 0.03
     now: float = 0.0
     device_idle_at: float = 0.0
@@ -75,7 +75,9 @@ class SimulatedEngine:
         self.scheduler = Scheduler(
             cache,
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.rounds, PADDED_TOKENS),
+            limits=StepLimits(
+                MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.estimator, PADDED_TOKENS
+            ),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
             step_time_model=model,
@@ -120,7 +122,9 @@ class SimulatedEngine:
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_finish(seed):
     engine = SimulatedEngine(
-        seed, max_steps_in_flight=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else ONE_TOKEN_ROUNDS
+        seed,
+        max_steps_in_flight=random.Random(seed).choice([1, 2]),
+        estimator=ESTIMATOR if seed % 3 else ESTIMATOR_WITHOUT_ROUNDS,
     )
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))

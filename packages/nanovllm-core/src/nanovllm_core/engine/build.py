@@ -128,7 +128,7 @@ def _make_scheduler(
         target_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
         prompt_step_s=PROMPT_STEP_S[config.device],
         mixed_step_s=MIXED_STEP_S[config.device],
-        attention_rounds=runner.attention_rounds,
+        attention_estimator=runner.attention_estimator,
         padded_tokens=runner.graphs.mixed_tokens,
     )
     return Scheduler(

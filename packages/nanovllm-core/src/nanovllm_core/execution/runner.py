@@ -25,7 +25,11 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_core.start_phases import log_phase
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_graph_tokens_for_step_keys
+from nanovllm_kernels.attention import (
+    ESTIMATOR_WITHOUT_ROUNDS,
+    make_attention_estimator,
+    min_graph_tokens_for_step_keys,
+)
 from nanovllm_kernels.platform import describe_device
 
 COMPILED_ROWS = 1024  # number of rows for which torch.compile tunes its code
@@ -37,7 +41,7 @@ class Runner:
     First call the methods that `start_runner` calls, in the same order. After each later `allocate`, call `capture`
     again.
     is_asynchronous: whether `launch` returns before the device has computed the step.
-    attention_rounds: how the device divides the attention of prompt chunks into rounds.
+    attention_estimator: estimates how long the attention of prompt chunks takes.
     """
 
     def __init__(
@@ -56,9 +60,9 @@ class Runner:
             self._host_copies = HostCopyRing(config.max_num_seqs, config.depth, stream)
         layout = self.cache.layout
         attention = layout.attention_specs[0]
-        self.attention_rounds = ONE_TOKEN_ROUNDS
+        self.attention_estimator = ESTIMATOR_WITHOUT_ROUNDS
         if isinstance(attention, PagedSpec):
-            self.attention_rounds = describe_attention_rounds(attention.num_heads, attention.num_kv_heads, device)
+            self.attention_estimator = make_attention_estimator(attention.num_heads, attention.num_kv_heads, device)
         self._table = RequestTable(
             config.max_num_seqs,
             config.max_model_len,

@@ -81,7 +81,7 @@ class Matcher:
 
     @staticmethod
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
-        """Call `fill` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
+        """Call `fill_mask` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
         import xgrammar
 
         typed_matchers = cast("Sequence[Matcher]", matchers)

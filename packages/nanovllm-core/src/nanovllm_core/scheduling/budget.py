@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
 
 # Without a target time, the time limit of a step with prompts and decodes is at least the time of this many decode
 # steps.
@@ -26,7 +26,7 @@ class StepLimits(NamedTuple):
     target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_s` and
         MIN_MIXED_DECODE_STEPS usual decode steps.
     prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
-    attention_rounds: how the device divides the attention of chunks into rounds.
+    attention_estimator: estimates how long the attention of chunks takes.
     padded_tokens: token counts to which steps with prompts are padded, in rising order. Larger steps are not padded.
     """
 
@@ -34,7 +34,7 @@ class StepLimits(NamedTuple):
     target_s: float | None = None
     prompt_step_s: float = float("inf")
     mixed_step_s: float = float("inf")
-    attention_rounds: AttentionRounds = ONE_TOKEN_ROUNDS
+    attention_estimator: AttentionEstimator = ESTIMATOR_WITHOUT_ROUNDS
     padded_tokens: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
@@ -112,7 +112,7 @@ class StepBudget:
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // chunk_unit * chunk_unit - start
         # On a CPU, rounds are shorter than a chunk unit and do not matter.
-        if self._limits.attention_rounds.round_tokens >= chunk_unit:
+        if self._limits.attention_estimator.round_tokens >= chunk_unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -153,7 +153,7 @@ class StepBudget:
 
     def _drop_idle_round(self, start: int, num_tokens: int, end: int) -> int:
         """Drop the last round of a chunk that does not finish its prompt if the round would be mostly idle."""
-        round_tokens = self._limits.attention_rounds.round_tokens
+        round_tokens = self._limits.attention_estimator.round_tokens
         num_rounds = -(-num_tokens // round_tokens)
         if num_rounds < 2 or start + num_tokens == end:
             return num_tokens
@@ -164,12 +164,12 @@ class StepBudget:
 
     def _tokens_before_last_round(self, start: int, num_tokens: int) -> int:
         """The number of tokens before the last round of a chunk, rounded down to whole chunk units."""
-        round_tokens, chunk_unit = self._limits.attention_rounds.round_tokens, self._chunk_unit
+        round_tokens, chunk_unit = self._limits.attention_estimator.round_tokens, self._chunk_unit
         num_rounds = -(-num_tokens // round_tokens)
         return (start + (num_rounds - 1) * round_tokens) // chunk_unit * chunk_unit - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step with this chunk fits into `limit_s`, counting whole rounds of attention."""
-        prompt_pairs = self._limits.attention_rounds.estimate_pairs([*self._chunks, (start, num_tokens)])
+        prompt_pairs = self._limits.attention_estimator.estimate_pairs([*self._chunks, (start, num_tokens)])
         padded_tokens = self._limits.pad(self._work.num_tokens + num_tokens)
         return self._model.predict(StepWork(padded_tokens, self._work.decode_context, prompt_pairs)) <= limit_s

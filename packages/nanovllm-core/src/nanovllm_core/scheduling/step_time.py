@@ -27,7 +27,7 @@ class StepWork(NamedTuple):
 
     num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionRounds.estimate_pairs`.
+    prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionEstimator.estimate_pairs`.
     """
 
     num_tokens: int

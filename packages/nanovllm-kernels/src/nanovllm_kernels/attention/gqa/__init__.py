@@ -8,14 +8,14 @@ from torch import Tensor
 from nanovllm_kernels.attention.gqa import flash_prefill, gqa_reference
 from nanovllm_kernels.attention.plan import flash_requests, tile_configs
 from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Backend, PagedRequests
+from nanovllm_kernels.attention.plan.attention_estimator import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
-from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRounds
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
 from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, uses_float32_for_rows
 
 __all__ = [
     "best_page_size",
-    "describe_attention_rounds",
+    "make_attention_estimator",
     "min_graph_tokens_for_step_keys",
     "paged_attention",
     "plan_batch",
@@ -204,17 +204,16 @@ def min_graph_tokens_for_step_keys(kv_cache: Tensor, backend: Backend) -> int | 
     return flash_prefill.MIN_CAPTURED_TOKENS if uses_flash else None
 
 
-def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return the tile and round sizes with which a caller can estimate how long the attention of prompts takes.
-
-    A tile is a block of queries. A round is the tiles that the device computes at once.
-    """
+def make_attention_estimator(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionEstimator:
+    """Return an estimator of the time that the attention of prompts takes on `device`."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
-        return ONE_TOKEN_ROUNDS  # For CPUs and the interpreter.
+        return ESTIMATOR_WITHOUT_ROUNDS  # For CPUs and the interpreter.
     request_filter = flash_requests.work_list_filter(num_heads, num_sms)
     tile_tokens = max(1, flash_requests.FLASH_TILE_ROWS * num_kv_heads // num_heads)
-    return AttentionRounds(tile_tokens, num_sms // num_kv_heads, request_filter.query_limit, request_filter.min_context)
+    return AttentionEstimator(
+        tile_tokens, num_sms // num_kv_heads, request_filter.query_limit, request_filter.min_context
+    )
 
 
 def paged_attention(

@@ -12,8 +12,8 @@ def attention_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
-class AttentionRounds(NamedTuple):
-    """Describes how a device computes prompt attention: in rounds, each of `tiles_per_round` tiles at once.
+class AttentionEstimator(NamedTuple):
+    """Estimates the time of prompt attention. A device computes it in rounds, each of `tiles_per_round` tiles at once.
 
     tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
     A chunk is late if at least `min_work_list_context` tokens of its request precede the chunk. If the late chunks of a
@@ -55,4 +55,4 @@ class AttentionRounds(NamedTuple):
 
 
 # For CPUs and other devices on which the attention time does not depend on how prompts are cut into chunks.
-ONE_TOKEN_ROUNDS = AttentionRounds(1, 1)
+ESTIMATOR_WITHOUT_ROUNDS = AttentionEstimator(1, 1)
