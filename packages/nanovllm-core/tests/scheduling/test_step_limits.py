@@ -19,7 +19,7 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrat
 from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
-TARGET_STEP_S, PROMPT_STEP_S = 0.025, 0.05
+TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
@@ -76,7 +76,7 @@ class SimulatedEngine:
             cache,
             max_num_seqs=self.max_num_seqs,
             limits=StepLimits(
-                MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.estimator, PADDED_TOKENS
+                MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, self.estimator, PADDED_TOKENS
             ),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
@@ -111,7 +111,7 @@ class SimulatedEngine:
         excess = 0.0
         for work, seconds in self.steps:
             has_decodes = work.decode_context > 0
-            limit_s = TARGET_STEP_S if has_decodes else PROMPT_STEP_S
+            limit_s = TARGET_STEP_S if has_decodes else PROMPT_STEP_LIMIT_S
             decodes_s = true_seconds(StepWork(work.num_tokens, work.decode_context))
             # Prompts get at least one block, even if the decodes alone take the whole limit: skip such steps.
             if work.prompt_pairs and decodes_s < limit_s / 2:
@@ -154,7 +154,7 @@ def test_a_short_prompt_beside_a_long_one_waits_for_at_most_three_steps():
         if key in engine.first_token_times:
             waits.append(engine.first_token_times[key] - arrived)
     assert len(waits) > 15
-    assert max(waits) <= 3 * PROMPT_STEP_S * (1 + MAX_EXCESS)
+    assert max(waits) <= 3 * PROMPT_STEP_LIMIT_S * (1 + MAX_EXCESS)
 
 
 def test_a_few_short_prompts_hardly_delay_a_long_one():

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, EngineConfig, ResolvedConfig, resolve
+from nanovllm_core.config import MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
@@ -126,10 +126,10 @@ def _make_scheduler(
     limits = StepLimits(
         max_tokens=config.max_num_batched_tokens,
         target_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
-        prompt_step_s=PROMPT_STEP_S[config.device],
-        mixed_step_s=MIXED_STEP_S[config.device],
+        prompt_step_limit_s=PROMPT_STEP_LIMIT_S[config.device],
+        mixed_step_limit_s=MIXED_STEP_LIMIT_S[config.device],
         attention_estimator=runner.attention_estimator,
-        padded_tokens=runner.graphs.mixed_tokens,
+        padded_token_counts=runner.graphs.mixed_tokens,
     )
     return Scheduler(
         cache,

@@ -23,30 +23,30 @@ _MAX_IDLE_SHARE = 0.2
 class StepLimits(NamedTuple):
     """Limits of every step.
 
-    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_s` and
+    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_limit_s` and
         MIN_MIXED_DECODE_STEPS usual decode steps.
-    prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
+    prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
     attention_estimator: estimates how long the attention of chunks takes.
-    padded_tokens: token counts to which steps with prompts are padded, in rising order. Larger steps are not padded.
+    padded_token_counts: token counts, ascending, to which steps with prompts are padded. Larger steps are not padded.
     """
 
     max_tokens: int
     target_s: float | None = None
-    prompt_step_s: float = float("inf")
-    mixed_step_s: float = float("inf")
+    prompt_step_limit_s: float = float("inf")
+    mixed_step_limit_s: float = float("inf")
     attention_estimator: AttentionEstimator = ESTIMATOR_WITHOUT_ROUNDS
-    padded_tokens: tuple[int, ...] = ()
+    padded_token_counts: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
         """The time limit of a step. decode_step_s: time of a usual decode step."""
         if num_decodes == 0:
-            return max(self.prompt_step_s, self.target_s or 0.0)
-        return self.target_s or max(self.mixed_step_s, MIN_MIXED_DECODE_STEPS * decode_step_s)
+            return max(self.prompt_step_limit_s, self.target_s or 0.0)
+        return self.target_s or max(self.mixed_step_limit_s, MIN_MIXED_DECODE_STEPS * decode_step_s)
 
     def pad(self, num_tokens: int) -> int:
         """The number of tokens that a step with prompts and `num_tokens` tokens computes, including padding."""
-        index = bisect_left(self.padded_tokens, num_tokens)
-        return self.padded_tokens[index] if index < len(self.padded_tokens) else num_tokens
+        index = bisect_left(self.padded_token_counts, num_tokens)
+        return self.padded_token_counts[index] if index < len(self.padded_token_counts) else num_tokens
 
 
 class StepBudget:
@@ -123,15 +123,15 @@ class StepBudget:
         Padding costs time in matrix products, not in attention. Returns the length of the longer of two chunks: the
         longest chunk whose attention fits, and the longest chunk with which the step needs no padding.
         """
-        work, padded_sizes = self._work, self._limits.padded_tokens
+        work, padded_counts = self._work, self._limits.padded_token_counts
         step_tokens = work.num_tokens + num_tokens
         padded_tokens = self._limits.pad(step_tokens)
         if num_tokens <= 0 or padded_tokens == step_tokens:
             return num_tokens
         attention_limit_s = limit_s - self._model.predict(work._replace(num_tokens=padded_tokens))
         fitting_tokens = min(num_tokens, self._model.max_attention_tokens(start, attention_limit_s))
-        num_smaller_sizes = bisect_right(padded_sizes, step_tokens)
-        unpadded_tokens = padded_sizes[num_smaller_sizes - 1] - work.num_tokens if num_smaller_sizes else 0
+        num_smaller_counts = bisect_right(padded_counts, step_tokens)
+        unpadded_tokens = padded_counts[num_smaller_counts - 1] - work.num_tokens if num_smaller_counts else 0
         return max(int(fitting_tokens), unpadded_tokens)
 
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
