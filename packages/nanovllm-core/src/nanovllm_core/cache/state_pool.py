@@ -30,10 +30,10 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
 
 
 class StatePool:
-    """Slots 1..num_slots. Padding uses slot 0, the null slot. max_running: maximum number of running requests."""
+    """Slots 1..num_state_slots. Padding uses slot 0, the null slot. max_running: maximum number of running requests."""
 
-    def __init__(self, num_slots: int, max_running: int, block_size: int):
-        self.slots = BlockPool(num_slots)
+    def __init__(self, num_state_slots: int, max_running: int, block_size: int):
+        self.slots = BlockPool(num_state_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
         # Number of requests that may still start. Each of these requests takes a slot.

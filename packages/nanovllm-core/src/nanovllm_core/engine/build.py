@@ -114,14 +114,14 @@ async def _run_on_thread(
 def _make_scheduler(
     spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
 ) -> Scheduler:
-    num_slots, block_size = runner.cache.num_slots, runner.cache.layout.block_size
+    num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
     cache = CacheManager(
         runner.cache.num_blocks,
         block_size,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.prefix_hash,
         watermark=config.watermark,
-        state_pool=StatePool(num_slots, config.max_num_seqs, block_size) if num_slots else None,
+        state_pool=StatePool(num_state_slots, config.max_num_seqs, block_size) if num_state_slots else None,
     )
     limits = StepLimits(
         max_tokens=config.max_num_batched_tokens,

@@ -119,7 +119,7 @@ class Runner:
     def allocate(self, size: CacheSize) -> None:
         """Replace the caches, and release the graphs that read the old caches."""
         self.graphs.release()
-        self.cache.allocate(size.num_blocks, size.num_slots)
+        self.cache.allocate(size.num_blocks, size.num_state_slots)
         self.max_model_len = size.max_model_len
         if self.cache.state_caches:
             # Compile the copy kernel now, not at the first prefix hit.
