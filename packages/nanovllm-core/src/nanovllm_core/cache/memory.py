@@ -256,7 +256,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     """Order copies of slots such that each slot is read before a copy overwrites it.
 
     copies: pairs (source, target). Each target occurs once. The null slot does not occur.
-    In the result, each cycle has an additional pair that saves one state in the null slot.
+    If copies form a cycle, the result has an additional pair that first saves one state of the cycle in the null slot.
     """
     source_by_target = {target: source for source, target in copies}
     if source_by_target.keys().isdisjoint(source_by_target.values()):

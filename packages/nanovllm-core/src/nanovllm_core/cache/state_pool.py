@@ -57,7 +57,7 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Hold the source slot, so that `allocate` does not evict the slot. After the later release, it is evicted last.
+        # Hold the source slot, so that the allocations below do not evict it. After its release it is evicted last.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)

@@ -30,7 +30,10 @@ Result = TypeVar("Result")
 
 
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
-    """Load the model, allocate the cache, time a few steps. Raises ConfigError and the exceptions of `spec.build`."""
+    """Load the model, allocate the cache and time a few steps.
+
+    Raises ConfigError and the exceptions of `spec.build`.
+    """
     resolved = resolve(
         config,
         max_position=spec.max_position,
@@ -83,7 +86,7 @@ def _start_rank_0(spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses 
 async def _run_on_thread(
     executor: ThreadPoolExecutor, ranks: RankProcesses | None, function: Callable[[], Result]
 ) -> Result:
-    """Run a function on the engine's thread. If another rank ends meanwhile, raise the reason instead."""
+    """Run a function on the engine's thread. If another rank ends meanwhile, raise that rank's failure instead."""
     event_loop = asyncio.get_running_loop()
     result = event_loop.run_in_executor(executor, function)
     if ranks is None:

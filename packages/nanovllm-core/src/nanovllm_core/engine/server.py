@@ -231,9 +231,9 @@ class EngineServer:
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
     """Split a step's outputs by client number. The result has no entry for clients without outputs."""
     token_clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    # These entries may belong to requests without a token in the step.
-    tokenless_entries = (*outputs.failures, *outputs.prompt_logprobs)
-    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in tokenless_entries)
+    # Failures and prompt log-probabilities may belong to requests without a token in the step.
+    other_entries = (*outputs.failures, *outputs.prompt_logprobs)
+    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in other_entries)
     if len(client_numbers) <= 1:
         return dict.fromkeys(client_numbers, outputs)
     parts = {client_number: StepOutputs() for client_number in client_numbers}

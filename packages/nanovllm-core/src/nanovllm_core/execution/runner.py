@@ -74,7 +74,7 @@ class Runner:
         )
         self._token_chooser = TokenChooser(self._table, parallel, compiles=config.compile)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
-        # Sends plans to the other ranks. None: there are no other ranks, or they run the same steps by themselves.
+        # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len

@@ -69,10 +69,11 @@ def attend(
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    # Attention may read this step's keys from `qkv`. Between two CUDA graphs, attention reads only the cache.
+    # Attention that runs between two CUDA graphs (`launch_attention`) reads keys and values only from the cache.
     reads_step_keys = ctx.launch_attention is None and ctx.attention_batch.reads_step_keys
-    cache_args = (ctx.slot_mapping, kv_cache, qk_norm, kv_scales)
-    q = rope_and_cache(qkv, rotation, *cache_args, writes_back_keys_values=reads_step_keys)
+    q = rope_and_cache(
+        qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, writes_back_keys_values=reads_step_keys
+    )
     step_keys_values = qkv[:, q.shape[1] :] if reads_step_keys else None
     scale = q.shape[-1] ** -0.5
 

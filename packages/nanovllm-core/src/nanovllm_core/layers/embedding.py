@@ -16,7 +16,7 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    The ranks share the vocabulary. Rows that make the shares even are zeros.
+    The ranks share the vocabulary. The table ends with padding rows of zeros, so that all shares are equal.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
@@ -49,7 +49,7 @@ class VocabEmbedding(WeightedModule):
 class LMHead(WeightedModule):
     """Computes logits from hidden states. Each rank computes the columns of its share of the vocabulary.
 
-    Columns that make the shares even have the logit 0, after the last column of the vocabulary.
+    Padding columns, which follow the vocabulary's columns and make the shares equal, have the logit 0.
 
     tied_embedding: embedding whose table is also this head's weight; None for a separate weight.
     """

@@ -74,7 +74,7 @@ class GatedDeltaNet(WeightedModule):
         qkvz = LinearPart("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
         ba = LinearPart("in_proj_ba", 2 * shape.num_v_heads)
         self._projected_widths = (num_channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
-        # `in_proj_ba` is never quantised, so a quantised `in_proj_qkvz` can't share its matmul.
+        # `in_proj_ba` is never quantised, so it can't be in one matmul with a quantised `in_proj_qkvz`.
         is_fused = in_quantization is None
         self.in_proj = ColumnParallelLinear(
             hidden_size, (qkvz, ba) if is_fused else (qkvz,), build, quantization=in_quantization

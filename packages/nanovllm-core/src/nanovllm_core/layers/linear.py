@@ -23,7 +23,7 @@ class LinearPart(NamedTuple):
     """A linear layer that a ColumnParallelLinear fuses.
 
     name: name in the checkpoint without the parent's path.
-    num_groups: number of groups of equal size in the output. The ranks share groups as wholes, see
+    num_groups: number of groups of equal size in the output, such as heads. A rank gets whole groups, see
         `ParallelContext.own_groups`. None: the ranks split the rows evenly.
     splits_groups: if there are more ranks than groups, the ranks split all rows evenly, instead of sharing a group.
     """
@@ -142,7 +142,8 @@ class RowParallelLinear(_Linear):
     Raises ValueError if the ranks can't share the input features or the FP8 blocks (GROUP x GROUP) evenly.
 
     name: name of the layer in the checkpoint, for the error.
-    own_columns: input features of this rank, which may exceed `in_features`; None for an even share.
+    own_columns: input features of this rank; None for an even share. May end after `in_features`: the weights of
+        the additional features are zeros.
     quantization: format of the weight; None for the model's dtype.
     """
 

@@ -102,7 +102,7 @@ class LatentExpansion(WeightedModule):
 class LatentAttention(WeightedModule):
     """Latent attention with its projections. Every rank computes all latents, because all heads share the latents.
 
-    Raises ValueError if `finish_loading` would have to move rows between FP8 blocks.
+    Raises ValueError if rows that `finish_loading` reorders lie in different FP8 blocks, which have different scales.
 
     cache_index: index of this layer in `ForwardContext.kv_caches`.
     quantization: format of the weights; None for the model's dtype.
@@ -236,7 +236,7 @@ def _check_fp8_blocks(shape: LatentAttentionConfig) -> None:
     for start in starts:
         last = start + shape.rope_dim - 1
         if start // GROUP != last // GROUP:
-            raise ValueError(f"rows {start} to {last} are rotated together, but FP8 blocks of {GROUP} cut them")
+            raise ValueError(f"rows {start} to {last} are rotated together, but lie in different FP8 blocks of {GROUP}")
 
 
 def _attend_latents(

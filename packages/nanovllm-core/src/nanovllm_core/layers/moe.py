@@ -70,7 +70,7 @@ class SharedExpertNames(NamedTuple):
 
 
 def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
-    """Whether the shared expert may be stored and run as one more routed expert.
+    """Whether the shared expert may be stored and computed as if it were an additional routed expert.
 
     width: width of a routed expert.
     shared_width: width of the shared expert.
@@ -124,7 +124,7 @@ class Router(WeightedModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (float32 weights, int32 ids) of the chosen experts of x, each [T, k].
 
-        A fused shared expert is one more chosen expert per token: [T, k + 1].
+        With a fused shared expert, which every token chooses, each is [T, k + 1].
         """
         scores = logits(x, self._packed, self._all_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)

@@ -18,7 +18,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 
 class RankGroup:
-    """This process's membership in the ranks of an engine.
+    """This process's connection to the other ranks of an engine.
 
     Create and leave the group on the thread that runs the model. A process can be in one group at a time, because
     torch.distributed has one default group per process.

@@ -60,7 +60,7 @@ class StepBudget:
         self._limits = limits
         self._model = step_time_model
         self._chunk_unit = chunk_unit
-        # The work of decodes and added chunks. Its attention is not rounded up to whole rounds.
+        # The work of decodes and added chunks. The attention of chunks is not rounded up to whole rounds here.
         self._work = decode_work
         # (start, number of tokens) of each added chunk.
         self._chunks: list[tuple[int, int]] = []
