@@ -82,14 +82,14 @@ KERNELS = [
         "_rope_and_cache",
         2,
         ROPE,
-        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP_KEYS": True},
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "WRITES_BACK": True},
     ),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
-        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP_KEYS": False},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "WRITES_BACK": False},
     ),
     (
         "linear_attention.triton_decode",

@@ -36,7 +36,7 @@ REPORT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank has ended. is_config_error: whether a setting or the checkpoint is at fault."""
+    """Why a rank has ended. is_config_error: whether a setting or the checkpoint caused the failure."""
 
     rank: int
     message: str
@@ -110,7 +110,7 @@ class RankProcesses:
         return runner
 
     def stop(self) -> None:
-        """End the plans and leave the group. Call on the thread of rank 0, after its last step."""
+        """Tell the other ranks to end, and leave the group. Call on the thread of rank 0, after its last step."""
         if self._runner is not None and self._group is not None:
             self._is_stopping = True
             if self._runner.plan_publisher is not None:
@@ -181,7 +181,7 @@ class RankProcesses:
 
 
 def run_rank(start: RankStart) -> None:
-    """Serve as a rank until rank 0 stops its plans or ends."""
+    """Launch the steps that rank 0 plans, until rank 0 stops or its process ends."""
     # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

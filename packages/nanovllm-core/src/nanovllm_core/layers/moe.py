@@ -70,7 +70,7 @@ class SharedExpertNames(NamedTuple):
 
 
 def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
-    """Whether the shared expert may be stored and run as one more routed expert.
+    """Whether the shared expert may be stored and computed as if it were an additional routed expert.
 
     width: width of a routed expert.
     shared_width: width of the shared expert.
@@ -124,15 +124,15 @@ class Router(WeightedModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (float32 weights, int32 ids) of the chosen experts of x, each [T, k].
 
-        A fused shared expert is one more chosen expert per token: [T, k + 1].
+        With a fused shared expert, which every token chooses, each is [T, k + 1].
         """
         scores = logits(x, self._packed, self._all_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight, the shared expert's gate and the bias."""
-        prefix = name[: name.rfind(".") + 1]
-        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
+        prefix = layer_name[: layer_name.rfind(".") + 1]
+        yield f"{layer_name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
             yield f"{prefix}{self._gate_name}.weight", WeightSlot(tuple(self.shared_gate.shape), self.shared_gate.copy_)
         if self.bias is not None:
@@ -197,15 +197,15 @@ class Experts(WeightedModule):
         chosen = ChosenExperts(weights, ids)
         return stream.add(self._parallel, lambda base: fused_experts(x, self.weights, chosen, base))
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load three weights per expert, and the scales of quantised weights."""
         w13, w2, scales13, scales2, _ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
         up_shape, down_shape = (width, hidden_size), (hidden_size, width)
-        module_names = [f"{name}.{expert}" for expert in range(w2.shape[0])]
+        module_names = [f"{layer_name}.{expert}" for expert in range(w2.shape[0])]
         if self._shared_names is not None:
-            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._shared_names.expert}"
+            module_names[-1] = f"{layer_name[: layer_name.rfind('.') + 1]}{self._shared_names.expert}"
         for expert, module_name in enumerate(module_names):
             gate, up, down = (f"{module_name}.{linear_name}.weight" for linear_name in self._names)
             yield gate, self._make_slot(up_shape, gate_and_up, (expert, 0), 0)
@@ -280,9 +280,9 @@ class TokenGate(WeightedModule):
         """[T, hidden] -> [T, 1]."""
         return linear(x, self.weight).float().sigmoid()
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight."""
-        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
+        yield f"{layer_name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""

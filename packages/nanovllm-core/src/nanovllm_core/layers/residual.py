@@ -1,4 +1,4 @@
-"""The residual stream between layers, to which the ranks' results may not have been added yet."""
+"""The residual stream between layers, and the ranks' partial results that are not yet added to it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class ResidualStream(NamedTuple):
         return ResidualStream(self.residual, add_result(self.partial))
 
     def complete(self, parallel: ParallelContext) -> Tensor:
-        """Return the residual stream of all ranks [T, hidden], for a model that has no norm here."""
+        """Return the sum [T, hidden] of the residual stream and all ranks' parts, for callers without a norm."""
         if self.partial is None:
             return self.residual
         return self.residual + parallel.all_reduce(self.partial).to(self.residual.dtype)

@@ -22,7 +22,7 @@ LEAVE_TIMEOUT_S = 5.0
 
 
 class RankGroup:
-    """This process's membership in the ranks of an engine.
+    """This process's connection to the other ranks of an engine.
 
     Create and leave the group on the thread that runs the model. A process can be in one group at a time, because
     torch.distributed has one default group per process.

@@ -205,7 +205,7 @@ class Scheduler:
             scheduled, decode_columns = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
         chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
-        attention_pairs = self.limits.attention_rounds.estimate_pairs(chunk_ranges)
+        attention_pairs = self.limits.attention_estimator.estimate_pairs(chunk_ranges)
         has_only_whole_prompts = bool(chunks) and not any(start for start, length in chunk_ranges if length > 1)
         row_indices, tokens_per_row, is_sampled = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
