@@ -1,97 +1,20 @@
-"""Tests the kernels of mixtures of experts against plain torch, with all options."""
-
-from dataclasses import astuple
+"""Tests the kernels of experts against plain torch."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe import (
     ChosenExperts,
     PackedExperts,
-    Routing,
     _fused_experts_op,
-    _route_op,
     moe_reference,
     policy,
 )
 from nanovllm_kernels.platform import describe_device, has_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-
-
-def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_ties: bool = False) -> None:
-    """near_ties: scores may differ by less than their rounding, so that either expert may come first."""
-    weights, ids = _route_op(logits, bias, *astuple(routing))
-    expected_weights, expected_ids = moe_reference.route(logits, routing, bias)
-    if near_ties:
-        check_order(logits, routing, bias, ids, expected_ids)
-    else:
-        assert torch.equal(ids, expected_ids)
-    same = (ids == expected_ids).all(1)
-    torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-5, atol=1e-7)
-
-
-def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tensor, expected_ids: Tensor) -> None:
-    """Assert that the ids are as expected, except where scores are equal up to rounding."""
-    routed = logits[:, :-1] if routing.shared == "gated" else logits
-    scores = routed.softmax(-1) if routing.scoring == "softmax" else routed.sigmoid()
-    choice = scores if bias is None else scores + bias
-    found, wanted = (choice.gather(1, each[:, : routing.top_k].long()) for each in (ids, expected_ids))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
-    assert (ids.sort(1).values.diff() > 0).all()
-    assert torch.equal(ids[:, routing.top_k :], expected_ids[:, routing.top_k :])
-    assert (ids == expected_ids).all(1).double().mean() > 0.999
-
-
-@pytest.mark.parametrize(
-    "routing",
-    [
-        Routing(2, "softmax", renormalize=False),
-        Routing(3, "softmax"),
-        Routing(1, "sigmoid", scale=2.5),
-        Routing(8, "sigmoid", num_groups=4, top_groups=2),
-        Routing(5, "sigmoid", num_groups=2, top_groups=1, scale=2.5),
-        Routing(4, "softmax", num_groups=8, top_groups=5),
-        Routing(3, "softmax", shared="gated"),
-        Routing(2, "sigmoid", shared="always", scale=2.5),
-        Routing(4, "sigmoid", num_groups=4, top_groups=2, shared="gated", renormalize=False),
-        Routing(8, "sigmoid", num_groups=4, top_groups=2, shared="always"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("num_experts", [24, 64])
-def test_route_matches_reference(routing, num_experts, device):
-    # The logits differ in bf16 too.
-    order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
-    logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)
-    logits = logits[:, : num_experts + (routing.shared == "gated")]
-    bias = torch.rand(num_experts, device=device) * 0.01
-    check_route(logits, routing, bias)
-    if routing.num_groups == 1:
-        check_route(logits, routing, None)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_experts", [128, 256, 512])
-@pytest.mark.parametrize("num_tokens", [1, 5000])
-def test_large_route_matches_reference(num_tokens, num_experts, device):
-    logits, bias = torch.randn(num_tokens, num_experts, device=device), torch.randn(num_experts, device=device)
-    for routing in (Routing(8), Routing(10, "sigmoid"), Routing(8, "sigmoid", True, 8, 4, 2.5)):
-        check_route(logits, routing, bias, near_ties=True)
-    check_route(logits[:, :-1], Routing(10, shared="always"), None, near_ties=True)
-    check_route(logits, Routing(10, shared="gated"), None, near_ties=True)
-
-
-def test_nan_logits_give_valid_expert_ids(device):
-    logits = torch.full((2, 20), torch.nan, device=device)
-    logits[1] = torch.arange(20, device=device) / 4
-    for groups in ((1, 1), (4, 2)):
-        _, ids = _route_op(logits, None, 3, "sigmoid", True, *groups, 1.0, "always")
-        assert ((ids[0, :3] >= 0) & (ids[0, :3] < 20)).all()
-        assert ids[1].tolist() == [19, 18, 17, 20]
 
 
 def check_experts(
@@ -205,49 +128,6 @@ def test_many_tokens_of_one_expert_match_reference(device):
     check_experts(policy.MAX_UNSORTED_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    from nanovllm_kernels.moe import triton_sort
-
-    sizes = {"MAX_SINGLE_PART_PAIRS": 32, "SMALL_PART_PAIRS": 32, "MAX_SMALL_PARTS": 3}
-    sizes |= {"LARGE_PART_PAIRS": 64, "PARTS_PER_LOAD": 2}
-    for name, size in sizes.items():
-        monkeypatch.setattr(triton_sort, name, size)
-
-
-def check_sorted(ids: Tensor, num_experts: int, block_m: int) -> None:
-    from nanovllm_kernels.moe import triton_sort
-
-    order, starts, tiles = (each.cpu() for each in triton_sort.sort_pairs(ids, num_experts, block_m))
-    flat = ids.flatten().cpu()
-    assert torch.equal(order.sort().values, torch.arange(len(flat), dtype=torch.int32))
-    assert torch.equal(flat[order], flat.sort().values)
-    ends = torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()
-    assert starts.tolist() == [0, *ends]
-    expected = [[e, place] for e, end in enumerate(ends) for place in range(starts[e], end, block_m)]
-    assert tiles[: 1 + len(expected)].tolist()[1:] == expected
-    assert tiles[0, 0] == len(expected)
-
-
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("num_tokens", [1, 10, 16, 31, 33, 64])
-@pytest.mark.parametrize("num_experts", [3, 16])
-@pytest.mark.parametrize("block_m", [4, 16])
-def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
-    """With one, few and many parts; the last expert has every token."""
-    ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
-    check_sorted(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_experts", "top_k"), [(513, 11), (256, 8)])
-@pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
-def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
-    ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
-    for block_m in (16, policy.SPECIALIZED_TILE_ROWS):
-        check_sorted(ids, num_experts, block_m)
-
-
 @pytest.mark.usefixtures("small_parts")
 def test_many_tiles_and_parts_match_reference(device, monkeypatch):
     from nanovllm_kernels.moe import triton_grouped
@@ -309,17 +189,3 @@ def test_specialized_kernel_equals_plain_kernel(
 def test_large_experts_match_reference(num_tokens, num_experts, hidden_size, width, top_k, shared, quantized, device):
     sizes = num_tokens, num_experts, hidden_size, width, top_k
     check_experts(*sizes, torch.bfloat16, device, quantized=quantized, shared=shared)
-
-
-@pytest.mark.parametrize(("sizes", "width"), [((48, 16), 100), ((96, 32), 128)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_norm_parts_matches_two_norms(sizes, width, dtype, device):
-    x = torch.randn((3, width + 8), device=device).to(dtype)[:, :width]
-    first, second = (torch.randn(size, device=device).to(dtype) for size in sizes)
-    expected = x.clone()
-    begin, end = sizes[0], sum(sizes)
-    expected[:, :begin] = rms_norm(x[:, :begin], first, 1e-5)
-    expected[:, begin:end] = rms_norm(x[:, begin:end], second, 1e-5)
-    torch.ops.nanovllm.norm_parts(x, list(sizes), first, second, 1e-5)
-    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-5)
-    assert norm_parts(x, sizes, (first, second), 1e-5) is None
