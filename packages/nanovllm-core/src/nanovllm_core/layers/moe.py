@@ -201,7 +201,7 @@ class Experts(WeightedModule):
 
     def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load three weights per expert, and the scales of quantised weights."""
-        w13, w2, scales13, scales2, _ = self.weights
+        w13, w2, scales13, scales2, *_ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
         up_shape, down_shape = (width, hidden_size), (hidden_size, width)
@@ -230,7 +230,7 @@ class Experts(WeightedModule):
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""
-        w13, w2, scales13, scales2, _ = self.weights
+        w13, w2, scales13, scales2, *_ = self.weights
         if scales13 is None or scales2 is None:
             fill_normal(w13, generator)
             fill_normal(w2, generator)
