@@ -564,7 +564,9 @@ def test_route_compiles(groups, shared):
     [(16, 8, 8, False), (32, 128, 8, False), (16, 8, 8, True), (16, 11, 11, True)],
 )
 @pytest.mark.parametrize("gated", [True, False])
-def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantized):
+@pytest.mark.parametrize("partial", [False, True])
+def test_experts_for_few_tokens_compile(partial, gated, rows, num_groups, top_k, quantized):
+    """partial: other ranks have experts too."""
     from nanovllm_kernels.moe import policy, triton_unsorted
 
     hidden_size, width = 2048, 768
@@ -576,6 +578,7 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
         "QUANTIZED": quantized,
         "SWAPPED": config.swapped,
         "GRID_BY_EXPERT": num_groups == 128,
+        "PARTIAL": partial,
         "OVERLAP": True,
     }
     constants |= {} if gated else {"RESIDUAL": True}
@@ -602,13 +605,16 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
         ("_down", 7168, 2048, 9),
     ],
 )
-def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns, depth, top_k):
     from nanovllm_kernels.moe import policy, triton_matvec
 
     padded_k = 1 << (top_k - 1).bit_length()
-    config = policy.matvec_config(depth, padded_k if name == "_down" else 2)
+    slots = 1 << (-(-top_k // num_ranks) - 1).bit_length()
+    config = policy.matvec_config(depth, slots if name == "_down" else 2)
     constants = {"N": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.num_groups, "OVERLAP": True}
-    constants |= {"PADDED_TOP_K": padded_k, "RESIDUAL": False} if name == "_down" else {}
+    constants |= {"PADDED_TOP_K": padded_k, "SLOTS": slots, "RESIDUAL": False} if name == "_down" else {}
+    constants["PARTIAL"] = num_ranks > 1
     types = ROUTED | {"weight_ptr": FP8}
     compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
@@ -699,21 +705,23 @@ def test_specialized_latent_attention_does_not_spill(page_size):
     assert "UTMASTG" in sass
 
 
-def test_gather_of_rows_compiles():
+@pytest.mark.parametrize("partial", [False, True])
+def test_gather_of_rows_compiles(partial):
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     constants = {"K": 7168, "TOP_K": 8, "PADDED_GROUPS": 64, "ROWS": kernels.GATHER_ROWS, "BLOCK": kernels.GATHER_BLOCK}
-    constants |= {"OVERLAP": True, "x_scales_stride": 1}
+    constants |= {"OVERLAP": True, "x_scales_stride": 1, "PARTIAL": partial}
     types = ROUTED | {"x_ptr": FP8, "rows_ptr": FP8, "row_scales_ptr": FLOAT, "row_weights_ptr": FLOAT}
     compiled = compile_kernel(kernels._gather_rows, types, constants, num_warps=4)
     assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_sort_of_pairs_has_barrier_before_counting(alone):
+@pytest.mark.parametrize("partial", [False, True])
+def test_sort_of_pairs_has_barrier_before_counting(partial, alone):
     from nanovllm_kernels.moe import triton_sort
 
-    sizes = {"PADDED_EXPERTS": 1024, "OVERLAP": True}
+    sizes = {"PADDED_EXPERTS": 1024, "PARTIAL": partial, "OVERLAP": True}
     sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if alone else triton_sort.SMALL_PART_PAIRS
     counting, rest = triton_sort._count_pairs, {"SINGLE_PART": alone, "BLOCK_M": 64}
     rest["PARTS_PER_LOAD"] = triton_sort.PARTS_PER_LOAD
@@ -725,11 +733,12 @@ def test_sort_of_pairs_has_barrier_before_counting(alone):
     assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.rindex("st.global", 0, ptx.index("atom.global"))
 
 
-def test_sum_of_experts_compiles():
+@pytest.mark.parametrize("partial", [False, True])
+def test_sum_of_experts_compiles(partial):
     from nanovllm_kernels.moe import triton_grouped
 
-    sizes = {"N": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
-    compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)
+    sizes = {"N": 2048, "TOP_K": 8, "PARTIAL": partial, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    compile_kernel(triton_grouped._sum_pairs, ROUTED, sizes, num_warps=4)
 
 
 PEERS = {"addresses_ptr": INT64, "phases_ptr": INT32, "eps": "fp32"}

@@ -75,3 +75,14 @@ def interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", make_numpy_2_4_patch())
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the sort of (token, expert) pairs split few pairs into several parts."""
+    from nanovllm_kernels.moe import triton_sort
+
+    sizes = {"MAX_SINGLE_PART_PAIRS": 32, "SMALL_PART_PAIRS": 32, "MAX_SMALL_PARTS": 3}
+    sizes |= {"LARGE_PART_PAIRS": 64, "PARTS_PER_LOAD": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_sort, name, size)
