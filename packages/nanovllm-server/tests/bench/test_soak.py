@@ -30,6 +30,8 @@ def source(url, engine) -> TrafficSource:
 def options(url, engine, monkeypatch) -> SoakOptions:
     engine.delay = 0.001
     monkeypatch.setattr(soak_traffic, "KINDS", QUICK_KINDS)
+    monkeypatch.setattr(soak_command, "NUM_LARGE_SCHEMAS", 4)
+    monkeypatch.setattr(soak_command, "MIN_LONG_PROMPT_BYTES", 1)
     return SoakOptions(
         endpoint=parse_base_url(f"{url}/v1", None),
         model=None,
@@ -105,7 +107,7 @@ def test_growth_compares_the_first_and_last_samples():
 
 
 def test_each_warm_up_phase_ends_after_flat_memory():
-    warm_up = WarmUp(flat_s=10, end_time=1000)
+    warm_up = WarmUp(10, 1000, 0, 0)
     for now in range(50):
         warm_up.add_sample(now, {1: (100 + now) * MIB, 2: 100 * MIB})
         assert warm_up.phase is Phase.FILL
@@ -120,12 +122,24 @@ def test_each_warm_up_phase_ends_after_flat_memory():
 
 
 def test_warm_up_of_a_growing_server_ends_at_its_limit():
-    warm_up = WarmUp(flat_s=10, end_time=100)
+    warm_up = WarmUp(10, 100, 0, 0)
     for now in range(100):
         warm_up.add_sample(now, {1: (100 + now) * MIB})
         assert warm_up.phase is Phase.FILL
     warm_up.add_sample(100, {1: 200 * MIB})
     assert (warm_up.phase, warm_up.is_flat) == (Phase.MEASURE, False)
+
+
+def test_warm_up_lasts_until_all_filling_requests_are_sent():
+    warm_up = WarmUp(10, 1000, 1, 1)
+    for now in range(20):
+        warm_up.add_sample(now, {1: MIB})
+    warm_up.num_long_prompts = 0
+    warm_up.add_sample(20, {1: MIB})
+    assert warm_up.phase is Phase.FILL
+    warm_up.num_large_schemas = 0
+    warm_up.add_sample(21, {1: MIB})
+    assert warm_up.phase is Phase.SETTLE
 
 
 async def test_long_prompts_are_encoded_and_refused_without_running_the_model(source, engine):

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from nanovllm_server.bench.client import Endpoint, ExchangeError, fetch, list_models
 from nanovllm_server.bench.report import BenchError, OutputFiles, Table, print_message, report
 from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
-from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, run_exchange
+from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, count_long_prompt_bytes, run_exchange
 from nanovllm_server.bench.soak.warm_up import Phase, WarmUp
 
 MIB = 1 << 20
@@ -25,8 +25,13 @@ IDLE_POLL_INTERVAL_S = 0.5
 # Gauges that are 0 on a server without requests.
 IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MAX_SHOWN_FAILURES = 10
-# Number of large schemas that the clients send before other requests. They fill the server's 256 MiB grammar cache.
+# Number of large schemas in the warm-up. They fill the server's 256 MiB grammar cache.
 NUM_LARGE_SCHEMAS = 160
+# Only this number of clients send large schemas, so that each schema compiles in time on a slow machine.
+NUM_SCHEMA_CLIENTS = 4
+# Minimum size of the long prompts in the warm-up, as text. With their token ids, they exceed the 64 MiB of the cache of
+# encoded text. If the server has several workers, the clients send more long prompts until memory is flat.
+MIN_LONG_PROMPT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +198,16 @@ async def soak(options: SoakOptions) -> SoakResult:
     counts = TrafficCounts()
     start_time = time.monotonic()
     end_time = start_time + options.duration_s
-    warm_up = WarmUp(options.flat_s, start_time + options.max_warm_up_s)
+    num_long_prompts = -(-MIN_LONG_PROMPT_BYTES // count_long_prompt_bytes(max_model_len))
+    warm_up = WarmUp(options.flat_s, start_time + options.max_warm_up_s, NUM_LARGE_SCHEMAS, num_long_prompts)
     # The task group waits for the last answer of each client.
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):
             source = TrafficSource(options.endpoint, model, f"{options.seed}-{index}", options.max_prompt_words)
-            tasks.create_task(_run_client(source, options, counts, warm_up, max_model_len, end_time))
+            sends_schemas = index < NUM_SCHEMA_CLIENTS
+            tasks.create_task(
+                _fill_and_run(source, counts, warm_up, max_model_len, end_time, sends_schemas=sends_schemas)
+            )
         warm_up_end_time = await _sample_memory(options, processes, counts, warm_up, end_time)
     try:
         busy_gauges = await wait_until_idle(options.endpoint)
@@ -209,20 +218,23 @@ async def soak(options: SoakOptions) -> SoakResult:
     return SoakResult(model, warm_up_s, warm_up.is_flat, counts, *processes.split_by_lifetime(), busy_gauges)
 
 
-async def _run_client(
+async def _fill_and_run(
     source: TrafficSource,
-    options: SoakOptions,
     counts: TrafficCounts,
     warm_up: WarmUp,
     max_model_len: int,
     end_time: float,
+    *,
+    sends_schemas: bool,
 ) -> None:
-    num_large_schemas = -(-NUM_LARGE_SCHEMAS // options.num_clients)
-    while warm_up.phase is Phase.FILL:
-        if num_large_schemas:
-            num_large_schemas -= 1
+    """Sends requests that fill caches, then random requests until `end_time`."""
+    while warm_up.phase is Phase.FILL and time.monotonic() < end_time:
+        if sends_schemas and warm_up.num_large_schemas > 0:
+            warm_up.num_large_schemas -= 1
             counts.add("large schema", await run_exchange(source, source.build_large_schema_request()))
-        counts.add("long prompt", await run_exchange(source, source.build_long_prompt_request(max_model_len)))
+        else:
+            warm_up.num_long_prompts -= 1
+            counts.add("long prompt", await run_exchange(source, source.build_long_prompt_request(max_model_len)))
     while time.monotonic() < end_time:
         kind, exchange = source.draw()
         counts.add(kind, await run_exchange(source, exchange))
@@ -237,7 +249,7 @@ async def _sample_memory(
     while (now := time.monotonic()) < end_time:
         rss_bytes = processes.current_rss_bytes()
         previous_phase = warm_up.phase
-        warm_up.add_sample(now, rss_bytes)
+        warm_up.add_sample(now, processes.current_anonymous_bytes())
         if warm_up.phase is Phase.MEASURE:
             warm_up_end_time = min(warm_up_end_time, now)
             processes.sample()

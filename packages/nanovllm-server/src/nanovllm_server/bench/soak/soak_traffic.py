@@ -96,7 +96,7 @@ class TrafficSource:
 
         The server refuses `max_tokens`, because prompt and answer together exceed the context. The model does not run.
         """
-        words = self.random.choices(SINGLE_TOKEN_WORDS, k=min(max_model_len // 2, MAX_CACHED_PROMPT_WORDS))
+        words = self.random.choices(SINGLE_TOKEN_WORDS, k=_count_long_prompt_words(max_model_len))
         messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
         return Exchange(self.encode_post(self.encode_chat(messages=messages, max_tokens=max_model_len)), REFUSALS)
 
@@ -137,6 +137,16 @@ class TrafficSource:
             "\r\n",
         ]
         return "\r\n".join(lines).encode()
+
+
+def count_long_prompt_bytes(max_model_len: int) -> int:
+    """Returns the expected size of a long prompt's text."""
+    word_bytes = sum(map(len, SINGLE_TOKEN_WORDS)) / len(SINGLE_TOKEN_WORDS) + 1
+    return int(_count_long_prompt_words(max_model_len) * word_bytes)
+
+
+def _count_long_prompt_words(max_model_len: int) -> int:
+    return min(max_model_len // 2, MAX_CACHED_PROMPT_WORDS)
 
 
 def _build_valid(source: TrafficSource, **fields: JSON) -> Exchange:
