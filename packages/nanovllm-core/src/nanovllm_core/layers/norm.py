@@ -51,14 +51,14 @@ class RMSNorm(WeightedModule):
         """
         if stream.partial is None:
             return stream.residual, stream.residual, self
-        residual, rows = self._add_partial_sums(stream)
+        residual, rows = self._add_and_normalize(stream)
         return residual, rows, None
 
     def normalize(self, stream: ResidualStream) -> Tensor:
         """Add the ranks' partial results to a residual stream, and return the normalised stream [T, size]."""
-        return self.forward(stream.residual) if stream.partial is None else self._add_partial_sums(stream)[1]
+        return self.forward(stream.residual) if stream.partial is None else self._add_and_normalize(stream)[1]
 
-    def _add_partial_sums(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
+    def _add_and_normalize(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
         if self._communicator is None or stream.partial is None:
             raise ValueError("a residual stream has partial sums only if there are several ranks")
         return self._communicator.all_reduce_norm(
