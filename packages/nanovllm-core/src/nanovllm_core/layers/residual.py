@@ -13,9 +13,10 @@ class ResidualStream(NamedTuple):
 
     The next norm adds the sum, because one kernel can add, normalise and exchange the ranks' parts (`RMSNorm.resolve`).
 
-    residual: equal on all ranks.
-    partial: this rank's part of the results since the last norm; None if there are no such results. With one rank,
-        results are added to `residual` at once.
+    residual: equal on all ranks, unless the ranks have different requests.
+    partial: this rank's part of the results since the last norm; None if there are no such results. A layer that
+        computes its results alone adds them to `residual` at once. If ranks have different requests, `partial` has
+        the rows of all ranks' requests (`ParallelContext.gather_requests`).
     """
 
     residual: Tensor
@@ -32,7 +33,7 @@ class ResidualStream(NamedTuple):
         return ResidualStream(self.residual, add_result(self.partial))
 
     def complete(self, parallel: ParallelContext) -> Tensor:
-        """Return the residual stream of all ranks [T, hidden], for a model that has no norm here."""
+        """Return the residual stream [T, hidden] with the results of all ranks."""
         if self.partial is None:
             return self.residual
-        return self.residual + parallel.all_reduce(self.partial).to(self.residual.dtype)
+        return self.residual + parallel.sum_for_requests(self.partial).to(self.residual.dtype)

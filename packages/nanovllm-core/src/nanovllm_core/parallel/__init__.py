@@ -15,12 +15,16 @@ class ParallelContext:
 
     communicator: exchanges tensors with the other ranks; None if and only if `size` is 1.
     shares_whole_experts: each rank has some experts as a whole (expert parallelism), instead of a part of each expert.
+    splits_requests: each request belongs to one rank, which alone computes the request's attention and alone holds its
+        KV cache. In a step, all ranks compute equal numbers of tokens and requests, including padding. Otherwise all
+        ranks compute all requests.
     """
 
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
     shares_whole_experts: bool = False
+    splits_requests: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -49,6 +53,33 @@ class ParallelContext:
         group = self.rank * num_groups // self.size
         return slice(group, group + 1)
 
+    @property
+    def num_request_groups(self) -> int:
+        """The number of disjoint groups of requests, each of which belongs to one rank or to all ranks together."""
+        return self.size if self.splits_requests else 1
+
+    def for_attention(self) -> "ParallelContext":
+        """The ranks that share the attention of one request: a single rank if ranks have different requests."""
+        return ParallelContext() if self.splits_requests else self
+
+    def gather_requests(self, x: Tensor) -> Tensor:
+        """The rows of the requests of all ranks, from rows `x` [n, ...] of this rank's requests.
+
+        Returns [size * n, ...] in the order of ranks if ranks have different requests, else `x`.
+        """
+        if self.communicator is None or not self.splits_requests:
+            return x
+        return self.communicator.all_gather(x.contiguous())
+
+    def sum_for_requests(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, without the rows of other ranks' requests: the inverse of `gather_requests`.
+
+        x: [size * n, ...] if ranks have different requests; may be overwritten.
+        """
+        if self.communicator is None or not self.splits_requests:
+            return self.all_reduce(x)
+        return self.communicator.reduce_scatter(x.contiguous())
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""
         return x if self.communicator is None else self.communicator.all_reduce(x)
@@ -74,10 +105,10 @@ class ParallelContext:
             return x
         return self.communicator.exchange_columns(_pad_rows(x, -(-x.shape[0] // self.size) * self.size))
 
-    def broadcast(self, x: Tensor) -> None:
-        """Overwrite `x` on every rank by the values of rank 0."""
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """Overwrite `x` on every rank by the values of rank `source`."""
         if self.communicator is not None:
-            self.communicator.broadcast(x)
+            self.communicator.broadcast(x, source)
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The minimum of `value` over all ranks. The host waits for the ranks. device: device of the rank."""
