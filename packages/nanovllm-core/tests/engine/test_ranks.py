@@ -60,13 +60,16 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-@pytest.mark.parametrize("num_blocks", [64, 18])
-def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, monkeypatch):
-    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48)
+@pytest.mark.parametrize(
+    ("num_blocks", "dp_attention", "depth"), [(64, False, 1), (18, False, 1), (64, True, 1), (9, True, 2)]
+)
+def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, dp_attention, depth, monkeypatch):
+    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48, depth=depth)
     vetter = grammars.SharedVetter()
     vetter.use(monkeypatch)
     try:
-        expected, found = (asyncio.run(answer_all(replace(config, tensor_parallel_size=size))) for size in (1, 2))
+        expected = asyncio.run(answer_all(replace(config, tensor_parallel_size=1)))
+        found = asyncio.run(answer_all(replace(config, dp_attention=dp_attention)))
     finally:
         vetter.end()
     for name, outputs in expected.items():

@@ -80,6 +80,17 @@ class ParallelContext:
             return self.all_reduce(x)
         return self.communicator.reduce_scatter(x.contiguous())
 
+    def count_gathered(self, count: int) -> int:
+        """The number of rows of `gather_requests` for `count` rows."""
+        return self.num_request_groups * count
+
+    def share_rows(self, x: Tensor, owner: int) -> Tensor:
+        """The `x` of rank `owner` if ranks have different requests, else `x`. All ranks pass `x` of one shape."""
+        if self.splits_requests:
+            x = x.clone()
+            self.broadcast(x, owner)
+        return x
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""
         return x if self.communicator is None else self.communicator.all_reduce(x)
@@ -91,6 +102,13 @@ class ParallelContext:
         num_own_rows = -(-x.shape[0] // self.size)
         own = x[self.rank * num_own_rows : (self.rank + 1) * num_own_rows]
         return _pad_rows(own, num_own_rows)
+
+    def own_requests(self, x: Tensor) -> Tensor:
+        """The rows of `x` [n, ...], one per request of this rank's tables, for which this rank chooses tokens.
+
+        If ranks have different requests, these are all rows, else this rank's share (`own_rows`).
+        """
+        return x if self.splits_requests else self.own_rows(x)
 
     def gather_rows(self, own: Tensor, num_rows: int) -> Tensor:
         """The inverse of `own_rows`: [num_rows, ...] from the shares of all ranks."""
