@@ -14,7 +14,7 @@ SMALL = ("--max-model-len", "512", "--cpu-cache-gib", "0.05", "--max-num-seqs", 
 
 @pytest.fixture(scope="session")
 def server_flags() -> tuple[str, ...]:
-    return (*SMALL, "--api-key", KEY)
+    return (*SMALL, "--api-key", KEY, "--allowed-hosts", "llm.example.com")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from programs import require_programs
 from proxies import DEPLOY, PROGRAMS
 
 from nanovllm_server.cli import parser
@@ -121,9 +122,8 @@ def test_image_has_the_server_and_the_default_model_only():
 
 @pytest.fixture
 def unit(tmp_path) -> Path:
-    """The systemd unit with a program that exists. Tests are skipped without systemd: no Python package contains it."""
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is missing: install the package systemd")
+    """The systemd unit with a program that exists."""
+    require_programs("systemd", "systemd-analyze")
     text = (DEPLOY / "nanovllm.service").read_text()
     program = "/opt/nanovllm/bin/nanovllm-server"
     assert text.count(program) == 1
@@ -150,6 +150,15 @@ def test_systemd_finds_an_unknown_setting(unit):
 def test_unit_is_hardened(unit):
     check = run("systemd-analyze", "security", "--offline=yes", f"--threshold={MAX_EXPOSURE}", unit)
     assert check.returncode == 0, check.stdout
+
+
+def test_missing_program_fails_in_ci_and_is_skipped_elsewhere(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="^no-such-program not found in PATH: install the package systemd"):
+        require_programs("systemd", "sh", "no-such-program")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="^no-such-program not found"):
+        require_programs("systemd", "sh", "no-such-program")
 
 
 def test_unit_waits_for_the_drain():

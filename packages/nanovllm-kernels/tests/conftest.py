@@ -281,16 +281,16 @@ def make_states(
     """
     (num_k_heads, num_v_heads), (k_dim, v_dim) = heads, dims
     generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + k_dim)
-    num_tokens, num_slots = sum(count for count, _ in lengths), 3 * len(lengths) + 2
+    num_tokens, num_state_slots = sum(count for count, _ in lengths), 3 * len(lengths) + 2
     channels = 2 * num_k_heads * k_dim + num_v_heads * v_dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    free_ids = (torch.randperm(num_slots - 1, generator=generator) + 1).tolist()
+    free_ids = (torch.randperm(num_state_slots - 1, generator=generator) + 1).tolist()
     slots = [free_ids.pop() for _ in lengths]
-    recurrent = torch.full((num_slots, num_v_heads, v_dim, k_dim), torch.nan)
-    conv = torch.full((num_slots, width, channels), torch.nan)
+    recurrent = torch.full((num_state_slots, num_v_heads, v_dim, k_dim), torch.nan)
+    conv = torch.full((num_state_slots, width, channels), torch.nan)
     checkpoints = []
     for slot, (count, length) in zip(slots, lengths, strict=True):
         before = length - count

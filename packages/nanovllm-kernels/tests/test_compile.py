@@ -82,14 +82,14 @@ KERNELS = [
         "_rope_and_cache",
         2,
         ROPE,
-        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "KEEP_KEYS": True},
+        ROPE_SIZES | {"NORM": True, "QUANTIZE": False, "WRITES_BACK": True},
     ),
     (
         "elementwise.triton_rope",
         "_rope_and_cache",
         2,
         ROPE | {"kv_cache_ptr": FP8, "kv_scales_ptr": BYTES},
-        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "KEEP_KEYS": False},
+        ROPE_SIZES | {"NORM": False, "QUANTIZE": True, "WRITES_BACK": False},
     ),
     (
         "linear_attention.triton_decode",
@@ -564,7 +564,9 @@ def test_route_compiles(groups, shared):
     [(16, 8, 8, False), (32, 128, 8, False), (16, 8, 8, True), (16, 11, 11, True)],
 )
 @pytest.mark.parametrize("gated", [True, False])
-def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantized):
+@pytest.mark.parametrize("partial", [False, True])
+def test_experts_for_few_tokens_compile(partial, gated, rows, num_groups, top_k, quantized):
+    """partial: other ranks have experts too."""
     from nanovllm_kernels.moe import policy, triton_unsorted
 
     hidden_size, width = 2048, 768
@@ -576,6 +578,7 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
         "QUANTIZED": quantized,
         "SWAPPED": config.swapped,
         "GRID_BY_EXPERT": num_groups == 128,
+        "PARTIAL": partial,
         "OVERLAP": True,
     }
     constants |= {} if gated else {"RESIDUAL": True}
@@ -602,13 +605,16 @@ def test_experts_for_few_tokens_compile(gated, rows, num_groups, top_k, quantize
         ("_down", 7168, 2048, 9),
     ],
 )
-def test_experts_for_one_token_avoid_miscompiled_loads(name, columns, depth, top_k):
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_experts_for_one_token_avoid_miscompiled_loads(num_ranks, name, columns, depth, top_k):
     from nanovllm_kernels.moe import policy, triton_matvec
 
     padded_k = 1 << (top_k - 1).bit_length()
-    config = policy.matvec_config(depth, padded_k if name == "_down" else 2)
+    slots = 1 << (-(-top_k // num_ranks) - 1).bit_length()
+    config = policy.matvec_config(depth, slots if name == "_down" else 2)
     constants = {"N": columns, "K": depth, "BLOCK_N": config.block_n, "GROUPS": config.num_groups, "OVERLAP": True}
-    constants |= {"PADDED_TOP_K": padded_k, "RESIDUAL": False} if name == "_down" else {}
+    constants |= {"PADDED_TOP_K": padded_k, "SLOTS": slots, "RESIDUAL": False} if name == "_down" else {}
+    constants["PARTIAL"] = num_ranks > 1
     types = ROUTED | {"weight_ptr": FP8}
     compiled = compile_kernel(vars(triton_matvec)[name], types, constants, config.num_warps, multiples=("k",))
     ptx = compiled.asm["ptx"]
@@ -699,21 +705,23 @@ def test_specialized_latent_attention_does_not_spill(page_size):
     assert "UTMASTG" in sass
 
 
-def test_gather_of_rows_compiles():
+@pytest.mark.parametrize("partial", [False, True])
+def test_gather_of_rows_compiles(partial):
     from nanovllm_kernels.moe import gluon_grouped as kernels
 
     constants = {"K": 7168, "TOP_K": 8, "PADDED_GROUPS": 64, "ROWS": kernels.GATHER_ROWS, "BLOCK": kernels.GATHER_BLOCK}
-    constants |= {"OVERLAP": True, "x_scales_stride": 1}
+    constants |= {"OVERLAP": True, "x_scales_stride": 1, "PARTIAL": partial}
     types = ROUTED | {"x_ptr": FP8, "rows_ptr": FP8, "row_scales_ptr": FLOAT, "row_weights_ptr": FLOAT}
     compiled = compile_kernel(kernels._gather_rows, types, constants, num_warps=4)
     assert "st.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_sort_of_pairs_has_barrier_before_counting(alone):
+@pytest.mark.parametrize("partial", [False, True])
+def test_sort_of_pairs_has_barrier_before_counting(partial, alone):
     from nanovllm_kernels.moe import triton_sort
 
-    sizes = {"PADDED_EXPERTS": 1024, "OVERLAP": True}
+    sizes = {"PADDED_EXPERTS": 1024, "PARTIAL": partial, "OVERLAP": True}
     sizes["BLOCK"] = triton_sort.MAX_SINGLE_PART_PAIRS if alone else triton_sort.SMALL_PART_PAIRS
     counting, rest = triton_sort._count_pairs, {"SINGLE_PART": alone, "BLOCK_M": 64}
     rest["PARTS_PER_LOAD"] = triton_sort.PARTS_PER_LOAD
@@ -725,8 +733,89 @@ def test_sort_of_pairs_has_barrier_before_counting(alone):
     assert ptx.rindex("bar.sync", 0, ptx.index("atom.global")) > ptx.rindex("st.global", 0, ptx.index("atom.global"))
 
 
-def test_sum_of_experts_compiles():
+@pytest.mark.parametrize("partial", [False, True])
+def test_sum_of_experts_compiles(partial):
     from nanovllm_kernels.moe import triton_grouped
 
-    sizes = {"N": 2048, "TOP_K": 8, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
-    compile_kernel(triton_grouped._sum_pairs, {}, sizes, num_warps=4)
+    sizes = {"N": 2048, "TOP_K": 8, "PARTIAL": partial, "RESIDUAL": True, "BLOCK": 1024, "OVERLAP": True}
+    compile_kernel(triton_grouped._sum_pairs, ROUTED, sizes, num_warps=4)
+
+
+PEERS = {"addresses_ptr": INT64, "phases_ptr": INT32, "eps": "fp32"}
+PEER_SIZES = {"RANK": 1, "SIZE": 2, "REGION_BYTES": 1 << 16, "OVERLAP": True}
+
+
+def check_peer_accesses(compiled, access):
+    """Check that each thread sends and receives whole units. access: PTX type of the accesses to peers' buffers."""
+    ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert f"st.relaxed.sys.global.{access}" in ptx
+    assert f"ld.relaxed.sys.global.{access}" in ptx
+    # Units go from memory to registers as a whole. A conversion of layouts would use shared memory.
+    assert "STG.E.128.STRONG.SYS" in sass
+    assert "LDG.E.128.STRONG.SYS" in sass
+    # Data of the previous kernel, such as the phase, is not read before that kernel has ended.
+    before_wait = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "st.global" not in before_wait
+    assert ".sys." not in before_wait
+
+
+@pytest.mark.parametrize(
+    ("types", "per_unit", "sums", "sends_parts"),
+    [
+        ({}, 8, True, False),
+        ({"x_ptr": FLOAT, "out_ptr": FLOAT}, 4, True, True),
+        ({"x_ptr": INT32, "out_ptr": INT32}, 4, False, False),
+        ({"x_ptr": INT32, "out_ptr": INT32}, 2, False, True),
+    ],
+)
+def test_exchange_between_gpus_compiles(types, per_unit, sums, sends_parts):
+    from nanovllm_kernels.collective import gluon_exchange, policy
+
+    constants = PEER_SIZES | {
+        "CHUNK_UNITS": policy.CHUNK_UNITS,
+        "PER_UNIT": per_unit,
+        "WARPS": policy.CHUNK_UNITS // 32,
+    }
+    constants |= {"SENDS_PARTS": sends_parts, "SUMS": sums}
+    multiples = ("part_size", "row_size")
+    compiled = compile_kernel(
+        gluon_exchange._exchange, PEERS | types, constants, constants["WARPS"], multiples=multiples
+    )
+    check_peer_accesses(compiled, "v2.b64" if per_unit == 2 else "v4.b32")
+    assert "STS" not in compiled.asm["sass"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_shot_sum_compiles(size):
+    from nanovllm_kernels.collective import gluon_two_shot, policy
+
+    constants = PEER_SIZES | {"SIZE": size, "CHUNK_UNITS": policy.LARGE_CHUNK_UNITS, "PER_UNIT": 8}
+    constants["WARPS"] = policy.LARGE_CHUNK_UNITS // 32
+    multiples = ("num_elements", "part_size")
+    compiled = compile_kernel(gluon_two_shot._all_reduce, PEERS, constants, constants["WARPS"], multiples=multiples)
+    check_peer_accesses(compiled, "v4.b32")
+    assert "STS" not in compiled.asm["sass"]
+    # With more ranks ptxas spills some addresses, although it may use more registers.
+    assert size > 2 or not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"])
+
+
+@pytest.mark.parametrize(
+    ("row_size", "row_units", "types", "size"),
+    [
+        (4096, 512, {}, 2),
+        (8192, 1024, {"residual_ptr": FLOAT}, 2),
+        (7168, 1024, {}, 8),
+        (8192, 2048, {"partial_ptr": FLOAT, "residual_ptr": FLOAT}, 2),
+        (576, 128, {"residual_ptr": FLOAT}, 2),
+    ],
+)
+def test_sum_and_norm_of_gpus_compiles(row_size, row_units, types, size):
+    from nanovllm_kernels.collective import gluon_all_reduce_norm, policy
+
+    num_warps = min(policy.MAX_NORM_WARPS, row_units // 32)
+    constants = PEER_SIZES | {"SIZE": size, "ROW_SIZE": row_size, "ROW_UNITS": row_units, "WARPS": num_warps}
+    constants |= {"PER_UNIT": 4 if "partial_ptr" in types else 8, "RESIDUAL": True}
+    compiled = compile_kernel(gluon_all_reduce_norm._all_reduce_norm, PEERS | types, constants, num_warps)
+    check_peer_accesses(compiled, "v4.b32")
+    assert not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"])

@@ -1,6 +1,7 @@
 """Tests mixtures of experts in plain torch against loops over tokens in float64."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from nanovllm_kernels import fp8
 from nanovllm_kernels.elementwise import norm_parts, prepare_norm_weight
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe import ChosenExperts, PackedExperts, Routing, fused_experts, pack_experts, policy, route
+from nanovllm_kernels.platform import DeviceInfo
 
 
 def route_naively(logits: Tensor, routing: Routing, bias: Tensor | None) -> list[dict[int, float]]:
@@ -146,14 +149,86 @@ def test_block_fp8_experts_match_float64(hidden_size, width):
     )
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, 12),
+    num_experts=st.integers(2, 9),
+    num_ranks=st.integers(2, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, fp8.DTYPE]),
+    residual=st.sampled_from([None, "same", "float32"]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_results_of_ranks_add_up(num_tokens, num_experts, num_ranks, dtype, residual, seed):
+    """A rank may have one expert, and no token may choose an expert of the rank."""
+    torch.manual_seed(seed)
+    if dtype == fp8.DTYPE:
+        w13, w2, scales13, scales2, *_ = quantized_experts(num_experts, 130, 40)[0]
+    else:
+        w13, w2 = torch.randn(num_experts, 32, 24).to(dtype) * 0.3, torch.randn(num_experts, 24, 16).to(dtype) * 0.3
+        scales13 = scales2 = None
+    tensors = w13, w2, scales13, scales2
+    x = torch.randn(num_tokens, w2.shape[1]).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    weights, ids = torch.rand(num_tokens, num_experts).topk(1 + seed % num_experts)
+    chosen = ChosenExperts(weights, ids.int())
+    added = torch.zeros_like(x)
+    if residual is not None:
+        added = torch.randn(x.shape).to(x.dtype if residual == "same" else torch.float32)
+
+    def run(experts: PackedExperts) -> Tensor:
+        out = fused_experts(x, experts, chosen, None if residual is None else added.clone())
+        assert out.dtype == added.dtype
+        return out
+
+    bounds = sorted({0, num_experts, *(1 + seed * rank % num_experts for rank in range(1, num_ranks))})
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for first, end in pairwise(bounds):
+        own = [None if tensor is None else tensor[first:end] for tensor in tensors]
+        result = run(pack_experts(*own, first_id=first, num_all=num_experts))
+        is_unused = ((ids < first) | (ids >= end)).all(1)
+        assert torch.equal(result[is_unused], added[is_unused])
+        total += result.double() - added.double()
+    expected = run(pack_experts(*tensors)).double() - added.double()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert (total - expected).norm() < tolerance * (expected.norm() + 1)
+
+
+@pytest.mark.parametrize(("first_id", "num_all"), [(-1, 8), (5, 8), (1, None), (0, 3)])
+def test_ids_of_a_rank_outside_all_experts_are_rejected(first_id, num_all):
+    with pytest.raises(ValueError, match=f"first_id={first_id}"):
+        pack_experts(torch.randn(4, 8, 16), torch.randn(4, 16, 4), first_id=first_id, num_all=num_all)
+
+
+def test_a_rank_without_experts_is_rejected():
+    with pytest.raises(ValueError, match="at least one expert"):
+        pack_experts(torch.randn(0, 8, 16), torch.randn(0, 16, 4), first_id=2, num_all=4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 32, 33, 511, 512, 4096])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_each_rank_chooses_the_kernel_of_all_experts(num_tokens, quantized, monkeypatch):
+    """The kernel and its tile depend on the average number of rows per expert, which is the same on every rank."""
+    hopper = DeviceInfo("Hopper", (9, 0), total_memory=0, num_sms=132, has_triton=True)
+    monkeypatch.setattr(policy, "describe_device", lambda _: hopper)
+    device, scales = torch.device("cuda"), torch.empty(1) if quantized else None
+    w13, w2 = torch.empty(256, 2, 1), torch.empty(1).expand(256, 512, 128)
+    whole = pack_experts(w13, w2, scales, scales)
+    own = pack_experts(w13[:64], w2[:64], scales, scales, first_id=64, num_all=256)
+    kernels = {policy.choose_kernel(num_tokens, 8, each, torch.bfloat16, device) for each in (whole, own)}
+    assert len(kernels) == 1
+    assert ("specialized" in kernels) == (quantized and num_tokens >= 512)
+
+
 @pytest.mark.parametrize("shared", ["none", "gated"])
-def test_compiled_experts_match_eager_experts(shared):
+@pytest.mark.parametrize("first_id", [0, 2])
+def test_compiled_experts_match_eager_experts(first_id, shared):
+    """With all experts, and with the last experts only."""
     w13, w2, bias = torch.randn(7, 32, 16), torch.randn(7, 16, 16), torch.randn(6)
     routing = Routing(2, "sigmoid", num_groups=2, top_groups=1, shared=shared)
 
     def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = route(logits, routing, bias)
-        return fused_experts(x, pack_experts(w13, w2), ChosenExperts(weights, ids), x)
+        experts = pack_experts(w13[first_id:], w2[first_id:], first_id=first_id, num_all=7)
+        return fused_experts(x, experts, ChosenExperts(weights, ids), x)
 
     x, logits = torch.randn(5, 16), torch.randn(5, 6 + (shared == "gated"))
     expected = layer(x.clone(), logits)

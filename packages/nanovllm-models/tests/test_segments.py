@@ -330,6 +330,25 @@ def test_a_turn_encodes_only_its_new_segments():
     assert not backend.encoded
 
 
+def test_segments_of_a_text_that_is_too_long_are_neither_cached_nor_published():
+    encoder, backend = counting_encoder(1 << 20)
+    peer = Exchange()
+    encoder.share(Exchange([peer]))
+    encoder.encode("hello<|im_end|>")
+    assert {*peer.receive()} == {"hello"}
+    text = "hello<|im_end|>" + "world " * 10
+    num_tokens = len(encoder.encode(text, 5))
+    assert num_tokens > 5
+    assert not peer.receive()
+    backend.encoded.clear()
+    assert len(encoder.encode(text, num_tokens)) == num_tokens
+    assert backend.encoded == ["world " * 10]
+    assert {*peer.receive()} == {"world " * 10}
+    backend.encoded.clear()
+    encoder.encode(text, 5)
+    assert not backend.encoded
+
+
 def test_the_least_recently_used_segments_leave_a_full_cache():
     cache = SegmentCache(16_000)
     ids = b"\0" * 400

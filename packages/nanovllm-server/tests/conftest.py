@@ -66,7 +66,7 @@ class ScriptedTokenizer:
     given: list[tuple[Any, Any]] = field(default_factory=list)
     turns: list[tuple[bool, bool, Any]] = field(default_factory=list)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+    def encode(self, text: str, *, add_special_tokens: bool, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
         return np.array(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
 
     def min_num_tokens(self, text: str) -> int:

@@ -40,11 +40,13 @@ class InstalledServer:
 
     error: stderr of a start before the default model was installed.
     completion: the server's answer to a request for 4 tokens.
+    max_parent_bytes: largest memory of the server's parent process so far. The start converted the default model.
     """
 
     server: Any
     error: str
     completion: dict[str, Any]
+    max_parent_bytes: int
 
 
 def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
@@ -82,4 +84,6 @@ def start_from_wheels(
     server = stack.enter_context(run_server(None, *flags, nice=NICE, program=(program,), environment=variables))
     with post_chat(server.url, chat(max_tokens=4)) as response:
         completion = json.load(response)
-    return InstalledServer(server, refused.stderr, completion)
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    max_parent_bytes = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) << 10
+    return InstalledServer(server, refused.stderr, completion, max_parent_bytes)

@@ -23,9 +23,9 @@ GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps.
-PROMPT_STEP_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
+PROMPT_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
 # Default time limit of a step with prompts and decodes.
-MIXED_STEP_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
+MIXED_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ class RequestError(ValueError):
 
 
 # invalid_grammar: the grammar can't be compiled. invalid_schema: a JSON schema in the grammar is invalid.
-# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: XML can't express its values.
+# unsupported_schema: a valid JSON schema can't be enforced. unsupported_parameters: the model writes function calls as
+# XML, which can't express values that the schema of the parameters allows.
 GrammarErrorCode = Literal["invalid_grammar", "invalid_schema", "unsupported_schema", "unsupported_parameters"]
 
 

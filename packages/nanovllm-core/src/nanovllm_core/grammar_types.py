@@ -41,7 +41,7 @@ class GrammarMatcher(Protocol):
         """Advance by one token. Returns False and does not advance if the grammar forbids the token."""
         ...
 
-    def fill(self, masks: NDArray[np.int32], index: int) -> None:
+    def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
         """Write the mask of allowed next tokens to masks[index], for `nanovllm_kernels.sampling.apply_masks_`."""
         ...
 
@@ -51,7 +51,7 @@ class GrammarMatcher(Protocol):
         ...
 
     @staticmethod
-    def fill_all(matchers: "Sequence[GrammarMatcher]", masks: NDArray[np.int32]) -> None:
+    def fill_masks(matchers: "Sequence[GrammarMatcher]", masks: NDArray[np.int32]) -> None:
         """Write the mask of `matchers[i]` to masks[i]."""
         ...
 

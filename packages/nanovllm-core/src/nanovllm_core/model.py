@@ -57,7 +57,7 @@ CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """The states of a recurrent layer: [num_slots, *shape], where the layer's StateSpec gives each shape."""
+    """The states of a recurrent layer: [num_state_slots, *shape], where the layer's StateSpec gives each shape."""
 
     recurrent: Tensor
     conv_inputs: Tensor

@@ -156,9 +156,9 @@ def test_a_large_cache_takes_no_memory_before_it_is_used():
 STATE_SPECS = [StateSpec((2, 3, 5), (4, 6)), StateSpec((1, 2, 2), (2, 4)), StateSpec((2, 3, 5), (4, 6))]
 
 
-def make_filled_memory(num_slots: int, state_dtype: torch.dtype) -> CacheMemory:
+def make_filled_memory(num_state_slots: int, state_dtype: torch.dtype) -> CacheMemory:
     memory = CacheMemory(make_layout(PAGED, *STATE_SPECS, state_dtype=state_dtype), CPU)
-    memory.allocate(0, num_slots)
+    memory.allocate(0, num_state_slots)
     for cache in memory.state_caches:
         for states in cache:
             states.copy_(torch.randn(states.shape))
@@ -174,11 +174,11 @@ def test_ordered_copies_equal_simultaneous_copies(state_dtype):
     rng = random.Random(0)
     chains = cycles = 0
     for _ in range(200):
-        num_slots = rng.randrange(1, 12)
-        targets = rng.sample(range(1, num_slots + 1), rng.randrange(1, num_slots + 1))
-        copies = [(rng.randrange(1, num_slots + 1), target) for target in targets]
+        num_state_slots = rng.randrange(1, 12)
+        targets = rng.sample(range(1, num_state_slots + 1), rng.randrange(1, num_state_slots + 1))
+        copies = [(rng.randrange(1, num_state_slots + 1), target) for target in targets]
         ordered = order_slot_copies(copies)
-        memory = make_filled_memory(num_slots, state_dtype)
+        memory = make_filled_memory(num_state_slots, state_dtype)
         expected = [states.clone() for cache in memory.state_caches for states in cache]
         for states in expected:
             sources, targets = map(as_tensor, map(list, zip(*copies, strict=True)))
@@ -214,9 +214,9 @@ def test_state_caches_have_the_shapes_of_their_layers():
 
 def test_second_allocation_replaces_all_tensors():
     memory = CacheMemory(make_layout(PAGED, *STATE_SPECS), CPU)
-    for num_blocks, num_slots in [(5, 2), (3, 4)]:
-        memory.allocate(num_blocks, num_slots)
-        assert (memory.num_blocks, memory.num_slots) == (num_blocks, num_slots)
+    for num_blocks, num_state_slots in [(5, 2), (3, 4)]:
+        memory.allocate(num_blocks, num_state_slots)
+        assert (memory.num_blocks, memory.num_state_slots) == (num_blocks, num_state_slots)
         assert memory.kv_caches[0].shape[0] == num_blocks + 1
-        assert {states.shape[0] for cache in memory.state_caches for states in cache} == {num_slots + 1}
+        assert {states.shape[0] for cache in memory.state_caches for states in cache} == {num_state_slots + 1}
         assert sum(states.nbytes for cache in memory.state_caches for states in cache) == memory.state_bytes

@@ -7,8 +7,8 @@ from nanovllm_core.request_state import MAX_CHECKPOINTS, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 
-def make_manager(num_slots: int, max_running: int) -> CacheManager:
-    states = StatePool(num_slots, max_running, 16)
+def make_manager(num_state_slots: int, max_running: int) -> CacheManager:
+    states = StatePool(num_state_slots, max_running, 16)
     return CacheManager(1000, 16, prefix_caching=True, hash_algorithm="fast", watermark=0, state_pool=states)
 
 

@@ -186,9 +186,9 @@ async def test_stop_token_ids_stop_where_the_grammar_allows_them(engine):
     assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", stop)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-async def test_a_reasoning_budget_closes_overlong_reasoning(depth, toy_spec, oracle):
-    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "depth": depth}, device="cpu"))
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+async def test_a_reasoning_budget_closes_overlong_reasoning(max_steps_in_flight, toy_spec, oracle):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(**{**BASE, "depth": max_steps_in_flight}, device="cpu"))
     prompt = [7, 8, 9]
     free = oracle(prompt, 40)
 

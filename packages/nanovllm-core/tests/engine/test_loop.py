@@ -41,17 +41,19 @@ def events(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("is_asynchronous", "depth", "order"),
+    ("is_asynchronous", "max_steps_in_flight", "order"),
     [
-        # On a CPU, launching includes has_launched: posting later would delay outputs by a whole step.
+        # On a CPU, `launch` computes the step: posting after it would delay outputs by a whole step.
         (False, None, "launch post launch post launch post launch post launch post launch post"),
         # The length limit is known before the last token is, so no further step is launched.
         (True, 2, "launch launch launch post launch post launch post launch post post post"),
         (True, 1, "launch launch post launch post launch post launch post launch post post"),
     ],
 )
-async def test_next_step_is_launched_before_outputs_are_posted(is_asynchronous, depth, order, toy_spec, oracle, events):
-    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=depth))
+async def test_next_step_is_launched_before_outputs_are_posted(
+    is_asynchronous, max_steps_in_flight, order, toy_spec, oracle, events
+):
+    engine = await AsyncEngine.start(toy_spec(), EngineConfig(device="cpu", num_blocks=32, depth=max_steps_in_flight))
     engine._loop._runner.is_asynchronous = is_asynchronous
     async with asyncio.timeout(10):
         while "post" not in events:

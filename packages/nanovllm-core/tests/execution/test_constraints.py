@@ -55,7 +55,7 @@ class CountingMatcher:
         self.count += 1
         return True
 
-    def fill(self, masks: np.ndarray, index: int) -> None:
+    def fill_mask(self, masks: np.ndarray, index: int) -> None:
         masks[index] = 0
         masks[index, 0] = 1 << self.count
 
@@ -65,10 +65,10 @@ class CountingMatcher:
         return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
 
     @staticmethod
-    def fill_all(matchers, masks) -> None:
+    def fill_masks(matchers, masks) -> None:
         matchers[0].calls.append(len(matchers))
         for index, matcher in enumerate(matchers):
-            matcher.fill(masks, index)
+            matcher.fill_mask(masks, index)
 
 
 @dataclass

@@ -21,12 +21,14 @@ def unpinned_slots(monkeypatch):
 
 
 @pytest.mark.usefixtures("unpinned_slots")
-@pytest.mark.parametrize("depth", [1, 2])
-def test_slots_of_steps_in_flight_are_not_overwritten(depth):
-    ring = HostCopyRing(3, depth, torch.cuda.Stream())
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_slots_of_steps_in_flight_are_not_overwritten(max_steps_in_flight):
+    ring = HostCopyRing(3, max_steps_in_flight, torch.cuda.Stream())
     slots = [ring.next_slot() for _ in range(20)]
     for index, slot in enumerate(slots):
         slot.token_array[:] = index
-        in_flight = slots[max(0, index - depth) : index]
-        assert [int(other.token_array[0]) for other in in_flight] == list(range(max(0, index - depth), index))
-    assert slots[depth + 2].tokens is slots[0].tokens
+        in_flight = slots[max(0, index - max_steps_in_flight) : index]
+        assert [int(other.token_array[0]) for other in in_flight] == list(
+            range(max(0, index - max_steps_in_flight), index)
+        )
+    assert slots[max_steps_in_flight + 2].tokens is slots[0].tokens

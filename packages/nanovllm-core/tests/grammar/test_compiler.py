@@ -28,7 +28,7 @@ def walk(grammar: Grammar, rng: random.Random, most: int) -> tuple[list[int], bo
     """Random allowed tokens, the end as soon as it is allowed every other time: the tokens, and whether it came."""
     matcher, mask, tokens = grammar.start(), np.zeros((1, WORDS), np.int32), []
     while len(tokens) < most:
-        matcher.fill(mask, 0)
+        matcher.fill_mask(mask, 0)
         choices = allowed(mask[0])
         assert choices
         assert max(choices) < toy_model.VOCAB

@@ -37,7 +37,7 @@ def write(grammar: Grammar, begin: str, again: list[bytes], most: int) -> bytes:
     written: list[int] = []
 
     def go_on(token: int) -> bool:
-        matcher.fill(mask, 0)
+        matcher.fill_mask(mask, 0)
         if not np.unpackbits(mask[0].view(np.uint8), bitorder="little")[token]:
             return False
         assert matcher.accept(token)
@@ -152,10 +152,10 @@ def test_a_row_that_is_resumed_goes_on_as_it_was(compiler):
     tokens = [*b'"' + b"ab" * 60]
     first, second = grammar.start(), grammar.start()
     for token in tokens:
-        first.fill(masks, 0)
+        first.fill_mask(masks, 0)
         assert first.accept(token) == second.accept(token)
-    first.fill(masks, 0)
-    second.fill(masks, 1)
+    first.fill_mask(masks, 0)
+    second.fill_mask(masks, 1)
     assert (masks[0] == masks[1]).all()
     assert np.unpackbits(masks[0].view(np.uint8)).sum() == 1
 

@@ -84,11 +84,36 @@ def test_ranks_have_an_even_share_of_every_experts_width(names, size, ranks, rou
     )
 
 
+@pytest.mark.parametrize("quantization", [None, BlockFP8()])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_share_experts_as_wholes(num_ranks, quantization, ranks, routing):
+    x, weights, ids = routing
+    tensors = expert_tensors("experts", width=256)
+    if quantization is not None:
+        tensors = quantized(tensors)
+    residual, streams = torch.randn(5, HIDDEN), []
+    (single,) = ranks(1)
+    whole = Experts(NUM_EXPERTS, HIDDEN, 256, single, quantization=quantization)
+    load_weights(nn.ModuleDict({"experts": whole}), tensors.items())
+    for build in ranks(num_ranks):
+        build = replace(build, parallel=replace(build.parallel, shares_whole_experts=True))
+        experts = Experts(NUM_EXPERTS, HIDDEN, 256, build, quantization=quantization)
+        load_weights(nn.ModuleDict({"experts": experts}), tensors.items())
+        assert experts.weights.w2.shape == (NUM_EXPERTS // num_ranks, HIDDEN, 256)
+        streams.append(experts.forward(x, weights, ids, ResidualStream(residual.clone())))
+    expected = whole.forward(x, weights, ids, ResidualStream(residual.clone())).residual
+    torch.testing.assert_close(add_up(streams), expected, rtol=1e-4, atol=1e-3)
+
+
 def test_widths_that_ranks_cannot_share_are_refused(ranks):
     with pytest.raises(ValueError, match="the width of an expert is 10"):
         Experts(NUM_EXPERTS, HIDDEN, 10, ranks(3)[0])
     with pytest.raises(ValueError, match="192 wide, but 2 ranks can't split its FP8 blocks of 128"):
         Experts(NUM_EXPERTS, HIDDEN, 192, ranks(2)[0], quantization=BlockFP8())
+    build = ranks(3)[0]
+    build = replace(build, parallel=replace(build.parallel, shares_whole_experts=True))
+    with pytest.raises(ValueError, match="the number of experts is 4, which 3 ranks can't split evenly"):
+        Experts(4, HIDDEN, WIDTH, build)
 
 
 @pytest.mark.parametrize(("size", "width"), [(1, 150), (2, 256)])
@@ -209,7 +234,7 @@ def test_random_experts_depend_on_the_seed(build):
 
     assert torch.equal(make_experts(1).weights.w13, make_experts(1).weights.w13)
     assert not torch.equal(make_experts(1).weights.w2, make_experts(2).weights.w2)
-    w13, w2, scales13, scales2, _ = make_experts(1, BlockFP8()).weights
+    w13, w2, scales13, scales2, *_ = make_experts(1, BlockFP8()).weights
     assert 0.015 < (w13.float() * scales13.flatten(0, 1).view(2, 2, 1).repeat_interleave(64, 1)).std() < 0.025
     assert 0.015 < (w2.float() * scales2).std() < 0.025
 

@@ -12,7 +12,7 @@ from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.prompt_scheduler import MAX_BYPASSES, MAX_WAITING_CANDIDATES
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepWork
-from nanovllm_kernels.attention import AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import AttentionEstimator, attention_pairs
 
 MAX_STEP_TOKENS, LONG_PROMPT_TOKENS, BLOCK_SIZE = 8192, 5000, 16
 
@@ -182,7 +182,7 @@ def test_a_request_that_lacks_blocks_is_overtaken_a_limited_number_of_times():
     assert scheduler.num_waiting == 0
 
 
-ROUNDS = AttentionRounds(tile_tokens=32, tiles_per_round=16)
+ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
 
 
 def make_fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float) -> Scheduler:
@@ -200,7 +200,7 @@ def make_fitted_scheduler(limits: StepLimits, per_token: float, per_pair: float)
     [(640, 1e-9, 640), (640, 1e-6, 512), (960, 1e-6, 960), (400, 1e-6, 400), (1200, 1e-6, 1024)],
 )
 def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_device_idle(budget, per_pair, expected):
-    scheduler = make_fitted_scheduler(StepLimits(budget, attention_rounds=ROUNDS), 1e-5, per_pair)
+    scheduler = make_fitted_scheduler(StepLimits(budget, attention_estimator=ESTIMATOR), 1e-5, per_pair)
     add_request(scheduler, 0, LONG_PROMPT_TOKENS)
     assert run_step(scheduler) == [expected]
 
@@ -208,13 +208,15 @@ def test_a_chunk_is_cut_where_attention_takes_the_time_and_would_leave_the_devic
 @pytest.mark.parametrize(("limit_s", "expected"), [(0.0190, 928), (0.0165, 512)])
 def test_a_chunk_is_cut_where_its_last_round_of_attention_would_exceed_the_limit(limit_s, expected):
     # By their pairs 960 tokens fit into 19 ms, in two whole rounds 928; in 16.5 ms the second round would be idle.
-    scheduler = make_fitted_scheduler(StepLimits(8192, prompt_step_s=limit_s, attention_rounds=ROUNDS), 1e-5, 2e-8)
+    scheduler = make_fitted_scheduler(
+        StepLimits(8192, prompt_step_limit_s=limit_s, attention_estimator=ESTIMATOR), 1e-5, 2e-8
+    )
     add_request(scheduler, 0, LONG_PROMPT_TOKENS)
     assert run_step(scheduler) == [expected]
 
 
 def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
-    limits = StepLimits(8192, prompt_step_s=0.02, padded_tokens=(256, 512, 1024, 1536, 2048, 4096))
+    limits = StepLimits(8192, prompt_step_limit_s=0.02, padded_token_counts=(256, 512, 1024, 1536, 2048, 4096))
     scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
     add_request(scheduler, 0, LONG_PROMPT_TOKENS)
     # 20 ms are 2,000 tokens, which would be padded to 2,048.
@@ -223,7 +225,7 @@ def test_a_step_ends_at_a_padded_size_where_padding_would_exceed_its_limit():
 
 
 def test_a_step_that_mostly_attends_is_not_cut_to_the_padded_size_below():
-    limits = StepLimits(8192, prompt_step_s=0.05, padded_tokens=(512, 768, 1024))
+    limits = StepLimits(8192, prompt_step_limit_s=0.05, padded_token_counts=(512, 768, 1024))
     scheduler = make_fitted_scheduler(limits, 1e-5, 2e-8)
     request = add_request(scheduler, 0, LONG_PROMPT_TOKENS)
     counts = [run_step(scheduler)[0] for _ in range(6)]
@@ -235,7 +237,7 @@ def test_a_step_that_mostly_attends_is_not_cut_to_the_padded_size_below():
 
 
 def test_a_prompt_that_fits_with_its_padding_is_not_cut():
-    limits = StepLimits(8192, prompt_step_s=0.025, padded_tokens=(1024, 2048, 4096))
+    limits = StepLimits(8192, prompt_step_limit_s=0.025, padded_token_counts=(1024, 2048, 4096))
     scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
     add_request(scheduler, 0, 2047)
     step = scheduler.schedule()
@@ -244,7 +246,7 @@ def test_a_prompt_that_fits_with_its_padding_is_not_cut():
 
 
 def test_a_long_prompt_does_not_fill_a_step_that_ends_a_short_one():
-    scheduler = make_fitted_scheduler(StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.01), 1e-5, 1e-12)
+    scheduler = make_fitted_scheduler(StepLimits(8192, prompt_step_limit_s=0.04, mixed_step_limit_s=0.01), 1e-5, 1e-12)
     add_request(scheduler, 0, 8000)
     assert run_step(scheduler) == [pytest.approx(4000, rel=0.02)]
     add_request(scheduler, 1, 100)
@@ -252,7 +254,7 @@ def test_a_long_prompt_does_not_fill_a_step_that_ends_a_short_one():
 
 
 def test_prompts_that_a_step_ends_may_take_all_of_its_time():
-    limits = StepLimits(8192, prompt_step_s=0.04, mixed_step_s=0.02)
+    limits = StepLimits(8192, prompt_step_limit_s=0.04, mixed_step_limit_s=0.02)
     scheduler = make_fitted_scheduler(limits, 1e-5, 1e-12)
     for key in range(4):
         add_request(scheduler, key, 1200)

@@ -16,13 +16,13 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
-TARGET_STEP_S, PROMPT_STEP_S = 0.025, 0.05
+TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
 MAX_STEP_TOKENS = 8192
 PADDED_TOKENS = tuple(mixed_sizes(MAX_STEP_TOKENS))
-ROUNDS = AttentionRounds(tile_tokens=32, tiles_per_round=16)
+ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
 # Maximum excess of a step over its limit, as a share. The model knows neither padding, noise nor the roofline's knee.
 MAX_EXCESS = 0.2
 
@@ -44,21 +44,21 @@ class SimulatedEngine:
     in_flight: launched steps, and the times at which they finish.
     first_token_times: time of the first token, by request key.
     steps: work and seconds of all launched steps.
-    max_in_flight: maximum number of steps in flight so far.
+    peak_in_flight: largest number of steps in flight so far.
     """
 
     seed: int
     target_s: float | None = TARGET_STEP_S
-    depth: int = 2
+    max_steps_in_flight: int = 2
     max_num_seqs: int = 64
-    rounds: AttentionRounds = ROUNDS
+    estimator: AttentionEstimator = ESTIMATOR
     noise: float = 0.03
     now: float = 0.0
     device_idle_at: float = 0.0
     in_flight: deque[tuple[ScheduledStep, float]] = field(default_factory=deque)
     first_token_times: dict[int, float] = field(default_factory=dict)
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
-    max_in_flight: int = 0
+    peak_in_flight: int = 0
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
@@ -75,7 +75,9 @@ class SimulatedEngine:
         self.scheduler = Scheduler(
             [cache],
             max_num_seqs=self.max_num_seqs,
-            limits=StepLimits(MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_S, PROMPT_STEP_S, self.rounds, PADDED_TOKENS),
+            limits=StepLimits(
+                MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, self.estimator, PADDED_TOKENS
+            ),
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[1],
             step_time_model=model,
@@ -87,13 +89,13 @@ class SimulatedEngine:
         self.scheduler.add(RequestState(key, request))
 
     def step(self) -> bool:
-        """Launch as many steps as the depth allows, then wait for the oldest one. Returns False if there is none."""
-        while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()) is not None:
+        """Launch at most `max_steps_in_flight` steps, then wait for the oldest one. Returns False if there is none."""
+        while len(self.in_flight) < self.max_steps_in_flight and (step := self.scheduler.schedule()) is not None:
             seconds = true_seconds(step.work) * self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.device_idle_at = max(self.device_idle_at, self.now) + seconds
             self.in_flight.append((step, self.device_idle_at))
             self.steps.append((step.work, seconds))
-        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
+        self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
         if not self.in_flight:
             return False
         step, self.now = self.in_flight.popleft()
@@ -109,7 +111,7 @@ class SimulatedEngine:
         excess = 0.0
         for work, seconds in self.steps:
             has_decodes = work.decode_context > 0
-            limit_s = TARGET_STEP_S if has_decodes else PROMPT_STEP_S
+            limit_s = TARGET_STEP_S if has_decodes else PROMPT_STEP_LIMIT_S
             decodes_s = true_seconds(StepWork(work.num_tokens, work.decode_context))
             # Prompts get at least one block, even if the decodes alone take the whole limit: skip such steps.
             if work.prompt_pairs and decodes_s < limit_s / 2:
@@ -120,7 +122,9 @@ class SimulatedEngine:
 @pytest.mark.parametrize("seed", range(12))
 def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_finish(seed):
     engine = SimulatedEngine(
-        seed, depth=random.Random(seed).choice([1, 2]), rounds=ROUNDS if seed % 3 else ONE_TOKEN_ROUNDS
+        seed,
+        max_steps_in_flight=random.Random(seed).choice([1, 2]),
+        estimator=ESTIMATOR if seed % 3 else ESTIMATOR_WITHOUT_ROUNDS,
     )
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))
@@ -134,7 +138,7 @@ def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_fi
     assert len(engine.first_token_times) == 120
     assert engine.max_excess() <= MAX_EXCESS
     assert engine.scheduler.step_time_model.mean_error < 0.15
-    assert engine.max_in_flight <= engine.depth
+    assert engine.peak_in_flight <= engine.max_steps_in_flight
 
 
 def test_a_short_prompt_beside_a_long_one_waits_for_at_most_three_steps():
@@ -150,7 +154,7 @@ def test_a_short_prompt_beside_a_long_one_waits_for_at_most_three_steps():
         if key in engine.first_token_times:
             waits.append(engine.first_token_times[key] - arrived)
     assert len(waits) > 15
-    assert max(waits) <= 3 * PROMPT_STEP_S * (1 + MAX_EXCESS)
+    assert max(waits) <= 3 * PROMPT_STEP_LIMIT_S * (1 + MAX_EXCESS)
 
 
 def test_a_few_short_prompts_hardly_delay_a_long_one():

@@ -191,7 +191,7 @@ class Trace:
         num_blocks = blocks_per_request * rng.choice([1, 2, 4]) + rng.randrange(3)
         max_num_seqs = rng.choice([1, 3, 8])
         self.budget = max_num_seqs + self.block_size + rng.choice([0, 5, 200])
-        self.depth = rng.choice([1, 2, 3])
+        self.max_steps_in_flight = rng.choice([1, 2, 3])
         cache_options = {
             "prefix_caching": (prefix_caching := rng.random() < 0.8),
             "hash_algorithm": rng.choice(["fast", "sha256"]),
@@ -256,7 +256,7 @@ class Trace:
 
     def step(self) -> bool:
         scheduler = self.scheduler
-        while len(self.in_flight) < self.depth:
+        while len(self.in_flight) < self.max_steps_in_flight:
             rows = scheduler.rows
             decodes = {
                 request.row

@@ -36,7 +36,13 @@ JSON = GrammarSpec("json_schema", json.dumps(OBJECT))
 REGEX = GrammarSpec("regex", "(ab|x[0-9]{2}){3,5}")
 EBNF = GrammarSpec("ebnf", 'root ::= item ("," item)*\nitem ::= [a-c] | "(" root ")"')
 TAG = GrammarSpec("structural_tag", json.dumps(TAGGED))
-_ELEMENTS = {"begin": "<p n=", "key_end": ">", "end": "</p>", "has_line_breaks": False, "json_schema": OBJECT}
+_ELEMENTS = {
+    "begin": "<p n=",
+    "key_end": ">",
+    "end": "</p>",
+    "wraps_values_in_line_breaks": False,
+    "json_schema": OBJECT,
+}
 XML = GrammarSpec(
     "structural_tag",
     json.dumps({"type": "structural_tag", "format": {"type": "xml_parameters", **_ELEMENTS}}),

@@ -51,7 +51,7 @@ _OPENMP_FUNCTIONS = np.array(
     ],
     np.int64,
 )
-OPENMP_TABLE_PTR: int = _OPENMP_FUNCTIONS.ctypes.data
+OPENMP_FUNCTIONS_PTR: int = _OPENMP_FUNCTIONS.ctypes.data
 
 
 def _can_cache() -> bool:
@@ -71,7 +71,7 @@ def kernel(function: Function) -> Function:
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath=_FAST_MATH)(function)
 
 
-def ordered_sum_kernel(function: Function) -> Function:
+def kernel_without_reordering(function: Function) -> Function:
     """Compile `function` like `kernel`, but keep the order of sums. Results do not depend on vectorisation."""
     return numba.njit(nogil=True, cache=_CAN_CACHE, fastmath={"contract"})(function)
 
@@ -79,7 +79,7 @@ def ordered_sum_kernel(function: Function) -> Function:
 def compile_region(function: Callable[[int], None]) -> int:
     """Compile `function` as an OpenMP parallel region for `run_region`. Returns the compiled function's address.
 
-    function: takes the address of an int64 array. The first element of the array must be OPENMP_TABLE_PTR.
+    function: takes the address of an int64 array. The first element of the array must be OPENMP_FUNCTIONS_PTR.
     """
     address: int = numba.cfunc(types.void(types.int64), cache=_CAN_CACHE, fastmath=_FAST_MATH)(function).address
     return address
@@ -153,7 +153,7 @@ def _emit_openmp_call(args: Any, table_index: int) -> Any:
 
 
 def _load_openmp_function(builder: Any, args: Any, table_index: int, function_type: ir.FunctionType) -> Any:
-    """Emit code that loads a function pointer from the OpenMP table. args: the same address as for `run_region`."""
+    """Emit code that loads an OpenMP function's address. args: the same address as for `run_region`."""
     int64 = ir.IntType(64)
     table = builder.load(builder.inttoptr(args, int64.as_pointer()))
     address = builder.load(builder.inttoptr(builder.add(table, int64(8 * table_index)), int64.as_pointer()))
@@ -203,7 +203,7 @@ def to_bf16(number):
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def exp(x):
     """Return exp of a float32 with an error of at most 2 ulp, by the method of Cephes' expf.
 

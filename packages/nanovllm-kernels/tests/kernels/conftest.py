@@ -69,18 +69,20 @@ def interpreter_with_fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(autouse=True)
 def interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix Triton 3.6's interpreter: numpy 2.4 rejects its conversion of one-element arrays to integers.
-
-    https://github.com/triton-lang/triton/issues/9171, fixed in later versions.
-    """
     if not INTERPRETED:
         return
+    from interpreter_fixes import make_numpy_2_4_patch
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", make_numpy_2_4_patch())
 
-    def patch_tensor_and_index(tensor, scope) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the sort of (token, expert) pairs split few pairs into several parts."""
+    from nanovllm_kernels.moe import triton_sort
+
+    sizes = {"MAX_SINGLE_PART_PAIRS": 32, "SMALL_PART_PAIRS": 32, "MAX_SMALL_PARTS": 3}
+    sizes |= {"LARGE_PART_PAIRS": 64, "PARTS_PER_LOAD": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_sort, name, size)

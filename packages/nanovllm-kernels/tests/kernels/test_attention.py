@@ -393,7 +393,7 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(
         backend=backend,
         has_only_whole_prompts=True,
     )
-    assert batch_plan.reads_own_keys
+    assert batch_plan.reads_step_keys
     query_start_loc, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     qkv = torch.zeros(len(batch.q), num_heads + 2 * num_kv_heads, 128, dtype=torch.bfloat16, device=device)
     qkv[:, :num_heads] = batch.q
@@ -408,15 +408,15 @@ def test_whole_prompts_read_the_steps_own_keys_and_values(
         if query_start_loc[request + 1] - query_start_loc[request] > 1:
             batch.kv_cache[batch.block_tables[request, : -(-length // 16)].long()] = 1e4
     expected = naive_attention(
-        replace(batch, kv_cache=replace_own_keys_values(batch, qkv[:, num_heads:], query_start_loc, lengths))
+        replace(batch, kv_cache=replace_step_keys_values(batch, qkv[:, num_heads:], query_start_loc, lengths))
     )
     out = paged_attention(
-        qkv[:, :num_heads], batch.kv_cache, batch_plan, scale=batch.scale, own_keys_values=qkv[:, num_heads:]
+        qkv[:, :num_heads], batch.kv_cache, batch_plan, scale=batch.scale, step_keys_values=qkv[:, num_heads:]
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
 
 
-def replace_own_keys_values(batch, keys_values, query_start_loc, lengths):
+def replace_step_keys_values(batch, keys_values, query_start_loc, lengths):
     """Return the cache with the step's own keys and values."""
     kv_cache = batch.kv_cache.clone()
     for request, length in enumerate(lengths):

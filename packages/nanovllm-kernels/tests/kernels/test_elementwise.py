@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.elementwise import QKNorm, elementwise_reference
+from nanovllm_kernels.elementwise import QKNorm, elementwise_reference, norm_parts, rms_norm
 
 SMALL = [torch.float32, torch.float16]
 LARGE = [torch.float32, torch.float16, torch.bfloat16]
@@ -168,3 +168,17 @@ def test_large_shapes_match_reference(device, dtype, num_tokens):
     for heads, dims in [((9, 3), (64, 64)), ((32, 8), (128, 128)), ((32, 2), (128, 64)), ((16, 16), (80, 32))]:
         check_rope_and_cache(num_tokens, heads, dims, dtype, device, with_norm=False)
         check_rope_and_cache(num_tokens, heads, dims, dtype, device, with_norm=True)
+
+
+@pytest.mark.parametrize(("sizes", "width"), [((48, 16), 100), ((96, 32), 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_norm_parts_matches_two_norms(sizes, width, dtype, device):
+    x = torch.randn((3, width + 8), device=device).to(dtype)[:, :width]
+    first, second = (torch.randn(size, device=device).to(dtype) for size in sizes)
+    expected = x.clone()
+    begin, end = sizes[0], sum(sizes)
+    expected[:, :begin] = rms_norm(x[:, :begin], first, 1e-5)
+    expected[:, begin:end] = rms_norm(x[:, begin:end], second, 1e-5)
+    torch.ops.nanovllm.norm_parts(x, list(sizes), first, second, 1e-5)
+    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-5)
+    assert norm_parts(x, sizes, (first, second), 1e-5) is None

@@ -71,6 +71,6 @@ def test_expert_kernels_round_like_torch(rows, num_tokens, device):
     counters = torch.zeros(policy.num_counters(2 * GROUP), dtype=torch.int32, device=device)
     weights = torch.ones((num_tokens, 1), device=device)
     ids = torch.arange(num_tokens, device=device).remainder(2).int().unsqueeze(1)
-    found = _fused_experts_op(x, w13, w2, scales13, scales2, counters, weights, ids, None)
+    found = _fused_experts_op(x, w13, w2, scales13, scales2, counters, 0, 2, weights, ids, None)
     gates = round_to_fp8(x[:, GROUP:])[:, :1]
     assert torch.equal(found[:, :GROUP], round_to_fp8(gates * round_to_fp8(x[:, :GROUP])))

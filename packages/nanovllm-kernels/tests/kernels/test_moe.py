@@ -1,100 +1,29 @@
-"""Tests the kernels of mixtures of experts against plain torch, with all options."""
+"""Tests the kernels of experts against plain torch, for all experts and for the experts of one rank."""
 
-from dataclasses import astuple
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.elementwise import norm_parts, rms_norm
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe import (
     ChosenExperts,
     PackedExperts,
-    Routing,
     _fused_experts_op,
-    _route_op,
     moe_reference,
+    pack_experts,
     policy,
 )
 from nanovllm_kernels.platform import describe_device, has_cuda
 
+needs_hopper = pytest.mark.skipif(
+    not has_cuda() or describe_device(torch.device("cuda")).capability != (9, 0), reason="needs Hopper"
+)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-def check_route(logits: Tensor, routing: Routing, bias: Tensor | None, *, near_ties: bool = False) -> None:
-    """near_ties: scores may differ by less than their rounding, so that either expert may come first."""
-    weights, ids = _route_op(logits, bias, *astuple(routing))
-    expected_weights, expected_ids = moe_reference.route(logits, routing, bias)
-    if near_ties:
-        check_order(logits, routing, bias, ids, expected_ids)
-    else:
-        assert torch.equal(ids, expected_ids)
-    same = (ids == expected_ids).all(1)
-    torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-5, atol=1e-7)
-
-
-def check_order(logits: Tensor, routing: Routing, bias: Tensor | None, ids: Tensor, expected_ids: Tensor) -> None:
-    """Assert that the ids are as expected, except where scores are equal up to rounding."""
-    routed = logits[:, :-1] if routing.shared == "gated" else logits
-    scores = routed.softmax(-1) if routing.scoring == "softmax" else routed.sigmoid()
-    choice = scores if bias is None else scores + bias
-    found, wanted = (choice.gather(1, each[:, : routing.top_k].long()) for each in (ids, expected_ids))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
-    assert (ids.sort(1).values.diff() > 0).all()
-    assert torch.equal(ids[:, routing.top_k :], expected_ids[:, routing.top_k :])
-    assert (ids == expected_ids).all(1).double().mean() > 0.999
-
-
-@pytest.mark.parametrize(
-    "routing",
-    [
-        Routing(2, "softmax", renormalize=False),
-        Routing(3, "softmax"),
-        Routing(1, "sigmoid", scale=2.5),
-        Routing(8, "sigmoid", num_groups=4, top_groups=2),
-        Routing(5, "sigmoid", num_groups=2, top_groups=1, scale=2.5),
-        Routing(4, "softmax", num_groups=8, top_groups=5),
-        Routing(3, "softmax", shared="gated"),
-        Routing(2, "sigmoid", shared="always", scale=2.5),
-        Routing(4, "sigmoid", num_groups=4, top_groups=2, shared="gated", renormalize=False),
-        Routing(8, "sigmoid", num_groups=4, top_groups=2, shared="always"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("num_experts", [24, 64])
-def test_route_matches_reference(routing, num_experts, device):
-    # The logits differ in bf16 too.
-    order = torch.rand((3, num_experts + 5), device=device).argsort(-1)
-    logits = ((order - 10) / 8).to(torch.bfloat16 if num_experts == 24 else torch.float32)
-    logits = logits[:, : num_experts + (routing.shared == "gated")]
-    bias = torch.rand(num_experts, device=device) * 0.01
-    check_route(logits, routing, bias)
-    if routing.num_groups == 1:
-        check_route(logits, routing, None)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_experts", [128, 256, 512])
-@pytest.mark.parametrize("num_tokens", [1, 5000])
-def test_large_route_matches_reference(num_tokens, num_experts, device):
-    logits, bias = torch.randn(num_tokens, num_experts, device=device), torch.randn(num_experts, device=device)
-    for routing in (Routing(8), Routing(10, "sigmoid"), Routing(8, "sigmoid", True, 8, 4, 2.5)):
-        check_route(logits, routing, bias, near_ties=True)
-    check_route(logits[:, :-1], Routing(10, shared="always"), None, near_ties=True)
-    check_route(logits, Routing(10, shared="gated"), None, near_ties=True)
-
-
-def test_nan_logits_give_valid_expert_ids(device):
-    logits = torch.full((2, 20), torch.nan, device=device)
-    logits[1] = torch.arange(20, device=device) / 4
-    for groups in ((1, 1), (4, 2)):
-        _, ids = _route_op(logits, None, 3, "sigmoid", True, *groups, 1.0, "always")
-        assert ((ids[0, :3] >= 0) & (ids[0, :3] < 20)).all()
-        assert ids[1].tolist() == [19, 18, 17, 20]
-
-
-def check_experts(
+def draw_case(
     num_tokens: int,
     num_experts: int,
     hidden_size: int,
@@ -103,14 +32,15 @@ def check_experts(
     dtype: torch.dtype,
     device: str,
     *,
-    residual: torch.dtype | None = None,
     quantized: bool = False,
     favourite: bool = False,
     shared: bool = False,
-) -> Tensor:
-    """Compare with the reference, with `x` a view of longer rows, and return the kernels' result.
+    eligible: range | None = None,
+) -> tuple[Tensor, PackedExperts, ChosenExperts]:
+    """Draw tokens `x`, a view of longer rows, and experts with counters.
 
     favourite: all tokens choose the same experts. shared: each token's last expert is the last of all.
+    eligible: experts that tokens may choose besides the shared expert. None: all.
     """
     generator = torch.Generator(device).manual_seed(num_tokens * 31 + width)
 
@@ -129,26 +59,48 @@ def check_experts(
     else:
         w13, w2 = w13.to(dtype), w2.to(dtype)
     scores = draw(num_tokens, num_experts - shared)
+    if eligible is not None:
+        scores[:, : eligible.start] = scores[:, eligible.stop :] = -torch.inf
     weights, ids = scores.topk(top_k - shared, -1)
     if shared:
         weights = torch.cat((weights, draw(num_tokens, 1)), -1)
         ids = torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), -1)
     ids = (ids[:1].expand(num_tokens, -1) if favourite else ids).int().contiguous()
-    added = None if residual is None else draw(num_tokens, hidden_size).to(residual)
     counters = torch.zeros(policy.num_counters(hidden_size), dtype=torch.int32, device=device)
-    arguments = (w13, w2, scales13, scales2)
-    results = [_fused_experts_op(x, *arguments, counters, weights, ids, added) for _ in range(2)]
+    experts = pack_experts(w13, w2, scales13, scales2)._replace(counters=counters)
+    return x, experts, ChosenExperts(weights, ids)
+
+
+def check_experts(
+    num_tokens: int,
+    num_experts: int,
+    hidden_size: int,
+    width: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    residual: torch.dtype | None = None,
+    quantized: bool = False,
+    favourite: bool = False,
+    shared: bool = False,
+) -> Tensor:
+    """Compare with the reference, and return the kernels' result. See `draw_case`."""
+    sizes = num_tokens, num_experts, hidden_size, width, top_k
+    x, experts, chosen = draw_case(*sizes, dtype, device, quantized=quantized, favourite=favourite, shared=shared)
+    generator = torch.Generator(device).manual_seed(num_tokens)
+    added = None if residual is None else torch.randn(x.shape, device=device, generator=generator).to(residual)
+    results = [_fused_experts_op(x, *experts, *chosen, added) for _ in range(2)]
     assert torch.equal(*results)
-    assert not counters.any()
+    assert not experts.counters.any()
     assert results[0].dtype == (x.dtype if residual is None else residual)
     wide = None if added is None else added.double()
     if quantized:
-        experts = PackedExperts(*arguments, None)
-        expected = moe_reference.fused_experts(x.float(), experts, ChosenExperts(weights, ids), None)
+        expected = moe_reference.fused_experts(x.float(), experts, chosen, None)
         expected = expected + (0 if added is None else added.float())
     else:
-        experts = PackedExperts(w13.double(), w2.double(), None, None, None)
-        expected = moe_reference.fused_experts(x.double(), experts, ChosenExperts(weights, ids), wide)
+        wide_experts = experts._replace(w13=experts.w13.double(), w2=experts.w2.double())
+        expected = moe_reference.fused_experts(x.double(), wide_experts, chosen, wide)
     # An e4m3 value that is rounded the other way differs by 1/8; such values are rare.
     tolerance = TOLERANCE[dtype] + (0.02 if quantized else 0.0)
     assert (results[0].double() - expected).norm() < tolerance * expected.norm()
@@ -205,49 +157,6 @@ def test_many_tokens_of_one_expert_match_reference(device):
     check_experts(policy.MAX_UNSORTED_TOKENS + 80, 4, 32, 24, 1, torch.float16, device, favourite=True)
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    from nanovllm_kernels.moe import triton_sort
-
-    sizes = {"MAX_SINGLE_PART_PAIRS": 32, "SMALL_PART_PAIRS": 32, "MAX_SMALL_PARTS": 3}
-    sizes |= {"LARGE_PART_PAIRS": 64, "PARTS_PER_LOAD": 2}
-    for name, size in sizes.items():
-        monkeypatch.setattr(triton_sort, name, size)
-
-
-def check_sorted(ids: Tensor, num_experts: int, block_m: int) -> None:
-    from nanovllm_kernels.moe import triton_sort
-
-    order, starts, tiles = (each.cpu() for each in triton_sort.sort_pairs(ids, num_experts, block_m))
-    flat = ids.flatten().cpu()
-    assert torch.equal(order.sort().values, torch.arange(len(flat), dtype=torch.int32))
-    assert torch.equal(flat[order], flat.sort().values)
-    ends = torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()
-    assert starts.tolist() == [0, *ends]
-    expected = [[e, place] for e, end in enumerate(ends) for place in range(starts[e], end, block_m)]
-    assert tiles[: 1 + len(expected)].tolist()[1:] == expected
-    assert tiles[0, 0] == len(expected)
-
-
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("num_tokens", [1, 10, 16, 31, 33, 64])
-@pytest.mark.parametrize("num_experts", [3, 16])
-@pytest.mark.parametrize("block_m", [4, 16])
-def test_pairs_are_sorted_and_tiled(num_tokens, num_experts, block_m, device):
-    """With one, few and many parts; the last expert has every token."""
-    ids = torch.rand((num_tokens, num_experts - 1), device=device).argsort(1)[:, :2].int()
-    check_sorted(torch.cat((ids, torch.full_like(ids[:, :1], num_experts - 1)), 1), num_experts, block_m)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_experts", "top_k"), [(513, 11), (256, 8)])
-@pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
-def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
-    ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
-    for block_m in (16, policy.SPECIALIZED_TILE_ROWS):
-        check_sorted(ids, num_experts, block_m)
-
-
 @pytest.mark.usefixtures("small_parts")
 def test_many_tiles_and_parts_match_reference(device, monkeypatch):
     from nanovllm_kernels.moe import triton_grouped
@@ -283,7 +192,7 @@ def test_fp8_many_tokens_match_reference(num_tokens, favourite, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda() or describe_device(torch.device("cuda")).capability != (9, 0), reason="needs Hopper")
+@needs_hopper
 @pytest.mark.parametrize(("num_experts", "hidden_size", "width", "top_k"), [(17, 768, 384, 4), (9, 256, 128, 3)])
 @pytest.mark.parametrize("favourite", [False, True])
 @pytest.mark.parametrize("num_tokens", [9, 200, 1000, 8192])
@@ -311,15 +220,125 @@ def test_large_experts_match_reference(num_tokens, num_experts, hidden_size, wid
     check_experts(*sizes, torch.bfloat16, device, quantized=quantized, shared=shared)
 
 
-@pytest.mark.parametrize(("sizes", "width"), [((48, 16), 100), ((96, 32), 128)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_norm_parts_matches_two_norms(sizes, width, dtype, device):
-    x = torch.randn((3, width + 8), device=device).to(dtype)[:, :width]
-    first, second = (torch.randn(size, device=device).to(dtype) for size in sizes)
-    expected = x.clone()
-    begin, end = sizes[0], sum(sizes)
-    expected[:, :begin] = rms_norm(x[:, :begin], first, 1e-5)
-    expected[:, begin:end] = rms_norm(x[:, begin:end], second, 1e-5)
-    torch.ops.nanovllm.norm_parts(x, list(sizes), first, second, 1e-5)
-    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-5)
-    assert norm_parts(x, sizes, (first, second), 1e-5) is None
+def run_with_poisoned_memory(*arguments: object) -> Tensor:
+    """Run `_fused_experts_op`. Uninitialised tensors hold NaN (integers: the largest value)."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return _fused_experts_op(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+def take_experts(experts: PackedExperts, first: int, end: int) -> PackedExperts:
+    """Return the experts of the rank with ids `first` to `end - 1`. The memory before and after them holds NaN."""
+    own = []
+    for tensor in experts[:4]:
+        if tensor is not None:
+            poisoned = torch.full_like(tensor, torch.nan)
+            poisoned[first:end] = tensor[first:end]
+            tensor = poisoned[first:end]
+        own.append(tensor)
+    return pack_experts(*own, first_id=first, num_all=len(experts.w2))._replace(counters=experts.counters)
+
+
+def even_bounds(num_experts: int, num_ranks: int) -> list[int]:
+    """Return each rank's first id, then the number of experts."""
+    return [rank * num_experts // num_ranks for rank in range(num_ranks + 1)]
+
+
+def check_ranks(
+    x: Tensor, experts: PackedExperts, chosen: ChosenExperts, num_ranks: int, residual: Tensor | None
+) -> None:
+    """Assert that the ranks' results add up, and that a token without experts of a rank gets the residual."""
+    added = torch.zeros_like(x) if residual is None else residual
+    total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for first, end in pairwise(even_bounds(len(experts.w2), num_ranks)):
+        result = run_with_poisoned_memory(x, *take_experts(experts, first, end), *chosen, residual)
+        assert result.dtype == added.dtype
+        is_unused = ((chosen.ids < first) | (chosen.ids >= end)).all(1)
+        assert torch.equal(result[is_unused], added[is_unused])
+        assert not experts.counters.any()
+        total += result.double() - added.double()
+    expected = run_with_poisoned_memory(x, *experts, *chosen, residual).double() - added.double()
+    tolerance = TOLERANCE[x.dtype] + (0.0 if experts.scales13 is None else 0.02)
+    assert (total - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(("num_ranks", "num_experts", "top_k", "shared"), [(2, 8, 3, False), (4, 13, 4, True)])
+@pytest.mark.parametrize(
+    ("kernel", "num_tokens", "kind"),
+    [
+        ("matvec", 1, "block FP8"),
+        *product(("unsorted",), (1, 2, 5), ("float32", "bfloat16", "block FP8")),
+        *product(("grouped",), (2, 40), ("float32", "bfloat16", "block FP8")),
+    ],
+)
+def test_results_of_ranks_add_up(kernel, num_tokens, kind, num_ranks, num_experts, top_k, shared, device, monkeypatch):
+    """Tokens choose any experts, only experts of the first rank, or only experts of the last rank."""
+    monkeypatch.setattr(policy, "choose_kernel", lambda *_: kernel)
+    # Fewer programs, which Triton's interpreter runs one after another.
+    monkeypatch.setattr(policy, "MATVEC_COLUMNS", 16)
+    bounds = even_bounds(num_experts, num_ranks)
+    sizes = num_tokens, num_experts, *((200, 144) if kernel == "matvec" else (32, 24)), top_k
+    dtype, quantized = torch.bfloat16 if kind == "bfloat16" else torch.float32, kind == "block FP8"
+    for eligible in (None, range(bounds[1]), range(bounds[-2], num_experts - shared)):
+        case = draw_case(*sizes, dtype, device, quantized=quantized, shared=shared, eligible=eligible)
+        check_ranks(*case, num_ranks, None if eligible is None else torch.randn(case[0].shape, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 33, 64, 200, 1000, 4000])
+@pytest.mark.parametrize(
+    ("num_experts", "hidden_size", "width", "top_k", "shared"),
+    [(257, 2048, 512, 9, True), (64, 3072, 1536, 8, False), (33, 7168, 2048, 8, True)],
+)
+def test_results_of_ranks_with_large_experts_add_up(
+    num_tokens, num_experts, hidden_size, width, top_k, shared, quantized, device
+):
+    sizes = num_tokens, num_experts, hidden_size, width, top_k
+    for num_ranks, eligible in ((2, None), (4, None), (4, range(num_experts // 4))):
+        case = draw_case(*sizes, torch.bfloat16, device, quantized=quantized, shared=shared, eligible=eligible)
+        check_ranks(*case, num_ranks, torch.randn(case[0].shape, device=device))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 9, 200, 1000, 8192])
+@pytest.mark.parametrize("eligible", [None, range(4)])
+def test_specialized_kernel_equals_plain_kernel_on_each_rank(num_tokens, eligible, device, monkeypatch):
+    """The results are equal bit for bit, and they add up."""
+    sizes = num_tokens, 17, 768, 384, 4
+    case = draw_case(*sizes, torch.bfloat16, device, quantized=True, shared=True, eligible=eligible)
+    x, experts, chosen = case
+    for first, end in pairwise(even_bounds(17, 4)):
+        own, found = take_experts(experts, first, end), []
+        for kernel in ("specialized", "grouped"):
+            monkeypatch.setattr(policy, "choose_kernel", lambda *_, kernel=kernel: kernel)
+            found.append(run_with_poisoned_memory(x, *own, *chosen, None))
+        assert torch.equal(*found)
+    monkeypatch.setattr(policy, "choose_kernel", lambda *_: "specialized")
+    check_ranks(*case, 2, torch.randn(x.shape, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 1000])
+def test_graph_of_a_rank_replays_with_other_experts(num_tokens, quantized, device):
+    """The graph is captured while all pairs are the rank's, then replayed with few pairs, with none, and with all."""
+    sizes = num_tokens, 64, 2048, 512, 8
+    x, experts, captured = draw_case(*sizes, torch.bfloat16, device, quantized=quantized, eligible=range(16))
+    own = take_experts(experts, 0, 16)
+    others = (draw_case(*sizes, torch.bfloat16, device, eligible=each)[2] for each in (None, range(16, 64), range(16)))
+    residual = torch.randn(x.shape, device=device)
+    _fused_experts_op(x, *own, *captured, residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = _fused_experts_op(x, *own, *captured, residual)
+    for other in others:
+        for target, source in zip(captured, other, strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert torch.equal(result, _fused_experts_op(x, *own, *other, residual))

@@ -48,7 +48,7 @@ def arguments():
         "route": (torch.randn(3, 9), torch.randn(8), 2, "sigmoid", True, 4, 2, 1.5, "gated"),
         "fused_experts": (
             *(torch.randn(3, 16), torch.randn(4, 8, 16), torch.randn(4, 16, 4), None, None),
-            *(torch.zeros(1, dtype=torch.int32), torch.rand(3, 2), integers([[0, 1], [2, 1], [3, 0]])),
+            *(torch.zeros(1, dtype=torch.int32), 2, 8, torch.rand(3, 2), integers([[2, 3], [4, 3], [5, 0]])),
             torch.randn(3, 16),
         ),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5, True),

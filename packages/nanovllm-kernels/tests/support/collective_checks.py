@@ -1,13 +1,14 @@
 """Checks that run in every rank's process, on a CPU and on GPUs. A failed check raises AssertionError."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm_kernels import collective
 from nanovllm_kernels.collective import Communicator
 from nanovllm_kernels.elementwise import prepare_norm_weight
 
@@ -25,21 +26,21 @@ def open_communicator(device: torch.device) -> Iterator[Communicator]:
 
 def make_parts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
     """Return the tensor of each rank. All ranks get the same list."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return [_random(shape, dtype, generator).to(device) for _ in range(dist.get_world_size())]
+    generator = torch.Generator(device).manual_seed(seed + sum(shape))
+    return [_random(shape, dtype, generator) for _ in range(dist.get_world_size())]
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if dtype.is_floating_point and dtype.itemsize > 1:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
     info = torch.iinfo(torch.uint8 if dtype.itemsize == 1 else torch.int32)
-    integers = torch.randint(info.min, info.max, shape, generator=generator)
+    integers = torch.randint(info.min, info.max, shape, generator=generator, device=generator.device)
     integers.view(-1)[::3] = info.max if info.min == 0 else -1  # all bits set
     return integers.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else integers.to(dtype)
 
 
 def check_equal_on_all_ranks(x: Tensor) -> None:
-    own = x.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    own = x.contiguous().view(-1).view(torch.uint8)
     gathered = own.new_empty(dist.get_world_size() * own.numel())
     dist.all_gather_into_tensor(gathered, own)
     for rank, other in enumerate(gathered.chunk(dist.get_world_size())):
@@ -127,7 +128,17 @@ def check_norm(
 def check_close_norm(normed: Tensor, x: Tensor, weight: Tensor) -> None:
     x = x.double()
     expected = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
-    torch.testing.assert_close(normed.double(), expected, rtol=2 * torch.finfo(normed.dtype).eps, atol=1e-6)
+    tolerance = max(2 * torch.finfo(normed.dtype).eps, 5e-6)  # The GPU's rsqrt is approximate.
+    torch.testing.assert_close(normed.double(), expected, rtol=tolerance, atol=1e-6)
+
+
+def check_nan_is_no_empty_slot(communicator: Communicator, device: torch.device) -> None:
+    """Check that NaNs with the bits of an empty slot arrive as NaNs."""
+    for dtype in FLOATS:
+        x = torch.zeros((2, 128), device=device, dtype=dtype)
+        x.view(torch.uint8)[0] = 0xFF
+        assert communicator.all_gather(x).isnan().any(1).tolist() == [True, False] * communicator.size
+        assert communicator.all_reduce(x).isnan().any(1).tolist() == [True, False]
 
 
 def check_compiled(communicator: Communicator, device: torch.device, backend: str) -> None:
@@ -160,7 +171,25 @@ def check_empty(communicator: Communicator, device: torch.device) -> None:
     communicator.broadcast(empty)
 
 
+def check_schemas(communicator: Communicator, device: torch.device) -> None:
+    """Check that the operators' schemas declare what is overwritten, and that fakes return the right shapes."""
+    name, x = dist.group.WORLD.group_name, torch.ones((2 * communicator.size, 16), device=device)
+    arguments = {
+        "all_reduce": (x, name),
+        "all_reduce_norm": (x, x.clone(), x[0], EPS, torch.float32, name),
+        "all_gather": (x, name),
+        "reduce_scatter": (x, name),
+        "exchange_columns": (x, name),
+        "broadcast": (x, 0, name),
+    }
+    for operator, values in arguments.items():
+        custom_op = vars(collective)[f"_{operator}_op"]
+        torch.library.opcheck(custom_op, values, test_utils=("test_schema", "test_faketensor"))
+
+
 def check_rejected_arguments(communicator: Communicator, device: torch.device) -> None:
+    import pytest
+
     with pytest.raises(ValueError, match="already|open communicator"):
         Communicator(dist.group.WORLD, device)
     x = torch.zeros((4 * communicator.size, 8), device=device)
@@ -172,8 +201,65 @@ def check_rejected_arguments(communicator: Communicator, device: torch.device) -
         communicator.reduce_scatter(x[1:])
     with pytest.raises(ValueError, match="can't be split evenly"):
         communicator.exchange_columns(x[1:])
+    with pytest.raises(ValueError, match="norm_weight has 7 elements, but partial has 8 columns"):
+        communicator.all_reduce_norm(x, x, x[0, 1:], EPS, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
         communicator.all_reduce_norm(x, x[1:], x[0], EPS, torch.float32)
+
+
+def check_graph(communicator: Communicator, num_rows: int, hidden_size: int, device: torch.device) -> None:
+    """Replay a graph of collectives with new inputs, while the ranks are not in step."""
+    dtype, size = torch.bfloat16, communicator.size
+    x = torch.zeros((size * num_rows, hidden_size), dtype=dtype, device=device)
+    residual, tokens = torch.zeros_like(x), torch.zeros(num_rows, dtype=torch.int32, device=device)
+    weight = torch.ones(hidden_size, dtype=dtype, device=device)
+
+    def compute() -> tuple[Tensor, ...]:
+        # Copies, because collectives overwrite their arguments.
+        new_residual, normed = communicator.all_reduce_norm(x.clone(), residual.clone(), weight, EPS, dtype)
+        sums = communicator.all_reduce(x[:num_rows].clone())
+        scattered = communicator.reduce_scatter(x)
+        return new_residual, normed, sums, scattered, communicator.all_gather(tokens), communicator.exchange_columns(x)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outputs = compute()
+        for step in range(100):
+            parts = make_parts(tuple(x.shape), dtype, device, seed=step)
+            token_parts = make_parts((num_rows,), torch.int32, device, seed=step)
+            x.copy_(parts[communicator.rank])
+            residual.copy_(parts[0])
+            tokens.copy_(token_parts[communicator.rank])
+            if step % size == communicator.rank:
+                torch.cuda._sleep(100_000)
+            graph.replay()
+            new_residual, normed, sums, scattered, gathered, exchanged = outputs
+            check_close(new_residual, parts, parts[0].double(), num_roundings=size + 1)
+            check_close_norm(normed, new_residual, weight)
+            check_close(sums, [part[:num_rows] for part in parts], num_roundings=size)
+            check_close(scattered, [part.chunk(size)[communicator.rank] for part in parts], num_roundings=size)
+            assert torch.equal(gathered, torch.cat(token_parts))
+            assert torch.equal(exchanged, torch.cat([part.chunk(size)[communicator.rank] for part in parts], 1))
+            if step % 20 == 0:
+                check_equal_on_all_ranks(normed)
+                check_equal_on_all_ranks(sums)
+            # Eager calls may come between replays.
+            if step % 10 == 0:
+                check_sums(communicator, (3, hidden_size), dtype, device)
+
+
+def fail_on_last_rank(device: torch.device) -> None:
+    """Raise an error on one rank, while the others wait."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("this rank fails")
+    time.sleep(1000)
+
+
+def wait_on_all_ranks(device: torch.device) -> None:
+    time.sleep(1000)
 
 
 def check_on_cpu(device: torch.device) -> None:
@@ -190,8 +276,68 @@ def check_on_cpu(device: torch.device) -> None:
                 check_norm(communicator, 5, 576, (dtype, residual_dtype, dtype), device)
         check_norm(communicator, 1, 64, (torch.bfloat16, torch.float32, torch.float32), device)
         check_empty(communicator, device)
+        check_schemas(communicator, device)
         check_compiled(communicator, device, "aot_eager")
         check_rejected_arguments(communicator, device)
     # The group can have another communicator now.
     with open_communicator(device) as communicator:
         check_sums(communicator, (1, 2), torch.float32, device)
+
+
+# Numbers of rows that together use every kernel and NCCL.
+GPU_ROWS = (1, 2, 7, 8, 64, 300, 4096)
+
+
+def check_sums_on_gpus(device: torch.device) -> None:
+    """Check sums of every dtype and path, and that torch.compile traces every operator."""
+    torch.set_grad_enabled(False)
+    with open_communicator(device) as communicator:
+        for dtype in FLOATS:
+            for num_rows in GPU_ROWS:
+                check_sums(communicator, (num_rows, 4096), dtype, device)
+            for shape in ((1,), (3,), (5, 33), (2, 1_000_003)):
+                check_sums(communicator, shape, dtype, device)
+        check_sums(communicator, (3, 33), torch.int32, device)
+        check_sums(communicator, (3, 33), torch.int64, device)
+        check_nan_is_no_empty_slot(communicator, device)
+        check_empty(communicator, device)
+        check_compiled(communicator, device, "inductor")
+        check_rejected_arguments(communicator, device)
+    # The group can have another communicator now, here one without peer memory.
+    communicator = Communicator(dist.group.WORLD, device, use_peer_memory=False)
+    check_sums(communicator, (3, 33), torch.bfloat16, device)
+    check_norm(communicator, 3, 4096, (torch.bfloat16, torch.float32, torch.bfloat16), device)
+    communicator.close()
+
+
+def check_norms_on_gpus(device: torch.device) -> None:
+    """Check norms of every dtype and path."""
+    torch.set_grad_enabled(False)
+    with open_communicator(device) as communicator:
+        for num_rows in GPU_ROWS:
+            for dtype in FLOATS:
+                for residual_dtype in (None, dtype) if dtype == torch.float32 else (None, dtype, torch.float32):
+                    check_norm(communicator, num_rows, 4096, (dtype, residual_dtype, dtype), device)
+            for hidden_size in (8192, 3072, 2048):
+                for residual_dtype in (torch.bfloat16, torch.float32):
+                    dtypes = (torch.bfloat16, residual_dtype, torch.bfloat16)
+                    check_norm(communicator, num_rows, hidden_size, dtypes, device)
+        check_norm(communicator, 3, 576, (torch.bfloat16, torch.float32, torch.float32), device)
+        check_norm(communicator, 3, 1001, (torch.bfloat16, torch.float32, torch.bfloat16), device)
+
+
+def check_copies_on_gpus(device: torch.device) -> None:
+    """Check copies of every kind of dtype and path."""
+    torch.set_grad_enabled(False)
+    with open_communicator(device) as communicator:
+        for dtype in (*FLOATS, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn):
+            for shape in ((1, 1), (1, 7), (3, 4), (8, 100), (64, 4096), (100, 3000), (300, 8192)):
+                check_copies(communicator, shape, dtype, device)
+
+
+def check_graphs_on_gpus(device: torch.device) -> None:
+    """Check replays of graphs with few and with many rows."""
+    torch.set_grad_enabled(False)
+    with open_communicator(device) as communicator:
+        for num_rows, hidden_size in ((1, 4096), (7, 3072), (64, 8192), (300, 8192)):
+            check_graph(communicator, num_rows, hidden_size, device)

@@ -79,7 +79,7 @@ class XmlCalls(_CallFormat):
     begin, end: tags around a block of one or several calls.
     call_begin, name_end, call_end: texts before the function's name, after the name, and after the call.
     parameter_begin, key_end, parameter_end: texts before a parameter's name, after the name, and after the value.
-    has_line_breaks: whether a line break precedes and follows each value.
+    wraps_values_in_line_breaks: whether a line break precedes and follows each value.
     has_single_block: whether one block contains all calls of an answer; otherwise each call has its own block.
     """
 
@@ -91,7 +91,7 @@ class XmlCalls(_CallFormat):
     parameter_begin: str
     key_end: str
     parameter_end: str
-    has_line_breaks: bool
+    wraps_values_in_line_breaks: bool
     has_single_block: bool
 
 
@@ -128,7 +128,7 @@ QWEN3_CODER = XmlCalls(
     parameter_begin="<parameter=",
     key_end=">",
     parameter_end="</parameter>",
-    has_line_breaks=True,
+    wraps_values_in_line_breaks=True,
     has_single_block=False,
     ends_reasoning=True,
 )
@@ -144,7 +144,7 @@ MINIMAX_M2 = XmlCalls(
     parameter_begin='<parameter name="',
     key_end='">',
     parameter_end="</parameter>",
-    has_line_breaks=False,
+    wraps_values_in_line_breaks=False,
     has_single_block=True,
 )
 

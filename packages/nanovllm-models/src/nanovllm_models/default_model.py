@@ -53,9 +53,10 @@ def default_model_path(progress: bool | None = None) -> Path:
 
     progress: whether to show a progress bar on stderr while converting; None: show it if stderr is a terminal.
     """
+    converted = find_converted_model()
+    if converted is not None:
+        return converted
     directory = cache_directory() / MODEL_NAME
-    if _find_damage(directory) is None:
-        return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _lock(directory.parent):
@@ -70,6 +71,12 @@ def default_model_path(progress: bool | None = None) -> Path:
             "(set NANOVLLM_CACHE to use another directory)"
         ) from error
     return directory
+
+
+def find_converted_model() -> Path | None:
+    """Return the directory of the default model if the cache has it complete and undamaged, else None."""
+    directory = cache_directory() / MODEL_NAME
+    return directory if _find_damage(directory) is None else None
 
 
 def find_source_file() -> Path:

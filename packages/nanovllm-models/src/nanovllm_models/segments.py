@@ -117,8 +117,11 @@ class SegmentEncoder:
         self._exchange = exchange
         self._receive(exchange)
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Return the token ids of `text`: int32 [n], read-only."""
+    def encode(self, text: str, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
+        """Return the token ids of `text`: int32 [n], read-only.
+
+        max_cached_tokens: new segments of a text with more tokens are neither cached nor published; None for no limit.
+        """
         # Parts with even indices are segments, which may be empty. The other parts are added tokens.
         parts = self._split(text)
         segments = dict.fromkeys(parts[::2])
@@ -130,17 +133,21 @@ class SegmentEncoder:
             self._receive(exchange)
             known_ids.update(self._cache.find(missing))
             missing = [segment for segment in missing if segment not in known_ids]
+        encoded: dict[str, bytes] = {}
         if missing:
             # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock.
             encodings = self._backend.encode_batch_fast(missing, add_special_tokens=False)
             missing_ids = (array("i", encoding.ids).tobytes() for encoding in encodings)
             encoded = dict(zip(missing, missing_ids, strict=True))
-            self._cache.add(encoded)
             known_ids.update(encoded)
+        ids_by_token = self._ids_by_token
+        text_ids = b"".join([ids_by_token.get(part) or known_ids[part] for part in parts if part])
+        token_ids = np.frombuffer(text_ids, np.int32)
+        if encoded and (max_cached_tokens is None or len(token_ids) <= max_cached_tokens):
+            self._cache.add(encoded)
             if exchange is not None:
                 exchange.publish(encoded)
-        ids_by_token = self._ids_by_token
-        return np.frombuffer(b"".join([ids_by_token.get(part) or known_ids[part] for part in parts if part]), np.int32)
+        return token_ids
 
     def _receive(self, exchange: EncodingExchange) -> None:
         # The lock is held until the cache has the segments, because waiting threads search the cache next.

@@ -48,7 +48,7 @@ class Tokenizer:
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.has_chat_template = chat_template is not None or hf_tokenizer.chat_template is not None
         self._segment_encoder = make_segment_encoder(self.backend)
-        self._length_bound = find_length_bound(self.backend)
+        self._min_length_estimator = find_length_bound(self.backend)
         self._hf_tokenizer = hf_tokenizer
         self._chat_template = chat_template
         # Template variables can't have these names, because `apply_chat_template` takes variables as keyword arguments.
@@ -61,18 +61,22 @@ class Tokenizer:
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Exchange the token ids of segments with other processes. Does nothing if segments are not cached."""
+        """Share cached token ids with other processes, per segment: the text between two special tokens.
+
+        Does nothing if the tokenizer caches no segments.
+        """
         if self._segment_encoder is not None:
             self._segment_encoder.share(exchange)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
+    def encode(self, text: str, *, add_special_tokens: bool, max_cached_tokens: int | None = None) -> NDArray[np.int32]:
         """Return the token ids of `text`: int32 [n], read-only. Names of special tokens become special tokens.
 
         add_special_tokens: whether to add the tokens that the model expects around a text. False for a conversation,
             to which the chat template has added these tokens.
+        max_cached_tokens: new segments of a text with more tokens are not cached; None for no limit.
         """
         if self._segment_encoder is not None and not add_special_tokens:
-            return self._segment_encoder.encode(text)
+            return self._segment_encoder.encode(text, max_cached_tokens)
         # Unlike `encode`, `encode_batch_fast` releases the interpreter's lock and does not compute tokens' offsets.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids = np.array(encoding.ids, np.int32)
@@ -81,7 +85,7 @@ class Tokenizer:
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`, much faster than `encode`; 0 if no bound is known."""
-        return 0 if self._length_bound is None else self._length_bound.min_num_tokens(text)
+        return 0 if self._min_length_estimator is None else self._min_length_estimator.min_num_tokens(text)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""

@@ -159,9 +159,9 @@ def test_batches_of_a_peer_are_timed_as_one():
         generate=lambda *_: next(times),
     )
     requests = [{"prompt": [1], "max_tokens": max_tokens} for max_tokens in (3, 2, 2)]
-    job = {"cases": [requests], "warm_up_tokens": 1, "repeat": 1, "needs_first_tokens_time": True}
+    job = {"cases": [requests], "warm_up_tokens": 1, "repeat": 1, "needs_time_to_all_first_tokens": True}
     _, result = run.measure(peer, job)
-    assert result == {"num_tokens": 7, "first_tokens_s": 2.0, "last_token_s": 6.0}
+    assert result == {"num_tokens": 7, "all_first_tokens_s": 2.0, "last_token_s": 6.0}
 
 
 def test_vllm_chooses_limits_that_are_not_given(run_bench, fake_vllm):
@@ -176,6 +176,8 @@ def test_vllm_chooses_limits_that_are_not_given(run_bench, fake_vllm):
         "dtype": "float32",
         "enable_prefix_caching": False,
         "mamba_ssm_cache_dtype": "float32",
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
         "routing": "uniform_random",
     }
     (case,) = result["cases"]

@@ -11,6 +11,7 @@ from nanovllm_server.bench.soak import soak_command, soak_traffic
 from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
 from nanovllm_server.bench.soak.soak_command import SoakOptions, SoakResult, TrafficCounts
 from nanovllm_server.bench.soak.soak_traffic import Exchange, TrafficSource, run_exchange
+from nanovllm_server.bench.soak.warm_up import Phase, WarmUp
 
 MIB = 1 << 20
 MAX_PROMPT_WORDS = 20
@@ -29,6 +30,8 @@ def source(url, engine) -> TrafficSource:
 def options(url, engine, monkeypatch) -> SoakOptions:
     engine.delay = 0.001
     monkeypatch.setattr(soak_traffic, "KINDS", QUICK_KINDS)
+    monkeypatch.setattr(soak_command, "NUM_LARGE_SCHEMAS", 4)
+    monkeypatch.setattr(soak_command, "MIN_LONG_PROMPT_BYTES", 1)
     return SoakOptions(
         endpoint=parse_base_url(f"{url}/v1", None),
         model=None,
@@ -36,7 +39,8 @@ def options(url, engine, monkeypatch) -> SoakOptions:
         num_clients=4,
         max_prompt_words=MAX_PROMPT_WORDS,
         duration_s=2,
-        warm_up_s=0.5,
+        max_warm_up_s=0.5,
+        flat_s=0.2,
         sample_interval_s=0.1,
         max_growth_percent=2,
         seed=0,
@@ -76,6 +80,8 @@ async def test_other_answers_are_failures(source, exchange, failure):
 async def test_traffic_is_counted_and_memory_is_sampled(options):
     result = await soak_command.soak(options)
     assert result.counts.exchanges_by_kind["large schema"] >= options.num_clients
+    assert result.counts.exchanges_by_kind["long prompt"] >= options.num_clients
+    assert 0 < result.warm_up_s < options.duration_s
     assert result.counts.exchanges_by_kind.keys() & set(QUICK_KINDS)
     assert result.counts.failures == []
     assert result.counts.num_5xx == 0
@@ -95,9 +101,52 @@ async def test_5xx_of_the_server_are_violations(options, engine):
 def test_growth_compares_the_first_and_last_samples():
     steady = ProcessMemory(1, 0, "steady", [100 * MIB, 300 * MIB, *[100 * MIB] * 8])
     grown = ProcessMemory(2, 1, "grown", [size * MIB for size in (100, 100, *range(100, 106), 102, 102)])
-    result = SoakResult("model", TrafficCounts(), [steady, grown], [], {"kv_cache_usage_perc": 0.5})
+    result = SoakResult("model", 600, True, TrafficCounts(), [steady, grown], [], {"kv_cache_usage_perc": 0.5})
     assert result.violations(2) == ["process 2 (grown) grew by 2.00%", "kv_cache_usage_perc is 0.5 on the idle server"]
     assert result.violations(2.5) == ["kv_cache_usage_perc is 0.5 on the idle server"]
+
+
+def test_each_warm_up_phase_ends_after_flat_memory():
+    warm_up = WarmUp(10, 1000, 0, 0)
+    for now in range(50):
+        warm_up.add_sample(now, {1: (100 + now) * MIB, 2: 100 * MIB})
+        assert warm_up.phase is Phase.FILL
+    phases = list[Phase]()
+    for now in range(50, 90):
+        # Process 3 lives only in one sample.
+        warm_up.add_sample(now, {1: 150 * MIB, 2: 100 * MIB, **({3: now} if now == 55 else {})})
+        phases.append(warm_up.phase)
+    assert phases.count(Phase.SETTLE) >= 10
+    assert phases == sorted(phases, key=lambda phase: phase.value)
+    assert (warm_up.phase, warm_up.is_flat) == (Phase.MEASURE, True)
+
+
+def test_warm_up_of_a_growing_server_ends_at_its_limit():
+    warm_up = WarmUp(10, 100, 0, 0)
+    for now in range(100):
+        warm_up.add_sample(now, {1: (100 + now) * MIB})
+        assert warm_up.phase is Phase.FILL
+    warm_up.add_sample(100, {1: 200 * MIB})
+    assert (warm_up.phase, warm_up.is_flat) == (Phase.MEASURE, False)
+
+
+def test_warm_up_lasts_until_all_filling_requests_are_sent():
+    warm_up = WarmUp(10, 1000, 1, 1)
+    for now in range(20):
+        warm_up.add_sample(now, {1: MIB})
+    warm_up.num_long_prompts = 0
+    warm_up.add_sample(20, {1: MIB})
+    assert warm_up.phase is Phase.FILL
+    warm_up.num_large_schemas = 0
+    warm_up.add_sample(21, {1: MIB})
+    assert warm_up.phase is Phase.SETTLE
+
+
+async def test_long_prompts_are_encoded_and_refused_without_running_the_model(source, engine):
+    exchange = source.build_long_prompt_request(engine.info.max_model_len)
+    outcome = await run_exchange(source, exchange)
+    assert (outcome.status, outcome.failure) == (400, None)
+    assert not engine.requests
 
 
 def test_unknown_server_process_is_an_error():

@@ -23,7 +23,7 @@ class TemplateTokenizer:
     def __init__(self, template):
         self._template = template
 
-    def encode(self, text, *, add_special_tokens):
+    def encode(self, text, *, add_special_tokens, max_cached_tokens=None):
         assert not add_special_tokens
         return np.array([ord(character) for character in text], np.int32)
 
@@ -200,6 +200,23 @@ async def test_tools_are_passed_to_a_template_that_shows_them():
     renderer = Renderer(Showing(write_json), HERMES)
     assert (await renderer.render(ASKED, [TOOL])).text == "hi;" + json.dumps([TOOL])
     assert (await renderer.render(CALLED)).text.startswith('hi;;[look {"x": "y"}]')
+    renderer.close()
+
+
+async def test_prompts_that_are_too_long_are_not_cached():
+    limits = []
+
+    class Recording(TemplateTokenizer):
+        def encode(self, text, *, add_special_tokens, max_cached_tokens=None):
+            limits.append(max_cached_tokens)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+        def min_num_tokens(self, text):
+            return 0
+
+    renderer = Renderer(Recording(lambda role, content: content))
+    await renderer.render(ASKED, max_tokens=100)
+    assert limits == [100]
     renderer.close()
 
 

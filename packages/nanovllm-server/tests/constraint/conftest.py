@@ -63,7 +63,7 @@ class Walker:
         made: list[int] = []
         plan: list[int] = []
         while len(made) < LENGTH:
-            matcher.fill(masks, 0)
+            matcher.fill_mask(masks, 0)
             assert masks.any(), "nothing may come next"
             if not plan and plans and random.random() < 0.2:
                 plan = list(random.choice(plans))

@@ -19,7 +19,7 @@ class BlockShortage(NamedTuple):
 class CacheManager:
     """Manages the blocks of all requests.
 
-    watermark: share of all blocks that `admit` can keep free.
+    watermark: share of all blocks that stay free if `admit` is called with `keep_watermark`.
     state_pool: None for a model without recurrent layers.
     """
 
@@ -133,7 +133,7 @@ class CacheManager:
         if self._hasher is None:
             return cached_blocks
         self._hasher.extend_hashes(request)
-        # Cached tokens yield no logits, so stop before the first token whose logits are needed.
+        # Cached tokens yield no logits, so use no cached block from the first token whose logits are needed on.
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )

@@ -83,14 +83,14 @@ class CacheSize(NamedTuple):
     """The size of the caches, not counting the null block and the null slot (index 0), which padding uses."""
 
     num_blocks: int
-    num_slots: int
+    num_state_slots: int
     max_model_len: int
 
 
 class CacheMemory:
     """The tensors of all caches of one rank. Initially the caches have only a null block and a null slot.
 
-    `num_blocks` and `num_slots` do not count the null block and the null slot.
+    `num_blocks` and `num_state_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
     """
 
@@ -99,11 +99,11 @@ class CacheMemory:
         self._device = device
         self.allocate(0, 0)
 
-    def allocate(self, num_blocks: int, num_slots: int) -> None:
-        """Replace all tensors by zeros for `num_blocks` blocks and `num_slots` state slots."""
+    def allocate(self, num_blocks: int, num_state_slots: int) -> None:
+        """Replace all tensors by zeros for `num_blocks` blocks and `num_state_slots` state slots."""
         layout, device = self.layout, self._device
         self.num_blocks = num_blocks
-        self.num_slots = num_slots
+        self.num_state_slots = num_state_slots
         # Free the old tensors before the new tensors are allocated.
         self.kv_caches: tuple[Tensor, ...] = ()
         self.kv_scales: tuple[Tensor, ...] = ()
@@ -118,8 +118,8 @@ class CacheMemory:
         # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all layers.
         self._stacked_states = {
             spec: StateCache(
-                allocate_zeros((num_layers, num_slots + 1, *spec.recurrent), layout.state_dtype, device),
-                allocate_zeros((num_layers, num_slots + 1, *spec.conv_inputs), layout.conv_dtype, device),
+                allocate_zeros((num_layers, num_state_slots + 1, *spec.recurrent), layout.state_dtype, device),
+                allocate_zeros((num_layers, num_state_slots + 1, *spec.conv_inputs), layout.conv_dtype, device),
             )
             for spec, num_layers in Counter(layout.state_specs).items()
         }
@@ -134,7 +134,7 @@ class CacheMemory:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers."""
-        return self.layout.slot_bytes * (self.num_slots + 1)
+        return self.layout.slot_bytes * (self.num_state_slots + 1)
 
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
         """Copy states between slots. sources, targets: int64 [n], in an order that `order_slot_copies` returns."""
@@ -170,9 +170,9 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
     """
     blocks_per_request = -(-config.max_model_len // layout.block_size)
     slot_bytes = layout.slot_bytes
-    num_slots = _plan_slots(config, free_bytes, slot_bytes) if slot_bytes else 0
-    if num_slots:
-        free_bytes -= (num_slots + 1) * slot_bytes
+    num_state_slots = _plan_slots(config, free_bytes, slot_bytes) if slot_bytes else 0
+    if num_state_slots:
+        free_bytes -= (num_state_slots + 1) * slot_bytes
     if config.num_blocks is None:
         max_used_blocks = blocks_per_request * config.max_seqs_per_group
         max_blocks = max(max_used_blocks, MAX_CACHED_BLOCKS) if config.prefix_caching else max_used_blocks
@@ -180,9 +180,9 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
     else:
         num_blocks = config.num_blocks
     if num_blocks >= blocks_per_request:
-        return CacheSize(num_blocks, num_slots, config.max_model_len)
+        return CacheSize(num_blocks, num_state_slots, config.max_model_len)
     if config.may_shorten_context and num_blocks >= 2:
-        return CacheSize(num_blocks, num_slots, num_blocks * layout.block_size)
+        return CacheSize(num_blocks, num_state_slots, num_blocks * layout.block_size)
     raise ConfigError(
         f"the KV cache holds {num_blocks * layout.block_size} tokens, fewer than max_model_len "
         f"({config.max_model_len}): lower max_model_len, or give the cache more memory (gpu_memory_utilization, "
@@ -256,7 +256,7 @@ def order_slot_copies(copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]
     """Order copies of slots such that each slot is read before a copy overwrites it.
 
     copies: pairs (source, target). Each target occurs once. The null slot does not occur.
-    In the result, each cycle has an additional pair that saves one state in the null slot.
+    If copies form a cycle, the result has an additional pair that first saves one state of the cycle in the null slot.
     """
     source_by_target = {target: source for source, target in copies}
     if source_by_target.keys().isdisjoint(source_by_target.values()):

@@ -30,10 +30,10 @@ def checkpoint_positions(num_computed: int, num_tokens: int, num_shared: int) ->
 
 
 class StatePool:
-    """Slots 1..num_slots. Padding uses slot 0, the null slot. max_running: maximum number of running requests."""
+    """Slots 1..num_state_slots. Padding uses slot 0, the null slot. max_running: maximum number of running requests."""
 
-    def __init__(self, num_slots: int, max_running: int, block_size: int):
-        self.slots = BlockPool(num_slots)
+    def __init__(self, num_state_slots: int, max_running: int, block_size: int):
+        self.slots = BlockPool(num_state_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
         # Number of requests that may still start. Each of these requests takes a slot.
@@ -57,7 +57,7 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Hold the source slot, so that `allocate` does not evict the slot. After the later release, it is evicted last.
+        # Hold the source slot, so that the allocations below do not evict it. After its release it is evicted last.
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.config import MIXED_STEP_S, PROMPT_STEP_S, EngineConfig, ResolvedConfig, resolve
+from nanovllm_core.config import MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
@@ -30,7 +30,10 @@ Result = TypeVar("Result")
 
 
 async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
-    """Load the model, allocate the cache, time a few steps. Raises ConfigError and the exceptions of `spec.build`."""
+    """Load the model, allocate the cache and time a few steps.
+
+    Raises ConfigError and the exceptions of `spec.build`.
+    """
     resolved = resolve(
         config,
         max_position=spec.max_position,
@@ -83,7 +86,7 @@ def _start_rank_0(spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses 
 async def _run_on_thread(
     executor: ThreadPoolExecutor, ranks: RankProcesses | None, function: Callable[[], Result]
 ) -> Result:
-    """Run a function on the engine's thread. If another rank ends meanwhile, raise the reason instead."""
+    """Run a function on the engine's thread. If another rank ends meanwhile, raise that rank's failure instead."""
     event_loop = asyncio.get_running_loop()
     result = event_loop.run_in_executor(executor, function)
     if ranks is None:
@@ -114,7 +117,7 @@ async def _run_on_thread(
 def _make_scheduler(
     spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
 ) -> Scheduler:
-    num_slots, block_size = runner.cache.num_slots, runner.cache.layout.block_size
+    num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
     caches = [
         CacheManager(
             runner.cache.num_blocks,
@@ -122,17 +125,17 @@ def _make_scheduler(
             prefix_caching=config.prefix_caching,
             hash_algorithm=config.prefix_hash,
             watermark=config.watermark,
-            state_pool=StatePool(num_slots, config.max_seqs_per_group, block_size) if num_slots else None,
+            state_pool=StatePool(num_state_slots, config.max_seqs_per_group, block_size) if num_state_slots else None,
         )
         for _ in range(config.num_request_groups)
     ]
     limits = StepLimits(
         max_tokens=config.max_tokens_per_group,
         target_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
-        prompt_step_s=PROMPT_STEP_S[config.device],
-        mixed_step_s=MIXED_STEP_S[config.device],
-        attention_rounds=runner.attention_rounds,
-        padded_tokens=runner.graphs.mixed_tokens,
+        prompt_step_limit_s=PROMPT_STEP_LIMIT_S[config.device],
+        mixed_step_limit_s=MIXED_STEP_LIMIT_S[config.device],
+        attention_estimator=runner.attention_estimator,
+        padded_token_counts=runner.graphs.mixed_tokens,
     )
     return Scheduler(
         caches,

@@ -34,7 +34,7 @@ class EngineClient(Engine):
     """The client of an engine in another process. Create a client with `launch`, `adopt` or `connect`."""
 
     def __init__(self, ready: wire.Ready, socket: "EngineSocket", owned_process: EngineProcess | None):
-        super().__init__(ready.info, ready.first_key)
+        super().__init__(ready.info, ready.first_request_key)
         self.address = socket.address
         self._socket = socket
         self._owned_process = owned_process
@@ -49,7 +49,7 @@ class EngineClient(Engine):
 
     @classmethod
     async def adopt(cls, owned_process: EngineProcess) -> "EngineClient":
-        """Return the owner of a started engine, once the engine serves. Raises ConfigError, EngineDeadError."""
+        """Return a client that owns a started engine, once the engine serves. Raises ConfigError, EngineDeadError."""
         try:
             return await cls._connect(owned_process.address, owned_process)
         except BaseException as error:
@@ -198,7 +198,7 @@ class EngineSocket:
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """Return the arguments. With bound arguments, this function is the recipe of an engine process."""
+    """Return the arguments. `EngineProcess` takes this function, with its arguments bound."""
     return spec, config
 
 

@@ -51,16 +51,19 @@ class OpenRequest:
 
 
 class Engine(ABC):
-    """An engine. first_key: key (internal id) of the first request. death_reason: why the engine is dead, or None."""
+    """An engine. death_reason: why the engine is dead; None while it serves.
 
-    def __init__(self, info: EngineInfo, first_key: int = 0):
+    first_request_key: key (internal id) of the first request.
+    """
+
+    def __init__(self, info: EngineInfo, first_request_key: int = 0):
         self.info = info
         self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
         self.death_reason: str | None = None
         self._output_buffers = OutputBuffers()
         self._open_request_ids: set[str] = set()
         # Clients may reuse request ids. Keys are unique, so late outputs of an aborted request reach no other request.
-        self._keys = itertools.count(first_key)
+        self._keys = itertools.count(first_request_key)
 
     def check(self, request: Request) -> None:
         """Raises RequestError if the request is invalid for this engine."""

@@ -85,7 +85,7 @@ class EngineLoop:
         self._outbox_changed = asyncio.Event()
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
-        """Compile a grammar and cache it. Returns and raises as `Engine.compile` does."""
+        """Compile a grammar and cache it. Returns the types of its tool parameters. Raises as `Engine.compile` does."""
         if self._grammars is None:
             raise GrammarError(GRAMMARS_UNSUPPORTED)
         return (await self._grammars.compile(spec)).parameter_types
@@ -168,7 +168,7 @@ class EngineLoop:
                 self._grammars.close()
 
     async def _raise_cause(self, steps_future: "asyncio.Future[None]") -> None:
-        """Raise the exception that has ended the thread: if a rank has ended, the reason of that end."""
+        """Raise the exception that ended the thread. If a rank's process failed, raise that rank's failure instead."""
         try:
             await steps_future
         except Exception:

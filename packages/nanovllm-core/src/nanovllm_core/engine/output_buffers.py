@@ -1,4 +1,4 @@
-"""Buffers for the outputs of requests, and listeners that wake their readers."""
+"""Buffers for the outputs of requests, and listeners that wake the readers of buffers."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -133,7 +133,7 @@ class OutputBuffers:
                 buffer.listener.wake()
 
     def _with_buffers(self, values: Iterable[tuple[int, ValueT]]) -> Iterator[tuple[OutputBuffer, ValueT]]:
-        """Replace request keys by buffers. Entries of closed requests are skipped."""
+        """Replace the request key of each pair by the request's buffer. Pairs of closed requests are skipped."""
         for key, value in values:
             if (buffer := self._buffer_by_key.get(key)) is not None:
                 yield buffer, value

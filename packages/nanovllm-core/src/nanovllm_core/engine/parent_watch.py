@@ -15,8 +15,8 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     """Start a thread that ends this process when the parent process has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event, which the caller sets when the main thread can exit by itself. The main thread then has
-    `EXIT_GRACE_S` seconds to exit after the parent's end.
+    Returns an event. If the caller has set the event when the parent ends, the main thread has `EXIT_GRACE_S` seconds
+    to exit by itself.
     """
     can_exit_gracefully = threading.Event()
     parent = multiprocessing.parent_process()

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from nanovllm_core.engine.server import EngineRecipe, run_engine
+from nanovllm_core.engine.server import SpecAndConfigLoader, run_engine
 
 # Time for which `close` waits before it kills the engine's process.
 _STOP_TIMEOUT_S = 10
@@ -26,16 +26,19 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """A started engine process. recipe: picklable function that the engine's process calls."""
+    """A started engine process. load_spec_and_config: picklable; the engine's process calls this function."""
 
-    def __init__(self, recipe: EngineRecipe):
+    def __init__(self, load_spec_and_config: SpecAndConfigLoader):
         # Only this user may enter the directory, because a process that can write to the socket can use the engine.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-")
         context = multiprocessing.get_context("spawn")
         read_end, write_end = context.Pipe(duplex=False)
         self.address = EngineAddress(f"ipc://{Path(self._directory.name) / 'engine'}", read_end)
         self._process: SpawnProcess = context.Process(
-            target=run_engine, args=(recipe, self.address.endpoint, write_end), name="nanovllm-engine", daemon=True
+            target=run_engine,
+            args=(load_spec_and_config, self.address.endpoint, write_end),
+            name="nanovllm-engine",
+            daemon=True,
         )
         with write_end:
             self._process.start()

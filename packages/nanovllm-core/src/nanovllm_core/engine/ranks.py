@@ -2,6 +2,7 @@
 
 import io
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -35,7 +36,7 @@ REPORT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a rank has ended. is_config_error: whether a setting or the checkpoint is at fault."""
+    """Why a rank has ended. is_config_error: whether a setting or the checkpoint caused the failure."""
 
     rank: int
     message: str
@@ -79,7 +80,7 @@ class RankProcesses:
         self._is_stopping = False
         self._on_failure: Callable[[], object] | None = None
         self._group: RankGroup | None = None
-        self._publisher: PlanPublisher | None = None
+        self._runner: Runner | None = None
         _allow_child_processes()
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
@@ -104,14 +105,17 @@ class RankProcesses:
             raise
         # All ranks have connected. Remove the directory now, because it would remain if this process were killed.
         self._directory.cleanup()
-        runner.plan_publisher = self._publisher = PlanPublisher(self._ring.open_writer(self.check))
+        runner.plan_publisher = PlanPublisher(self._ring.open_writer(self.check))
+        self._runner = runner
         return runner
 
     def stop(self) -> None:
-        """End the plans and leave the group. Call on the thread of rank 0, after its last step."""
-        if self._publisher is not None and self._group is not None:
+        """Tell the other ranks to end, and leave the group. Call on the thread of rank 0, after its last step."""
+        if self._runner is not None and self._group is not None:
             self._is_stopping = True
-            self._publisher.stop()
+            if self._runner.plan_publisher is not None:
+                self._runner.plan_publisher.stop()
+            self._runner.release_graphs()
             self._group.leave()
             self._group = None
 
@@ -177,7 +181,7 @@ class RankProcesses:
 
 
 def run_rank(start: RankStart) -> None:
-    """Serve as a rank until rank 0 stops its plans or ends."""
+    """Launch the steps that rank 0 plans, until rank 0 stops or its process ends."""
     # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -189,8 +193,13 @@ def run_rank(start: RankStart) -> None:
         group = RankGroup(start.rank, start.config, start.rendezvous)
         runner = start_runner(start.spec, start.config, group.context)
         follow_plans(runner, start)
+        runner.release_graphs()
         group.leave()
         spin_control.close()
+        if runner.is_asynchronous:
+            # A normal end could wait for NCCL's threads.
+            sys.stdout.flush()
+            os._exit(0)
     except Exception as error:
         is_config_error = isinstance(error, ValueError)
         message = str(error) if is_config_error else f"failed: {type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
         num_blocks=num_caches * cache.num_blocks,
         kv_cache_dtype=str(config.torch_kv_cache_dtype).removeprefix("torch."),
         kv_cache_bytes=num_caches * cache.kv_bytes,
-        num_state_slots=num_caches * cache.num_slots,
+        num_state_slots=num_caches * cache.num_state_slots,
         state_bytes=num_caches * cache.state_bytes,
         prefix_caching=config.prefix_caching,
         attention_backend=config.attention_backend,

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
     from nanovllm_core.model import ModelSpec
 
-# Returns the model and the settings. The engine's process calls the recipe, because the call may import torch.
-EngineRecipe = Callable[[], tuple["ModelSpec", EngineConfig]]
+# Loads the model and returns it with the settings. The engine's process makes the call, because it may import torch.
+SpecAndConfigLoader = Callable[[], tuple["ModelSpec", EngineConfig]]
 
 # Maximum number of malloc heaps. If each thread that compiles grammars had a heap, freed grammars would leave more
 # unused memory.
@@ -47,8 +47,8 @@ THREAD_NAME = "nanovllm-engine"  # prefix of the name of the thread that runs th
 _log = logging.getLogger(__name__)
 
 
-def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> None:
-    """Serve the engine of `recipe` until a client stops it, its loop fails or the parent process ends.
+def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifeline: Connection) -> None:
+    """Load a model and serve it until a client stops the engine, its loop fails or the parent process ends.
 
     endpoint: ZeroMQ endpoint to bind, in a directory of its own. If the parent has ended, the directory is removed.
     lifeline: end of a pipe, open while this process lives, so that clients detect the end of the process.
@@ -61,7 +61,7 @@ def run_engine(recipe: EngineRecipe, endpoint: str, lifeline: Connection) -> Non
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
     can_exit_gracefully = exit_with_parent(remove_socket)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(recipe, endpoint, can_exit_gracefully))
+        asyncio.run(_serve(load_spec_and_config, endpoint, can_exit_gracefully))
     if has_parent_ended():
         remove_socket()
     if any(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate()):
@@ -78,7 +78,9 @@ def _remove_socket(endpoint: str) -> None:
         path.parent.rmdir()
 
 
-async def _serve(recipe: EngineRecipe, endpoint: str, can_exit_gracefully: threading.Event) -> None:
+async def _serve(
+    load_spec_and_config: SpecAndConfigLoader, endpoint: str, can_exit_gracefully: threading.Event
+) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
         # Without high-water marks, no message is dropped or blocked. Mandatory routing reports disconnected clients.
@@ -91,7 +93,7 @@ async def _serve(recipe: EngineRecipe, endpoint: str, can_exit_gracefully: threa
             with log_phase("imports"):
                 from nanovllm_core.engine.build import build_loop
 
-                spec, config = recipe()
+                spec, config = load_spec_and_config()
             engine_loop = await build_loop(spec, config)
         except Exception as error:  # noqa: BLE001 (sent to the clients, which raise it)
             is_config_error = isinstance(error, ValueError)
@@ -229,9 +231,9 @@ class EngineServer:
 def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
     """Split a step's outputs by client number. The result has no entry for clients without outputs."""
     token_clients = [key // wire.KEYS_PER_CLIENT for key in outputs.keys]
-    # These entries may belong to requests without a token in the step.
-    tokenless_entries = (*outputs.failures, *outputs.prompt_logprobs)
-    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in tokenless_entries)
+    # Failures and prompt log-probabilities may belong to requests without a token in the step.
+    other_entries = (*outputs.failures, *outputs.prompt_logprobs)
+    client_numbers = set(token_clients).union(key // wire.KEYS_PER_CLIENT for key, _ in other_entries)
     if len(client_numbers) <= 1:
         return dict.fromkeys(client_numbers, outputs)
     parts = {client_number: StepOutputs() for client_number in client_numbers}

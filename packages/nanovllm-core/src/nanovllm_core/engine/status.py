@@ -54,8 +54,8 @@ class EngineStats:
     prefix_cache_queries: number of prompt tokens that were looked up in the prefix cache.
     prefix_cache_hits: number of prompt tokens that were found in the prefix cache.
     iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
-    step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, under the
-        lowest maximum. The last maximum is infinite.
+    step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, in the first
+        pair whose maximum it does not exceed. The last maximum is infinite.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.

@@ -66,10 +66,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves from now on. first_key: the client's first key."""
+    """The engine serves from now on. first_request_key: key of the client's first request."""
 
     info: EngineInfo
-    first_key: int
+    first_request_key: int
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -20,8 +20,8 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# Time limit for matching one request: a constant plus a time per output token. All requests wait for a slow matcher.
-# JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
+# Time limit for all calls of one request's matcher: a constant plus a time per output token. A slow matcher delays all
+# requests. JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
 # After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
@@ -121,7 +121,7 @@ class Constraint:
         """Set the bits of the tokens that the grammar allows in masks[index]."""
         if (matcher := self.matcher) is not None:
             with self._limit_time():
-                matcher.fill(masks, index)
+                matcher.fill_mask(masks, index)
 
     def apply_allowed_ids(self, mask: NDArray[np.int32]) -> bool:
         """Restrict `mask` to the allowed token ids. Returns False if all token ids are allowed."""
@@ -166,7 +166,7 @@ class Constraint:
         budget, output_ids = self.budget, self.output_ids
         if budget is None or len(output_ids) < budget.num_tokens:
             return None
-        # The output already ends with this number of tokens of `budget.end`.
+        # Number of leading tokens of `budget.end` with which the output already ends.
         num_matched = min(len(budget.end) - 1, len(output_ids))
         while tuple(output_ids[len(output_ids) - num_matched :]) != budget.end[:num_matched]:
             num_matched -= 1
@@ -229,7 +229,7 @@ class Constraints:
         grammar_candidates = [pair for pair in candidates if pair[1].matcher is not None and pair[1].failure is None]
         other_candidates = [pair for pair in candidates if pair[1].matcher is None or pair[1].failure is not None]
         masks = self.mask_buffer.new_masks(len(candidates))
-        self._fill_all([constraint for _, constraint in grammar_candidates], masks)
+        self._fill_grammar_masks([constraint for _, constraint in grammar_candidates], masks)
         has_allowed_token = np.any(masks, axis=1)
         masked_indices: list[int] = []
         for mask_index, (index, constraint) in enumerate([*grammar_candidates, *other_candidates]):
@@ -293,13 +293,13 @@ class Constraints:
         for (constraint, token), accepted in zip(new_tokens, results, strict=True):
             constraint.record_match_result(token, accepted=accepted)
 
-    def _fill_all(self, constraints: list[Constraint], masks: NDArray[np.int32]) -> None:
+    def _fill_grammar_masks(self, constraints: list[Constraint], masks: NDArray[np.int32]) -> None:
         """Write the mask of `constraints[i]` to masks[i]."""
         matchers = [constraint.matcher for constraint in constraints if constraint.matcher is not None]
         if not self._num_separate_steps and len(matchers) > 1:
             with self._detect_long_call():
                 try:
-                    matchers[0].fill_all(matchers, masks)
+                    matchers[0].fill_masks(matchers, masks)
                 except RuntimeError:
                     self._num_separate_steps = _NUM_SEPARATE_STEPS
                 else:

@@ -114,7 +114,7 @@ class ForwardPass:
         return hidden, batch
 
     def _differs_on_other_ranks(self, hidden: Tensor, num_tokens: Tensor) -> Tensor:
-        """Whether the first `num_tokens` rows of `hidden` have other bits on another rank. Other rows are padding."""
+        """Whether a checksum of the first `num_tokens` rows of `hidden` differs between ranks. The rest is padding."""
         is_token = torch.arange(len(hidden), device=hidden.device) < num_tokens
         digest = hidden.masked_fill(~is_token.unsqueeze(1), 0).view(torch.uint8).sum().view(1)
         return (self._parallel.gather_rows(digest, self._parallel.size) != digest).any()
@@ -122,13 +122,13 @@ class ForwardPass:
     def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""
         last_hidden = hidden.index_select(0, batch.last_token_indices)
-        return self.compute_own_logits(self._parallel.gather_requests(last_hidden))
+        return self.compute_logits_of_own_rows(self._parallel.gather_requests(last_hidden))
 
-    def compute_own_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab] of this rank's share (`own_rows`) of hidden states, which are equal on all ranks.
+    def compute_logits_of_own_rows(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab] of this rank's share of the rows of `hidden`, which is equal on all ranks.
 
-        Ranks exchange logits such that each rank has all columns of its rows. A rank can therefore choose the tokens of
-        its rows alone, with the same kernels as a single rank.
+        The ranks exchange logits, so that each rank has all columns of its rows. A rank can therefore choose the tokens
+        of its rows alone, with the same kernels as a single rank.
         """
         logits = self._parallel.exchange_columns(self._model.compute_logits(hidden))
         return logits if logits.shape[1] == self._table.vocab_size else logits[:, : self._table.vocab_size]
@@ -157,7 +157,7 @@ class ForwardPass:
 
         output: result of the captured forward pass.
         """
-        # The pieces do not keep the new keys and values, so attention reads whole prompts from the cache.
+        # The step's keys and values are not kept between the pieces, so attention reads them from the cache.
         rows = step.device_rows
         bounds = BatchBounds.from_plan(plan, step.query_lens)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)

@@ -38,7 +38,8 @@ class GraphShape(NamedTuple):
 
     mode: "full_decode_only" (one graph, every request has max_query_len tokens), "full" (one graph for prompts and
         decodes) or "piecewise" (several graphs for prompts and decodes).
-    has_only_whole_prompts: whether the shape serves only steps whose `BatchShape.has_only_whole_prompts` is set.
+    has_only_whole_prompts: whether the shape serves only steps whose prompts are whole (none of their tokens is in the
+        cache yet), see `BatchShape`.
     """
 
     num_reqs: int
@@ -128,7 +129,7 @@ def graph_shapes(
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
     query_lens: numbers of tokens per request in decode steps.
-    min_whole_tokens: minimum number of tokens of shapes for whole prompts; None to capture no such shapes.
+    min_whole_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
     """
     if mode == "none":
         return []
@@ -144,7 +145,7 @@ def graph_shapes(
             shapes.extend(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
-        # Attention of whole prompts reads the step's own keys and values, which pieces do not keep.
+        # Attention of whole prompts reads the step's keys and values, which are not kept between pieces.
         if mode == "full" and min_whole_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
@@ -230,7 +231,8 @@ class StepGraphs:
         with torch.cuda.stream(stream):
             # The first measurement includes the memory of the pool and of libraries.
             total = capture_bytes(self._shapes[0])
-            for mode in {shape.mode for shape in self._shapes}:
+            # In the same order on all ranks, because captured steps wait for the other ranks.
+            for mode in dict.fromkeys(shape.mode for shape in self._shapes):
                 mode_shapes = [shape for shape in self._shapes if shape.mode == mode]
                 total += len(mode_shapes) * max(capture_bytes(shape) for shape in mode_shapes[:2])
         torch.cuda.current_stream().wait_stream(stream)
@@ -251,7 +253,7 @@ def _capture_step(
     with _Capture(pool) as capture:
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     step = CapturedStep(capture.pieces, capture.attentions, ForwardOutput(*map(_alias, output)))
-    # `output` must live until here: sampling graphs must not reuse the memory of the logits.
+    # `output` lives until the end of this function, so that sampling graphs do not reuse the memory of the logits.
     for ops in CAPTURED_OPS:
         with _Capture(pool) as capture:
             tokens = choose_tokens(ops, output)

@@ -36,15 +36,15 @@ class HostCopyRing:
     """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
     size: maximum number of sampled tokens of a step.
-    depth: maximum number of steps in flight.
+    max_steps_in_flight: maximum number of steps that are launched but not finished.
     """
 
-    def __init__(self, size: int, depth: int, stream: torch.cuda.Stream):
-        self._slots = [_make_slot(size, stream) for _ in range(depth + 2)]
+    def __init__(self, size: int, max_steps_in_flight: int, stream: torch.cuda.Stream):
+        self._slots = [_make_slot(size, stream) for _ in range(max_steps_in_flight + 2)]
         self._index = 0
 
     def next_slot(self) -> HostCopySlot:
-        """The slot for the next step, which is used again `depth` + 2 steps later."""
+        """The slot for the next step, which is used again `max_steps_in_flight` + 2 steps later."""
         self._index = (self._index + 1) % len(self._slots)
         return self._slots[self._index]
 

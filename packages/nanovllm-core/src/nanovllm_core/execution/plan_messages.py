@@ -21,7 +21,7 @@ STOP_MESSAGE = b""  # tells a rank to end
 
 
 class RowMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A `NewRow`, without what only rank 0 needs. token_ids: int32 [n] as bytes."""
+    """A `NewRow` without the fields that only rank 0 needs. token_ids: int32 [n] as bytes."""
 
     row: int
     token_ids: bytes
@@ -34,7 +34,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_row(cls, new: NewRow) -> "RowMessage":
-        """The message for `new`. Rank 0 makes the masks of all ranks, so the message has no options of masks."""
+        """The message for `new`, without grammar, budget and allowed ids: rank 0 makes the masks of all ranks."""
         sampling = new.sampling
         if sampling.grammar is not None or sampling.reasoning_budget is not None or sampling.allowed_token_ids:
             sampling = replace(sampling, grammar=None, reasoning_budget=None, allowed_token_ids=())

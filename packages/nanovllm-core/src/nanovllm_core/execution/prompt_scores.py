@@ -25,18 +25,18 @@ def score_prompt_tokens(
     hidden: Tensor,
     tokens: Tensor,
     num_top: int,
-    compute_own_logits: Callable[[Tensor], Tensor],
+    compute_logits_of_own_rows: Callable[[Tensor], Tensor],
     parallel: ParallelContext,
 ) -> PromptScores:
     """Log-probabilities of prompt tokens, and of the `num_top` likeliest tokens at their positions.
 
     hidden: [n, hidden], hidden states at the positions before the tokens.
     tokens: int32 [n].
-    compute_own_logits: see `ForwardPass.compute_own_logits`.
+    compute_logits_of_own_rows: see `ForwardPass.compute_logits_of_own_rows`.
     """
 
     def score_chunk(hidden: Tensor, tokens: Tensor) -> PromptScores:
-        logits, own_tokens = compute_own_logits(hidden), parallel.own_rows(tokens)
+        logits, own_tokens = compute_logits_of_own_rows(hidden), parallel.own_rows(tokens)
         result = compute_logprobs(logits, own_tokens, num_top)
         own_scores = result.chosen, compute_ranks(logits, own_tokens), result.top_ids, result.top_logprobs
         return PromptScores(*(parallel.gather_rows(scores, len(tokens)) for scores in own_scores))

@@ -1,5 +1,6 @@
 """Executes step plans on one device."""
 
+import gc
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,11 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_core.start_phases import log_phase
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, describe_attention_rounds, min_whole_prompt_tokens
+from nanovllm_kernels.attention import (
+    ESTIMATOR_WITHOUT_ROUNDS,
+    make_attention_estimator,
+    min_graph_tokens_for_step_keys,
+)
 from nanovllm_kernels.platform import describe_device
 
 COMPILED_ROWS = 1024  # number of rows for which torch.compile tunes its code
@@ -37,7 +42,7 @@ class Runner:
     First call the methods that `start_runner` calls, in the same order. After each later `allocate`, call `capture`
     again.
     is_asynchronous: whether `launch` returns before the device has computed the step.
-    attention_rounds: how the device divides the attention of prompt chunks into rounds.
+    attention_estimator: estimates how long the attention of prompt chunks takes.
     """
 
     def __init__(
@@ -56,9 +61,9 @@ class Runner:
             self._host_copies = HostCopyRing(config.max_num_seqs, config.depth, stream)
         layout = self.cache.layout
         attention = layout.attention_specs[0]
-        self.attention_rounds = ONE_TOKEN_ROUNDS
+        self.attention_estimator = ESTIMATOR_WITHOUT_ROUNDS
         if isinstance(attention, PagedSpec):
-            self.attention_rounds = describe_attention_rounds(attention.num_heads, attention.num_kv_heads, device)
+            self.attention_estimator = make_attention_estimator(attention.num_heads, attention.num_kv_heads, device)
         self._table = RequestTable(
             config.max_seqs_per_group,
             config.max_model_len,
@@ -71,12 +76,12 @@ class Runner:
         )
         self._token_chooser = TokenChooser(self._table, parallel, compiles=config.compile)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
-        # Sends plans to the other ranks. None: there are no other ranks, or they run the same steps by themselves.
+        # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_seqs_per_group, config.max_tokens_per_group)
-        min_whole_tokens = min_whole_prompt_tokens(self.cache.kv_caches[0], config.attention_backend)
+        min_whole_tokens = min_graph_tokens_for_step_keys(self.cache.kv_caches[0], config.attention_backend)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, min_whole_tokens=min_whole_tokens))
 
     @classmethod
@@ -116,7 +121,7 @@ class Runner:
     def allocate(self, size: CacheSize) -> None:
         """Replace the caches, and release the graphs that read the old caches."""
         self.graphs.release()
-        self.cache.allocate(size.num_blocks, size.num_slots)
+        self.cache.allocate(size.num_blocks, size.num_state_slots)
         self.max_model_len = size.max_model_len
         if self.cache.state_caches:
             # Compile the copy kernel now, not at the first prefix hit.
@@ -128,6 +133,11 @@ class Runner:
         """Capture CUDA graphs of steps."""
         self._table.step_buffer.clear()
         self.graphs.capture(self._run_padded_forward, self._token_chooser.choose_padded)
+
+    def release_graphs(self) -> None:
+        """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
+        self.graphs.release()
+        gc.collect()
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
@@ -202,7 +212,7 @@ class Runner:
         hidden = hidden[first_logits_index : first_logits_index + num_tokens]
         # All ranks compute logits, so all ranks need the rows of the rank that has the prompt.
         hidden, tokens = (self._parallel.share_rows(x, owner) for x in (hidden, tokens))
-        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_own_logits, self._parallel)
+        return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_logits_of_own_rows, self._parallel)
 
     def _run_padded_forward(
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None

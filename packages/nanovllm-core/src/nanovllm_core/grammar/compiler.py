@@ -58,7 +58,7 @@ class Matcher:
             self.terminator.accept(token)
         return accepted
 
-    def fill(self, masks: NDArray[np.int32], index: int) -> None:
+    def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
         """Write the mask of allowed next tokens to the row `index` of `masks`, int32 [>= index + 1, num_words]."""
         self.inner.fill_next_token_bitmask(masks, index)
         masks[index] &= self.usable_token_mask
@@ -80,8 +80,8 @@ class Matcher:
         return accepted
 
     @staticmethod
-    def fill_all(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
-        """Call `fill` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
+    def fill_masks(matchers: Sequence[GrammarMatcher], masks: NDArray[np.int32]) -> None:
+        """Call `fill_mask` of each matcher. All matchers belong to one engine and share `usable_token_mask`."""
         import xgrammar
 
         typed_matchers = cast("Sequence[Matcher]", matchers)
@@ -173,7 +173,7 @@ class Compiler:
             token_classes = self._token_classes if spec.kind in ("json_schema", "structural_tag") else None
             grammar = Grammar(compiled, self._usable_token_mask, self._end_ids, token_classes, parameter_types or {})
             first_mask = np.zeros((1, len(self._usable_token_mask)), np.int32)
-            grammar.start().fill(first_mask, 0)
+            grammar.start().fill_mask(first_mask, 0)
         # C++ exceptions arrive as these types.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_short_message(error)}") from error

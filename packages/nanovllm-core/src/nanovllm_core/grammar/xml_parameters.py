@@ -42,7 +42,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     """A format that writes the properties of an object as elements, in the order of the schema.
 
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
-    has_line_breaks: a line break precedes and follows the value.
+    wraps_values_in_line_breaks: a line break precedes and follows the value.
     json_schema: schema of the object; None: properties have any names and any text as values.
     place: JSON pointer to the schema, for errors; None if errors give the schema's position in the structural tag.
     """
@@ -50,7 +50,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
     begin: str
     key_end: str
     end: str
-    has_line_breaks: bool
+    wraps_values_in_line_breaks: bool
     json_schema: Any = None
     place: str | None = None
 
@@ -61,7 +61,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
 
     def element(self, key: TagFormat, value: TagFormat) -> TagFormat:
         """The format of one element."""
-        line_break = literal("\n" if self.has_line_breaks else "")
+        line_break = literal("\n" if self.wraps_values_in_line_breaks else "")
         return sequence(
             literal(self.begin), key, literal(self.key_end), line_break, value, line_break, literal(f"{self.end}\n")
         )

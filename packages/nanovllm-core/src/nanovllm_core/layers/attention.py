@@ -69,14 +69,16 @@ def attend(
     """
     kv_cache = ctx.kv_caches[cache_index]
     kv_scales = ctx.kv_scales[cache_index] if ctx.kv_scales else None
-    # Attention may read this step's keys from `qkv`. Between two CUDA graphs, attention reads only the cache.
-    keep_keys = ctx.launch_attention is None and ctx.attention_batch.reads_own_keys
-    q = rope_and_cache(qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, keep_keys=keep_keys)
-    step_keys_values = qkv[:, q.shape[1] :] if keep_keys else None
+    # Attention that runs between two CUDA graphs (`launch_attention`) reads keys and values only from the cache.
+    reads_step_keys = ctx.launch_attention is None and ctx.attention_batch.reads_step_keys
+    q = rope_and_cache(
+        qkv, rotation, ctx.slot_mapping, kv_cache, qk_norm, kv_scales, writes_back_keys_values=reads_step_keys
+    )
+    step_keys_values = qkv[:, q.shape[1] :] if reads_step_keys else None
     scale = q.shape[-1] ** -0.5
 
     def attention(q: Tensor, batch: AttentionBatch) -> Tensor:
-        return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, own_keys_values=step_keys_values)
+        return paged_attention(q, kv_cache, batch, scale=scale, kv_scales=kv_scales, step_keys_values=step_keys_values)
 
     result = attention(q, ctx.attention_batch) if ctx.launch_attention is None else ctx.launch_attention(attention, q)
     return result.flatten(1)

@@ -8,15 +8,15 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.gemm import MAX_OWN_ROWS
+from nanovllm_kernels.gemm import MAX_TRITON_KERNEL_ROWS
 from nanovllm_kernels.platform import make_cache_directory
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 BACKEND = "inductor"  # The backend of torch.compile.
-# For fewer rows, this project's matmul kernels are faster than compiled code.
-MIN_COMPILED_ROWS = MAX_OWN_ROWS + 1
+# For fewer rows, the Triton kernels of nanovllm_kernels are faster than compiled code.
+MIN_COMPILED_ROWS = MAX_TRITON_KERNEL_ROWS + 1
 
 
 def compile_for_rows(
@@ -51,7 +51,8 @@ def compile_for_rows(
 
 def set_cache_directories() -> None:
     """Make Triton and torch.compile cache compiled code in the project's cache. Call before the first kernel runs."""
-    # torch.compile changes Triton's directory. Without this call, kernels compiled earlier are in another directory.
+    # torch.compile changes Triton's directory, unless the variable is set. Kernels that are compiled before and after
+    # this change would be in different directories.
     for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         directory = make_cache_directory(name)
         if directory is not None:

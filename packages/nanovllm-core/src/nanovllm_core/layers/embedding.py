@@ -16,8 +16,8 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    The ranks share the vocabulary. Rows that make the shares even are zeros. If ranks have different requests, each
-    rank has the whole table.
+    The ranks share the vocabulary. The table ends with padding rows of zeros, so that all shares are equal. If ranks
+    have different requests, each rank has the whole table.
 
     weight: [rows of this rank, hidden_size].
     head_weight: the rows for which this rank computes logits, if the output head has the same weight.
@@ -43,10 +43,10 @@ class VocabEmbedding(WeightedModule):
         vectors = functional.embedding(row_indices.masked_fill(is_on_other_rank, 0), self.weight)
         return self._parallel.all_reduce(vectors.masked_fill(is_on_other_rank.unsqueeze(-1), 0.0)).to(self._out_dtype)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the embedding table."""
         own_rows = own_slice(self._parallel, self.weight.shape[0])
-        yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
+        yield f"{layer_name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal vectors."""
@@ -56,7 +56,7 @@ class VocabEmbedding(WeightedModule):
 class LMHead(WeightedModule):
     """Computes logits from hidden states. Each rank computes the columns of its share of the vocabulary.
 
-    Columns that make the shares even have the logit 0, after the last column of the vocabulary.
+    Padding columns, which follow the vocabulary's columns and make the shares equal, have the logit 0.
 
     tied_embedding: embedding whose table is also this head's weight; None for a separate weight.
     """
@@ -78,11 +78,11 @@ class LMHead(WeightedModule):
         """[n, hidden_size] -> float32 [n, ceil(vocab_size / ranks)]."""
         return logits(hidden, self._packed, self.weight)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight, unless the head is tied."""
         if not self._is_tied:
             own_rows = own_slice(self._parallel, self.weight.shape[0])
-            yield f"{name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
+            yield f"{layer_name}.weight", WeightSlot(self._shape, make_share_copier(self.weight, own_rows))
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights, unless the head is tied."""

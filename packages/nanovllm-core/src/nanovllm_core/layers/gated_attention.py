@@ -42,11 +42,11 @@ class GatedQKVLinear(ColumnParallelLinear):
         super().__init__(hidden_size, parts, build, quantization=quantization)
         self._num_heads = num_heads
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load `q_proj`, `k_proj` and `v_proj`. The slots of `q_proj` also fill the gates."""
-        prefix = name[: name.rfind(".") + 1]
+        prefix = layer_name[: layer_name.rfind(".") + 1]
         query_prefix, gate_prefix = f"{prefix}q_proj.", f"{prefix}{GATE_PART_NAME}."
-        slot_by_name = dict(super().weight_slots(name))
+        slot_by_name = dict(super().weight_slots(layer_name))
         for tensor_name, slot in slot_by_name.items():
             if tensor_name.startswith(query_prefix):
                 gate_slot = slot_by_name[gate_prefix + tensor_name.removeprefix(query_prefix)]

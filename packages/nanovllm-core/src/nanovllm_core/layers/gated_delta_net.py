@@ -75,7 +75,7 @@ class GatedDeltaNet(WeightedModule):
         qkvz = LinearPart("in_proj_qkvz", 2 * shape.num_k_heads * shape.k_dim + 2 * shape.num_v_heads * shape.v_dim)
         ba = LinearPart("in_proj_ba", 2 * shape.num_v_heads)
         self._projected_widths = (num_channels + num_v_heads * shape.v_dim, 2 * num_v_heads)
-        # `in_proj_ba` is never quantised, so a quantised `in_proj_qkvz` can't share its matmul.
+        # `in_proj_ba` is never quantised, so it can't be in one matmul with a quantised `in_proj_qkvz`.
         is_fused = in_quantization is None
         self.in_proj = ColumnParallelLinear(
             hidden_size, (qkvz, ba) if is_fused else (qkvz,), build, quantization=in_quantization
@@ -117,15 +117,15 @@ class GatedDeltaNet(WeightedModule):
         cache = ctx.state_caches[self._cache_index]
         return gated_delta_net(qkvz, ba, self.weights, cache.recurrent, cache.conv_inputs, ctx.state_batch)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load all weights except the projections, which are submodules."""
         shape, weights = self._shape, self.weights
         num_channels = 2 * shape.num_k_heads * shape.k_dim + shape.num_v_heads * shape.v_dim
-        yield f"{name}.conv1d.weight", WeightSlot((num_channels, 1, shape.num_taps), self._copy_conv)
-        yield f"{name}.A_log", WeightSlot((shape.num_v_heads,), self._copy_decay_rates)
+        yield f"{layer_name}.conv1d.weight", WeightSlot((num_channels, 1, shape.num_taps), self._copy_conv)
+        yield f"{layer_name}.A_log", WeightSlot((shape.num_v_heads,), self._copy_decay_rates)
         own_heads = own_slice(self._parallel, len(weights.dt_bias))
-        yield f"{name}.dt_bias", WeightSlot((shape.num_v_heads,), make_share_copier(weights.dt_bias, own_heads))
-        yield f"{name}.norm.weight", WeightSlot((shape.v_dim,), weights.norm.copy_)
+        yield f"{layer_name}.dt_bias", WeightSlot((shape.num_v_heads,), make_share_copier(weights.dt_bias, own_heads))
+        yield f"{layer_name}.norm.weight", WeightSlot((shape.v_dim,), weights.norm.copy_)
 
     def _copy_decay_rates(self, log_rates: Tensor) -> object:
         rates = self.weights.decay_rate

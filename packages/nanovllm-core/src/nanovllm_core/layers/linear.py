@@ -23,7 +23,7 @@ class LinearPart(NamedTuple):
     """A linear layer that a ColumnParallelLinear fuses.
 
     name: name in the checkpoint without the parent's path.
-    num_groups: number of groups of equal size in the output. The ranks share groups as wholes, see
+    num_groups: number of groups of equal size in the output, such as heads. A rank gets whole groups, see
         `ParallelContext.own_groups`. None: the ranks split the rows evenly.
     splits_groups: if there are more ranks than groups, the ranks split all rows evenly, instead of sharing a group.
     """
@@ -116,9 +116,9 @@ class ColumnParallelLinear(_Linear):
             return linear(x, self.weight, self.bias)
         return norm_linear(x, norm.packed_weight, norm.eps, self.weight, self.bias)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weights, the scales of quantised weights, and the biases."""
-        prefix = name[: name.rfind(".") + 1]
+        prefix = layer_name[: layer_name.rfind(".") + 1]
         columns = slice(0, self._in_features)
         start = 0
         for part, own_rows in zip(self._parts, self._own_rows, strict=True):
@@ -142,7 +142,8 @@ class RowParallelLinear(_Linear):
     Raises ValueError if the ranks can't share the input features or the FP8 blocks (GROUP x GROUP) evenly.
 
     name: name of the layer in the checkpoint, for the error.
-    own_columns: input features of this rank, which may exceed `in_features`; None for an even share.
+    own_columns: input features of this rank; None for an even share. May end after `in_features`: the weights of
+        the additional features are zeros.
     quantization: format of the weight; None for the model's dtype.
     """
 
@@ -189,9 +190,9 @@ class RowParallelLinear(_Linear):
         """Return this rank's part of the result, plus `base` [T, out_features]. May overwrite `base`."""
         return linear(x, self.weight, self.bias, base)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight, the scales of a quantised weight, and the bias."""
         rows = slice(0, self._shape[0])
-        yield from self._weight_slots(name, self._shape, rows, rows, self._own_columns)
+        yield from self._weight_slots(layer_name, self._shape, rows, rows, self._own_columns)
         if self._stored_bias is not None:
-            yield f"{name}.bias", WeightSlot(self._shape[:1], self._stored_bias.copy_)
+            yield f"{layer_name}.bias", WeightSlot(self._shape[:1], self._stored_bias.copy_)

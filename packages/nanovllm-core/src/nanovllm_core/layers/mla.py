@@ -76,14 +76,14 @@ class LatentExpansion(WeightedModule):
             self._num_heads if quantization is None else 0, self._rows_per_head, shape.latent_dim
         )
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight and the scales of a quantised weight."""
         if self._fp8_weight is not None:
             rows, columns = slice(0, self._fp8_weight.data.shape[0]), slice(0, self._shape[1])
-            yield from block_fp8_slots(name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
+            yield from block_fp8_slots(layer_name, self._shape, self._fp8_weight, rows, self._own_rows, columns)
         else:
             copy = make_share_copier(self.weight.flatten(0, 1), self._own_rows)
-            yield f"{name}.weight", WeightSlot(self._shape, copy)
+            yield f"{layer_name}.weight", WeightSlot(self._shape, copy)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""
@@ -102,7 +102,7 @@ class LatentExpansion(WeightedModule):
 class LatentAttention(WeightedModule):
     """Latent attention with its projections. Every rank computes all latents, because all heads share the latents.
 
-    Raises ValueError if `finish_loading` would have to move rows between FP8 blocks.
+    Raises ValueError if rows that `finish_loading` reorders lie in different FP8 blocks, which have different scales.
 
     cache_index: index of this layer in `ForwardContext.kv_caches`.
     quantization: format of the weights; None for the model's dtype.
@@ -198,9 +198,9 @@ class LatentAttention(WeightedModule):
             return attention(q, ctx.attention_batch).flatten(1)
         return ctx.launch_attention(attention, q, self._shape.value_dim).flatten(1)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield no slots: submodules own all weights."""
-        del name
+        del layer_name
         yield from ()
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -237,7 +237,7 @@ def _check_fp8_blocks(shape: LatentAttentionConfig) -> None:
     for start in starts:
         last = start + shape.rope_dim - 1
         if start // GROUP != last // GROUP:
-            raise ValueError(f"rows {start} to {last} are rotated together, but FP8 blocks of {GROUP} cut them")
+            raise ValueError(f"rows {start} to {last} are rotated together, but lie in different FP8 blocks of {GROUP}")
 
 
 def _attend_latents(

@@ -16,6 +16,7 @@ from nanovllm_core.layers.quantization import BlockFP8, find_quantization, rando
 from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.weights import WeightedModule, WeightSlot, fill_normal
 from nanovllm_core.model import BuildContext
+from nanovllm_core.parallel import ParallelContext, own_slice
 from nanovllm_kernels.fp8 import DTYPE
 from nanovllm_kernels.gemm import PackedWeight, linear, logits, split_float32
 from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
@@ -70,12 +71,15 @@ class SharedExpertNames(NamedTuple):
 
 
 def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_format: bool) -> bool:
-    """Whether the shared expert may be stored and run as one more routed expert.
+    """Whether the shared expert may be stored and computed as if it were an additional routed expert.
 
     width: width of a routed expert.
     shared_width: width of the shared expert.
     same_format: whether routed and shared experts have the same quantisation.
     """
+    if build.parallel.shares_whole_experts:
+        # One rank would compute the shared expert of all tokens. Beside the experts, the ranks can split it.
+        return False
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
 
@@ -124,15 +128,15 @@ class Router(WeightedModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (float32 weights, int32 ids) of the chosen experts of x, each [T, k].
 
-        A fused shared expert is one more chosen expert per token: [T, k + 1].
+        With a fused shared expert, which every token chooses, each is [T, k + 1].
         """
         scores = logits(x, self._packed, self._all_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load the weight, the shared expert's gate and the bias."""
-        prefix = name[: name.rfind(".") + 1]
-        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
+        prefix = layer_name[: layer_name.rfind(".") + 1]
+        yield f"{layer_name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
         if self._gate_name is not None:
             yield f"{prefix}{self._gate_name}.weight", WeightSlot(tuple(self.shared_gate.shape), self.shared_gate.copy_)
         if self.bias is not None:
@@ -144,9 +148,11 @@ class Router(WeightedModule):
 
 
 class Experts(WeightedModule):
-    """Gated feed-forward experts. Each rank has an even share of every expert's width.
+    """Gated feed-forward experts.
 
-    Raises ValueError if the ranks can't share the width or the FP8 blocks (GROUP x GROUP) evenly.
+    Each rank has an even share of every expert's width. With `ParallelContext.shares_whole_experts`, each rank has an
+    even share of the experts instead.
+    Raises ValueError if the ranks can't share the width, the FP8 blocks (GROUP x GROUP) or the experts evenly.
 
     shared: names of the shared expert, which is stored as the last expert; None if no shared expert is fused.
     quantization: format of the weights; None for the model's dtype.
@@ -167,26 +173,34 @@ class Experts(WeightedModule):
         self._parallel = build.parallel
         self._names = names
         self._shared_names = shared
-        num_experts += shared is not None
+        self._num_experts = num_experts + (shared is not None)
         self._shape = (intermediate_size, hidden_size)
-        self._width_per_rank = build.parallel.split_evenly(intermediate_size, "the width of an expert")
-        if quantization is not None and build.parallel.size > 1 and self._width_per_rank % GROUP:
-            num_ranks = build.parallel.size
+        # How the ranks share each expert, and the ids of the experts of which this rank has a part.
+        self._width_split = build.parallel
+        self._own_ids = range(self._num_experts)
+        if build.parallel.shares_whole_experts:
+            self._width_split = ParallelContext()
+            own_ids = own_slice(build.parallel, build.parallel.split_evenly(num_experts, "the number of experts"))
+            self._own_ids = range(own_ids.start, own_ids.stop)
+        width = self._width_split.split_evenly(intermediate_size, "the width of an expert")
+        if quantization is not None and self._width_split.size > 1 and width % GROUP:
             raise ValueError(
-                f"an expert is {intermediate_size} wide, but {num_ranks} ranks can't split its FP8 blocks of {GROUP}"
+                f"an expert is {intermediate_size} wide, but {build.parallel.size} ranks can't split its FP8 blocks of "
+                f"{GROUP}: set expert_parallel"
             )
         dtype = build.dtype if quantization is None else DTYPE
+        num_experts = len(self._own_ids)
         # w13: gate and up weights of each expert. w2: down weights.
-        w13 = torch.empty((num_experts, 2 * self._width_per_rank, hidden_size), dtype=dtype, device=build.device)
-        w2 = torch.empty((num_experts, hidden_size, self._width_per_rank), dtype=dtype, device=build.device)
+        w13 = torch.empty((num_experts, 2 * width, hidden_size), dtype=dtype, device=build.device)
+        w2 = torch.empty((num_experts, hidden_size, width), dtype=dtype, device=build.device)
         scales13 = scales2 = None
         if quantization is not None:
-            width_blocks, hidden_blocks = _num_fp8_blocks(self._width_per_rank), _num_fp8_blocks(hidden_size)
+            width_blocks, hidden_blocks = _num_fp8_blocks(width), _num_fp8_blocks(hidden_size)
             scales13 = torch.empty(
                 (num_experts, 2, width_blocks, hidden_blocks), dtype=torch.float32, device=build.device
             )
             scales2 = torch.empty((num_experts, hidden_blocks, width_blocks), dtype=torch.float32, device=build.device)
-        self.weights = pack_experts(w13, w2, scales13, scales2)
+        self.weights = pack_experts(w13, w2, scales13, scales2, first_id=self._own_ids.start, num_all=self._num_experts)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, stream: ResidualStream) -> ResidualStream:
         """Apply the chosen experts to x [T, hidden_size], and add the weighted sum of their results to `stream`.
@@ -197,38 +211,44 @@ class Experts(WeightedModule):
         chosen = ChosenExperts(weights, ids)
         return stream.add(self._parallel, lambda base: fused_experts(x, self.weights, chosen, base))
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slots that load three weights per expert, and the scales of quantised weights."""
-        w13, w2, scales13, scales2, _ = self.weights
+        w13, w2, scales13, scales2, *_ = self.weights
         gate_and_up = w13.unflatten(1, (2, -1))
         width, hidden_size = self._shape
         up_shape, down_shape = (width, hidden_size), (hidden_size, width)
-        module_names = [f"{name}.{expert}" for expert in range(w2.shape[0])]
+        module_names = [f"{layer_name}.{expert}" for expert in range(self._num_experts)]
         if self._shared_names is not None:
-            module_names[-1] = f"{name[: name.rfind('.') + 1]}{self._shared_names.expert}"
+            module_names[-1] = f"{layer_name[: layer_name.rfind('.') + 1]}{self._shared_names.expert}"
         for expert, module_name in enumerate(module_names):
             gate, up, down = (f"{module_name}.{linear_name}.weight" for linear_name in self._names)
-            yield gate, self._make_slot(up_shape, gate_and_up, (expert, 0), 0)
-            yield up, self._make_slot(up_shape, gate_and_up, (expert, 1), 0)
-            yield down, self._make_slot(down_shape, w2, (expert,), 1)
+            yield gate, self._make_slot(up_shape, gate_and_up, expert, (0,), 0)
+            yield up, self._make_slot(up_shape, gate_and_up, expert, (1,), 0)
+            yield down, self._make_slot(down_shape, w2, expert, (), 1)
             if scales13 is not None and scales2 is not None:
                 up_scales_shape, down_scales_shape = _scales_shape(up_shape), _scales_shape(down_shape)
-                yield f"{gate}_scale_inv", self._make_slot(up_scales_shape, scales13, (expert, 0), 0)
-                yield f"{up}_scale_inv", self._make_slot(up_scales_shape, scales13, (expert, 1), 0)
-                yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, (expert,), 1)
+                yield f"{gate}_scale_inv", self._make_slot(up_scales_shape, scales13, expert, (0,), 0)
+                yield f"{up}_scale_inv", self._make_slot(up_scales_shape, scales13, expert, (1,), 0)
+                yield f"{down}_scale_inv", self._make_slot(down_scales_shape, scales2, expert, (), 1)
 
-    def _make_slot(self, shape: tuple[int, int], target: Tensor, index: tuple[int, ...], dim: int) -> WeightSlot:
-        """A slot that copies this rank's share of a tensor to `target[index]`.
+    def _make_slot(
+        self, shape: tuple[int, int], target: Tensor, expert: int, part: tuple[int, ...], dim: int
+    ) -> WeightSlot:
+        """A slot that copies this rank's share of a tensor to the part `part` of an expert in `target`.
 
         shape: shape of the tensor in the checkpoint.
+        expert: id of the expert. The slot ignores the tensor, without reading it, if another rank has the expert.
         dim: dimension that the ranks share.
         """
-        copy = partial(_copy_rank_share, target, index, dim, self._parallel.rank)
-        return WeightSlot(shape, copy, DTYPE if target.dtype == DTYPE else None)
+        dtype = DTYPE if target.dtype == DTYPE else None
+        if expert not in self._own_ids:
+            return WeightSlot(shape, _ignore, dtype)
+        index = (expert - self._own_ids.start, *part)
+        return WeightSlot(shape, partial(_copy_rank_share, target, index, dim, self._width_split.rank), dtype)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""
-        w13, w2, scales13, scales2, _ = self.weights
+        w13, w2, scales13, scales2, *_ = self.weights
         if scales13 is None or scales2 is None:
             fill_normal(w13, generator)
             fill_normal(w2, generator)
@@ -237,6 +257,10 @@ class Experts(WeightedModule):
             for values, scales in zip(w13[expert].chunk(2), scales13[expert], strict=True):
                 randomize_block_fp8(BlockFP8Weight(values, scales), generator)
             randomize_block_fp8(BlockFP8Weight(w2[expert], scales2[expert]), generator)
+
+
+def _ignore(tensor: Tensor) -> None:
+    del tensor
 
 
 def _copy_rank_share(target: Tensor, index: tuple[int, ...], dim: int, rank: int, tensor: Tensor) -> None:
@@ -280,9 +304,9 @@ class TokenGate(WeightedModule):
         """[T, hidden] -> [T, 1]."""
         return linear(x, self.weight).float().sigmoid()
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight."""
-        yield f"{name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
+        yield f"{layer_name}.weight", WeightSlot(tuple(self.weight.shape), self.weight.copy_)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draw normal weights."""

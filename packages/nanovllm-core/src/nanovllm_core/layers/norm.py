@@ -44,10 +44,10 @@ class RMSNorm(WeightedModule):
         return rms_norm(x, self.packed_weight, self.eps, self.dtype)
 
     def resolve(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
-        """Complete a residual stream, and return the input of the next layer.
+        """Add the ranks' partial results to a residual stream, and return the input of the next layer.
 
-        Returns (residual stream [T, size], rows [T, size], norm). The caller must still apply `norm` to the rows; None
-        if the rows are already normalised.
+        Returns (residual stream [T, size], input [T, size], norm). The next layer must still apply `norm` to the input;
+        None if the input is already normalised.
         """
         parallel = self._parallel
         if stream.partial is None or parallel.splits_requests:
@@ -71,13 +71,13 @@ class RMSNorm(WeightedModule):
         return residual, self._parallel.gather_requests(norm.forward(rows)), None
 
     def normalize(self, stream: ResidualStream) -> Tensor:
-        """Complete a residual stream, and return its norm [T, size]."""
+        """Add the ranks' partial results to a residual stream, and return the normalised stream [T, size]."""
         _, rows, norm = self.resolve(stream)
         return rows if norm is None else norm.forward(rows)
 
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight."""
-        yield f"{name}.weight", WeightSlot(self._shape, self._copy_weight)
+        yield f"{layer_name}.weight", WeightSlot(self._shape, self._copy_weight)
 
     def _copy_weight(self, weight: Tensor) -> object:
         weight = weight[self._own_elements]

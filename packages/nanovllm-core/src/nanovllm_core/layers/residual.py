@@ -1,4 +1,4 @@
-"""The residual stream between layers, to which the ranks' results may not have been added yet."""
+"""The residual stream between layers, and the ranks' partial results that are not yet added to it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class ResidualStream(NamedTuple):
         return ResidualStream(self.residual, add_result(self.partial))
 
     def complete(self, parallel: ParallelContext) -> Tensor:
-        """Return the residual stream [T, hidden] with the results of all ranks."""
+        """Return the sum [T, hidden] of the residual stream and all ranks' parts, for callers without a norm."""
         if self.partial is None:
             return self.residual
         return self.residual + parallel.sum_for_requests(self.partial).to(self.residual.dtype)

@@ -50,8 +50,8 @@ class WeightedModule(nn.Module, ABC):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @abstractmethod
-    def weight_slots(self, name: str) -> Iterator[tuple[str, WeightSlot]]:
-        """Yield pairs (name of the tensor in the checkpoint, slot). name: dotted path of this module in the model."""
+    def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
+        """Yield pairs (name of a checkpoint tensor, slot). layer_name: dotted path of this layer in the model."""
 
     @abstractmethod
     def randomize(self, generator: torch.Generator) -> None:

@@ -115,9 +115,9 @@ class ParallelContext:
         return own if self.communicator is None else self.communicator.all_gather(own)[:num_rows]
 
     def exchange_columns(self, x: Tensor) -> Tensor:
-        """All columns of this rank's share of rows, from this rank's columns of all rows: [n, c] to [n / size, size c].
+        """Exchange this rank's columns of all rows for all columns of this rank's share of the rows.
 
-        n is rounded up to a multiple of `size`; additional rows are zeros.
+        x: [n, c]. Returns [ceil(n / size), size * c]; additional rows are zeros.
         """
         if self.communicator is None:
             return x

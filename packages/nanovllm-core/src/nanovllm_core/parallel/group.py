@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from nanovllm_kernels.collective import Communicator
 # A rank may wait this long for ranks that still load weights or compile. The process of rank 0 detects ended ranks.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
+LEAVING_THREAD_NAME = "nanovllm-engine-leaving"
+LEAVE_TIMEOUT_S = 5.0
+
 
 class RankGroup:
-    """This process's membership in the ranks of an engine.
+    """This process's connection to the other ranks of an engine.
 
     Create and leave the group on the thread that runs the model. A process can be in one group at a time, because
     torch.distributed has one default group per process.
@@ -61,10 +65,16 @@ class RankGroup:
         self.context = ParallelContext(rank, size, self._communicator, config.expert_parallel, config.dp_attention)
 
     def leave(self) -> None:
-        """Disconnect. All ranks call this method after the last step."""
+        """Disconnect. All ranks call this method after the last step, when no graph exists."""
         self._communicator.close()
-        distributed.destroy_process_group()
-        torch.set_num_threads(self._num_threads_before)
+        if self._is_cuda:
+            # NCCL sometimes waits forever for a rank that has left. The group then exists until the process ends.
+            thread = threading.Thread(target=distributed.destroy_process_group, name=LEAVING_THREAD_NAME, daemon=True)
+            thread.start()
+            thread.join(LEAVE_TIMEOUT_S)
+        else:
+            distributed.destroy_process_group()
+            torch.set_num_threads(self._num_threads_before)
 
     def abandon(self) -> None:
         """Disconnect after another rank has ended."""

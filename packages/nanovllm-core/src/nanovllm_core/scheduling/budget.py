@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
-from nanovllm_kernels.attention import ONE_TOKEN_ROUNDS, AttentionRounds, attention_pairs
+from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
 
 # Without a target time, the time limit of a step with prompts and decodes is at least the time of this many decode
 # steps.
@@ -24,31 +24,31 @@ class StepLimits(NamedTuple):
     """Limits of every step.
 
     max_tokens: maximum number of tokens of each group of requests (see `Scheduler`).
-    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_s` and
+    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_limit_s` and
         MIN_MIXED_DECODE_STEPS usual decode steps.
-    prompt_step_s: time limit of a step without decodes, unless `target_s` is larger.
-    attention_rounds: how the device divides the attention of chunks into rounds.
-    padded_tokens: token counts per group to which steps with prompts are padded, in rising order. Larger steps are not
+    prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
+    attention_estimator: estimates how long the attention of chunks takes.
+    padded_token_counts: token counts per group, ascending, to which steps with prompts are padded. Larger steps are not
         padded.
     """
 
     max_tokens: int
     target_s: float | None = None
-    prompt_step_s: float = float("inf")
-    mixed_step_s: float = float("inf")
-    attention_rounds: AttentionRounds = ONE_TOKEN_ROUNDS
-    padded_tokens: tuple[int, ...] = ()
+    prompt_step_limit_s: float = float("inf")
+    mixed_step_limit_s: float = float("inf")
+    attention_estimator: AttentionEstimator = ESTIMATOR_WITHOUT_ROUNDS
+    padded_token_counts: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:
         """The time limit of a step. decode_step_s: time of a usual decode step."""
         if num_decodes == 0:
-            return max(self.prompt_step_s, self.target_s or 0.0)
-        return self.target_s or max(self.mixed_step_s, MIN_MIXED_DECODE_STEPS * decode_step_s)
+            return max(self.prompt_step_limit_s, self.target_s or 0.0)
+        return self.target_s or max(self.mixed_step_limit_s, MIN_MIXED_DECODE_STEPS * decode_step_s)
 
     def pad(self, num_tokens: int) -> int:
         """The number of tokens that a step with prompts and `num_tokens` tokens computes, including padding."""
-        index = bisect_left(self.padded_tokens, num_tokens)
-        return self.padded_tokens[index] if index < len(self.padded_tokens) else num_tokens
+        index = bisect_left(self.padded_token_counts, num_tokens)
+        return self.padded_token_counts[index] if index < len(self.padded_token_counts) else num_tokens
 
 
 class StepBudget:
@@ -70,7 +70,7 @@ class StepBudget:
         self._limits = limits
         self._model = step_time_model
         self._chunk_unit = chunk_unit
-        # The work of decodes and added chunks. Its attention is not rounded up to whole rounds.
+        # The work of decodes and added chunks. The attention of chunks is not rounded up to whole rounds here.
         self._work = decode_work
         # (start, number of tokens) of each added chunk.
         self._chunks: list[tuple[int, int]] = []
@@ -122,7 +122,7 @@ class StepBudget:
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // chunk_unit * chunk_unit - start
         # On a CPU, rounds are shorter than a chunk unit and do not matter.
-        if self._limits.attention_rounds.num_tokens >= chunk_unit:
+        if self._limits.attention_estimator.round_tokens >= chunk_unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -133,15 +133,15 @@ class StepBudget:
         Padding costs time in matrix products, not in attention. Returns the length of the longer of two chunks: the
         longest chunk whose attention fits, and the longest chunk with which the step needs no padding.
         """
-        work, padded_sizes = self._work, self._limits.padded_tokens
+        work, padded_counts = self._work, self._limits.padded_token_counts
         step_tokens = work.num_tokens + num_tokens
         padded_tokens = self._limits.pad(step_tokens)
         if num_tokens <= 0 or padded_tokens == step_tokens:
             return num_tokens
         attention_limit_s = limit_s - self._model.predict(work._replace(num_tokens=padded_tokens))
         fitting_tokens = min(num_tokens, self._model.max_attention_tokens(start, attention_limit_s))
-        num_smaller_sizes = bisect_right(padded_sizes, step_tokens)
-        unpadded_tokens = padded_sizes[num_smaller_sizes - 1] - work.num_tokens if num_smaller_sizes else 0
+        num_smaller_counts = bisect_right(padded_counts, step_tokens)
+        unpadded_tokens = padded_counts[num_smaller_counts - 1] - work.num_tokens if num_smaller_counts else 0
         return max(int(fitting_tokens), unpadded_tokens)
 
     def _shorten_for_rounds(self, start: int, num_tokens: int, end: int, limit_s: float) -> int:
@@ -163,7 +163,7 @@ class StepBudget:
 
     def _drop_idle_round(self, start: int, num_tokens: int, end: int) -> int:
         """Drop the last round of a chunk that does not finish its prompt if the round would be mostly idle."""
-        round_tokens = self._limits.attention_rounds.num_tokens
+        round_tokens = self._limits.attention_estimator.round_tokens
         num_rounds = -(-num_tokens // round_tokens)
         if num_rounds < 2 or start + num_tokens == end:
             return num_tokens
@@ -174,12 +174,12 @@ class StepBudget:
 
     def _tokens_before_last_round(self, start: int, num_tokens: int) -> int:
         """The number of tokens before the last round of a chunk, rounded down to whole chunk units."""
-        round_tokens, chunk_unit = self._limits.attention_rounds.num_tokens, self._chunk_unit
+        round_tokens, chunk_unit = self._limits.attention_estimator.round_tokens, self._chunk_unit
         num_rounds = -(-num_tokens // round_tokens)
         return (start + (num_rounds - 1) * round_tokens) // chunk_unit * chunk_unit - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step with this chunk fits into `limit_s`, counting whole rounds of attention."""
-        prompt_pairs = self._limits.attention_rounds.estimate_pairs([*self._chunks, (start, num_tokens)])
+        prompt_pairs = self._limits.attention_estimator.estimate_pairs([*self._chunks, (start, num_tokens)])
         padded_tokens = self._limits.pad(self._work.num_tokens + num_tokens)
         return self._model.predict(StepWork(padded_tokens, self._work.decode_context, prompt_pairs)) <= limit_s

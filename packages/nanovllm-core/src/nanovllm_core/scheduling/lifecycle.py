@@ -10,7 +10,7 @@ from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
 
-# Maximum number of tokens of each size class of steps. A step belongs to the first class that it fits.
+# Maximum number of tokens of each size class of steps. A step belongs to the first class that is large enough.
 STEP_CLASS_MAX_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 

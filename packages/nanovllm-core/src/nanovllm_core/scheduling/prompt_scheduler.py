@@ -13,7 +13,7 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
 from nanovllm_core.scheduling.request_order import request_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-MAX_WAITING_CANDIDATES = 64  # waiting requests among which one search chooses
+MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search considers
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
 # A request that lacked blocks is retried after this many steps, because its prefix may be cached by then.
@@ -21,7 +21,8 @@ RETRY_INTERVAL_STEPS = 16
 # On average the oldest prompt of the first service class (see `request_class`) gets at least this share of the
 # time for prompts.
 MIN_OLDEST_SHARE = 0.25
-# Maximum number of other requests that are admitted while a request waits for free blocks.
+# After this many admissions of other requests, only requests of earlier service classes may still overtake a request
+# that waits for free blocks.
 MAX_BYPASSES = 32
 # A request starts in the group that has cached the longest part of its prompt, unless this group runs more than this
 # number of requests in addition to those of the emptiest group. Steps take as long as the largest group needs.
@@ -210,9 +211,9 @@ class PromptScheduler:
         return request_class(request), remaining_s, end - start, request.client_request.arrival_time
 
     def _must_wait(self, request: RequestState) -> bool:
-        """Whether too few blocks are free for `request`, or too many requests have overtaken the blocked request."""
+        """Whether `request` must wait for free blocks, or for a request that too many others have overtaken."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
-        # `num_blocks` includes the watermark: blocks that are kept free only while requests run.
+        # `num_blocks` includes the watermark, which must stay free only while requests run.
         if num_blocks and all(
             cache.pool.num_free < num_blocks and len(self._rows.running_rows(group))
             for group, cache in enumerate(self._caches)

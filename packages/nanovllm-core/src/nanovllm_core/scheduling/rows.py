@@ -35,9 +35,9 @@ class RowTable:
         self.capacity, self.num_steps_in_flight = np.zeros((2, num_rows), np.int64)
         self.is_running, self.is_finished = np.zeros((2, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
-        # The largest number of stop tokens that a request has had so far.
+        # Largest number of stop tokens of any request so far.
         self._max_stop_ids = 1
-        # Index: token id. Whether a request so far had this stop token. The last entry, False, stands for larger ids.
+        # For each token id, whether any request so far had this stop token. The last entry, False, is for larger ids.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
         self._rows_per_group = num_rows // num_groups

@@ -270,7 +270,9 @@ class Scheduler:
                 num_tokens, decode_context, _ = works[group]
                 num_reqs[group] += len(ranges)
                 num_tokens += sum(length for _, length in ranges)
-                works[group] = StepWork(num_tokens, decode_context, self.limits.attention_rounds.estimate_pairs(ranges))
+                works[group] = StepWork(
+                    num_tokens, decode_context, self.limits.attention_estimator.estimate_pairs(ranges)
+                )
         return max(num_reqs), StepWork(*map(max, *works)) if len(works) > 1 else works[0]
 
     def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:

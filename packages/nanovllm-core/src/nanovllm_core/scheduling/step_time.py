@@ -27,7 +27,7 @@ class StepWork(NamedTuple):
 
     num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
-    prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionRounds.estimate_pairs`.
+    prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionEstimator.estimate_pairs`.
     """
 
     num_tokens: int
@@ -44,7 +44,7 @@ class StepTimeCoefficients(NamedTuple):
     per_prompt_pair: float = 0.0
 
 
-# Units in which the coefficients have similar magnitudes.
+# Factors that scale the coefficients to similar magnitudes.
 _COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8])
 # Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
@@ -190,7 +190,7 @@ def _positive_root(quadratic: float, linear: float, seconds: float) -> float:
 
 
 class _NormalEquations:
-    """The normal equations of a least-squares fit, as decaying sums over observations."""
+    """The normal equations of a least-squares fit, as sums in which later observations have larger weights."""
 
     def __init__(self) -> None:
         self._gram = np.zeros((len(_COEFFICIENT_UNITS), len(_COEFFICIENT_UNITS)))

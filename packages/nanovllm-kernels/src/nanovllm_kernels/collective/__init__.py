@@ -1,6 +1,7 @@
 """Collective operators of the tensor- and expert-parallel ranks of one host.
 
-A `Communicator` uses gloo on a CPU and NCCL on CUDA.
+A `Communicator` uses gloo on a CPU. On CUDA, kernels write small tensors to the memory of peers, and NCCL sends large
+tensors.
 """
 
 from typing import Protocol
@@ -21,8 +22,8 @@ class Communicator:
     """The collectives of one rank among the `size` ranks (processes) of a process group on one host.
 
     All ranks call the same methods in the same order, with tensors of equal shapes and dtypes. Tensors are contiguous
-    and on the communicator's device. On CUDA all calls use one stream, or streams that wait for each other. Calls can
-    be captured in CUDA graphs, and work under torch.compile(fullgraph=True).
+    and on the communicator's device. On CUDA this is the current device, and all calls use one stream, or streams that
+    wait for each other. Calls can be captured in CUDA graphs, and work under torch.compile(fullgraph=True).
 
     Sums have the same bits on every rank. They are computed in float32 in rank order and rounded once, except by NCCL:
     see `all_reduce`.
@@ -31,12 +32,15 @@ class Communicator:
     rank: int
     size: int
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, *, use_peer_memory: bool = True) -> None:
         """Allocate the buffers of the rank. All ranks of `group` construct their communicator at the same time.
 
         group: needs gloo for a CPU, and NCCL for CUDA. A group has at most one open communicator.
         device: device of all tensors. On CUDA each rank has another device, with an index.
+        use_peer_memory: use kernels that write to the memory of other GPUs. Otherwise CUDA uses only NCCL, which also
+            works if the GPUs can't access each other's memory.
         Raises: ValueError if the group has one rank or an open communicator, or if a CUDA device has no index.
+            RuntimeError if the GPUs can't access each other's memory.
         """
         if device.type == "cuda" and device.index is None:
             raise ValueError("device 'cuda' has no index; pass for example torch.device('cuda', rank)")
@@ -47,7 +51,7 @@ class Communicator:
         self.rank = group.rank()
         self.size = group.size()
         self._name = group.group_name
-        _open_collectives[self._name] = TorchCollectives(group)
+        _open_collectives[self._name] = _open(group, device, use_peer_memory=use_peer_memory)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
@@ -67,7 +71,8 @@ class Communicator:
         """Sum the ranks' `partial`, add the sum to `residual`, and normalize the rows (RMSNorm) of the result.
 
         partial: [T, H], float32, bfloat16 or float16. Overwritten with unspecified values if there is a residual.
-        residual: [T, H], float32 or with the dtype of `partial`. Overwritten. None: the sum is the new residual.
+        residual: [T, H], equal on all ranks, float32 or with the dtype of `partial`. Overwritten. None: the sum is the
+            new residual.
         norm_weight: [H], plain or from `elementwise.prepare_norm_weight`.
         dtype: the dtype of the normed rows.
         Returns: (new residual, normed rows), both [T, H]. The new residual is the tensor `residual`, or `partial` if
@@ -121,6 +126,14 @@ class Collectives(Protocol):
     def close(self) -> None: ...
 
 
+def _open(group: ProcessGroup, device: torch.device, *, use_peer_memory: bool) -> Collectives:
+    if device.type != "cuda" or not use_peer_memory:
+        return TorchCollectives(group)
+    from nanovllm_kernels.collective.peer_collectives import PeerCollectives, open_peer_memory
+
+    return PeerCollectives(group, open_peer_memory(group, device))
+
+
 # By the name of the process group. Custom operators take only tensors and plain values, so they take the name.
 _open_collectives: dict[str, Collectives] = {}
 
@@ -141,8 +154,11 @@ def _check_divisible(x: Tensor, size: int) -> None:
         raise ValueError(f"{x.shape[0]} rows can't be split evenly over {size} ranks; pad the rows")
 
 
-def _check_norm(partial: Tensor, residual: Tensor | None) -> None:
+def _check_norm(partial: Tensor, residual: Tensor | None, norm_weight: Tensor) -> None:
     _check_contiguous(partial)
+    # `prepare_norm_weight` returns two copies of the weight on a CPU.
+    if norm_weight.numel() not in (partial.shape[1], 2 * partial.shape[1]):
+        raise ValueError(f"norm_weight has {norm_weight.numel()} elements, but partial has {partial.shape[1]} columns")
     if partial.dtype not in NORMABLE_DTYPES:
         raise ValueError(f"all_reduce_norm can't sum {partial.dtype}; convert to one of {NORMABLE_DTYPES}")
     if residual is None:
@@ -166,7 +182,7 @@ def _all_reduce_op(x: Tensor, group_name: str) -> None:
 def _all_reduce_norm_op(
     partial: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, dtype: torch.dtype, group_name: str
 ) -> Tensor:
-    _check_norm(partial, residual)
+    _check_norm(partial, residual, norm_weight)
     if not partial.numel():
         return torch.empty_like(partial, dtype=dtype)
     return _open_collectives[group_name].all_reduce_norm(partial, residual, norm_weight, eps, dtype)

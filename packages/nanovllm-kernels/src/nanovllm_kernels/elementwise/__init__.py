@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm_kernels.elementwise import elementwise_reference
 from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation, RotationFactors
-from nanovllm_kernels.platform import runs_in_float32
+from nanovllm_kernels.platform import uses_float32_for_rows
 
 __all__ = [
     "QKNorm",
@@ -99,7 +99,7 @@ def rope_and_cache(
     qk_norm: QKNorm | None = None,
     kv_scales: Tensor | None = None,
     *,
-    keep_keys: bool = False,
+    writes_back_keys_values: bool = False,
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
@@ -115,13 +115,13 @@ def rope_and_cache(
         On a CPU with float32 `qkv`, any dtype is supported.
     qk_norm: norms of query and key heads before the rotation. None: no norms.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
-    keep_keys: whether to also write the cached keys and values back to `qkv`.
+    writes_back_keys_values: whether to also write the cached keys and values back to `qkv`.
     Returns: rotated queries [T, Hq, D] in the cache's dtype, or in the dtype of `qkv` if the cache is FP8 or a CPU
         computes in float32. The result is a view of `qkv` if the dtypes are equal.
-    Raises: ValueError if `keep_keys` is set on a CPU or for an FP8 cache.
+    Raises: ValueError if `writes_back_keys_values` is set on a CPU or for an FP8 cache.
     """
-    if keep_keys and (not qkv.is_cuda or kv_scales is not None):
-        raise ValueError("keep_keys needs a CUDA device and a cache that is not quantised")
+    if writes_back_keys_values and (not qkv.is_cuda or kv_scales is not None):
+        raise ValueError("writes_back_keys_values needs a CUDA device and a cache that is not quantised")
     num_q_heads = qkv.shape[1] - kv_cache.shape[2]
     if not qkv.is_cuda and _has_cpu_kernel(qkv, kv_cache):
         _rope_and_cache_on_cpu(qkv, rotation.factors, slot_mapping, kv_cache, qk_norm)
@@ -130,13 +130,13 @@ def rope_and_cache(
     else:
         norm = (None, None, 0.0) if qk_norm is None else qk_norm
         cache = (slot_mapping, kv_cache, kv_scales)
-        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, *cache, *norm, keep_keys)
+        _rope_and_cache_op(qkv, rotation.cos_sin, rotation.positions, *cache, *norm, writes_back_keys_values)
     return qkv.narrow(1, 0, num_q_heads)
 
 
 def _has_cpu_kernel(qkv: Tensor, kv_cache: Tensor) -> bool:
     has_supported_dtypes = qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
-    return has_supported_dtypes and runs_in_float32(qkv.shape[0]) and not torch.compiler.is_compiling()
+    return has_supported_dtypes and uses_float32_for_rows(qkv.shape[0]) and not torch.compiler.is_compiling()
 
 
 def _rope_and_cache_on_cpu(
@@ -254,13 +254,15 @@ def _rope_and_cache_op(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-    keep_keys: bool,
+    writes_back_keys_values: bool,
 ) -> None:
     from nanovllm_kernels.elementwise import triton_rope
 
     qk_norm = None if q_weight is None or k_weight is None else QKNorm(q_weight, k_weight, eps)
     rotation = Rotation(cos_sin, positions, None)
-    triton_rope.rope_and_cache(qkv, rotation, slot_mapping, kv_cache, kv_scales, qk_norm, keep_keys=keep_keys)
+    triton_rope.rope_and_cache(
+        qkv, rotation, slot_mapping, kv_cache, kv_scales, qk_norm, writes_back_keys_values=writes_back_keys_values
+    )
 
 
 @torch.library.custom_op("nanovllm::latent_rope_and_cache", mutates_args=("q", "kv_cache", "kv_scales"))

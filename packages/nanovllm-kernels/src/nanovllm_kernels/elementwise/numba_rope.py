@@ -7,12 +7,12 @@ from torch import Tensor
 
 from nanovllm_kernels.elementwise.rotation import QKNorm, RotationFactors
 from nanovllm_kernels.numba_jit import (
-    OPENMP_TABLE_PTR,
+    OPENMP_FUNCTIONS_PTR,
     compile_region,
     inverse_rms,
     keep_alive,
     kernel,
-    ordered_sum_kernel,
+    kernel_without_reordering,
     pointer,
     run_region,
     thread_count,
@@ -22,7 +22,7 @@ from nanovllm_kernels.numba_jit import (
 
 # Indices of the int64 arguments of `_rotate_on_thread`. Element _EPS holds the bits of a float64.
 (
-    _OPENMP,
+    _OPENMP_FUNCTIONS_PTR,
     _QKV_PTR,
     _TOKEN_STRIDE,
     _COS_PTR,
@@ -33,7 +33,7 @@ from nanovllm_kernels.numba_jit import (
     _K_WEIGHT_PTR,
     _EPS,
     _NUM_TOKENS,
-    _NUM_HEADS,
+    _NUM_QKV_HEADS,
     _NUM_CACHED_HEADS,
     _HEAD_DIM,
     _ROPE_DIM,
@@ -47,9 +47,9 @@ def rope_and_cache(
     qkv: Tensor, factors: RotationFactors, slot_mapping: Tensor, kv_cache: Tensor, qk_norm: QKNorm | None
 ) -> None:
     """See the package's `rope_and_cache`. `qkv` and the weights of `qk_norm` are float32, and the cache is bf16."""
-    num_tokens, num_heads, head_dim = qkv.shape
+    num_tokens, num_qkv_heads, head_dim = qkv.shape
     _rotate_on_threads(
-        OPENMP_TABLE_PTR,
+        OPENMP_FUNCTIONS_PTR,
         _ROTATE_REGION,
         qkv.data_ptr(),
         qkv.stride(0),
@@ -61,7 +61,7 @@ def rope_and_cache(
         0 if qk_norm is None else qk_norm.k_weight.data_ptr(),
         0.0 if qk_norm is None else qk_norm.eps,
         num_tokens,
-        num_heads,
+        num_qkv_heads,
         kv_cache.shape[2],
         head_dim,
         factors.cos.shape[-1],
@@ -71,7 +71,7 @@ def rope_and_cache(
 
 @kernel
 def _rotate_on_threads(
-    openmp_ptr,
+    openmp_functions_ptr,
     region_address,
     qkv_ptr,
     token_stride,
@@ -83,17 +83,22 @@ def _rotate_on_threads(
     k_weight_ptr,
     eps,
     num_tokens,
-    num_heads,
+    num_qkv_heads,
     num_cached_heads,
     head_dim,
     rope_dim,
     num_threads,
 ):
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP], args[_QKV_PTR], args[_TOKEN_STRIDE], args[_COS_PTR] = openmp_ptr, qkv_ptr, token_stride, cos_ptr
+    args[_OPENMP_FUNCTIONS_PTR], args[_QKV_PTR], args[_TOKEN_STRIDE], args[_COS_PTR] = (
+        openmp_functions_ptr,
+        qkv_ptr,
+        token_stride,
+        cos_ptr,
+    )
     args[_SIN_PTR], args[_SLOTS_PTR], args[_CACHE_PTR] = sin_ptr, slots_ptr, cache_ptr
     args[_Q_WEIGHT_PTR], args[_K_WEIGHT_PTR] = q_weight_ptr, k_weight_ptr
-    args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED_HEADS] = num_tokens, num_heads, num_cached_heads
+    args[_NUM_TOKENS], args[_NUM_QKV_HEADS], args[_NUM_CACHED_HEADS] = num_tokens, num_qkv_heads, num_cached_heads
     args[_HEAD_DIM], args[_ROPE_DIM] = head_dim, rope_dim
     args.view(np.float64)[_EPS] = eps
     if num_tokens <= _MAX_SINGLE_THREAD_TOKENS:
@@ -109,20 +114,20 @@ def _rotate_on_thread(args_ptr):
     _rotate_tokens(args, index * num_tokens // count, (index + 1) * num_tokens // count)
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _rotate_tokens(args, first_token, end_token):
-    num_tokens, num_heads, num_cached_heads = args[_NUM_TOKENS], args[_NUM_HEADS], args[_NUM_CACHED_HEADS]
+    num_tokens, num_qkv_heads, num_cached_heads = args[_NUM_TOKENS], args[_NUM_QKV_HEADS], args[_NUM_CACHED_HEADS]
     head_dim, rope_dim, eps = args[_HEAD_DIM], args[_ROPE_DIM], np.float32(args.view(np.float64)[_EPS])
     cos = numba.carray(pointer(args[_COS_PTR]), (num_tokens, rope_dim), np.float32)
     sin = numba.carray(pointer(args[_SIN_PTR]), (num_tokens, rope_dim), np.float32)
     slots = numba.carray(pointer(args[_SLOTS_PTR]), (num_tokens,), np.int64)
-    num_q_heads = num_heads - num_cached_heads
+    num_q_heads = num_qkv_heads - num_cached_heads
     for token in range(first_token, end_token):
         token_ptr = args[_QKV_PTR] + 4 * token * args[_TOKEN_STRIDE]
-        heads = numba.carray(pointer(token_ptr), (num_heads, head_dim), np.float32)
+        heads = numba.carray(pointer(token_ptr), (num_qkv_heads, head_dim), np.float32)
         cached_ptr = args[_CACHE_PTR] + 2 * slots[token] * num_cached_heads * head_dim
         cached = numba.carray(pointer(cached_ptr), (num_cached_heads, head_dim), np.uint16)
-        for head in range(num_heads - num_cached_heads // 2):
+        for head in range(num_qkv_heads - num_cached_heads // 2):
             weight_ptr = args[_Q_WEIGHT_PTR] if head < num_q_heads else args[_K_WEIGHT_PTR]
             if weight_ptr:
                 _norm(heads, head, weight_ptr, eps)
@@ -132,7 +137,7 @@ def _rotate_tokens(args, first_token, end_token):
                 cached[head, dim] = to_bf16(heads[num_q_heads + head, dim])
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _norm(heads, head, weight_ptr, eps):
     head_dim = heads.shape[1]
     weight = numba.carray(pointer(weight_ptr), (head_dim,), np.float32)
@@ -141,13 +146,14 @@ def _norm(heads, head, weight_ptr, eps):
         heads[head, dim] *= scale * weight[dim]
 
 
-@ordered_sum_kernel
-def _rotate_head(head, cos, sin):
+@kernel_without_reordering
+def _rotate_head(head, cos, signed_sin):
+    """Rotate one head. signed_sin: the sine, negated in the first half."""
     half = cos.shape[0] // 2
     for dim in range(half):
         first_value, second_value = head[dim], head[half + dim]
-        head[dim] = first_value * cos[dim] + second_value * sin[dim]
-        head[half + dim] = second_value * cos[half + dim] + first_value * sin[half + dim]
+        head[dim] = first_value * cos[dim] + second_value * signed_sin[dim]
+        head[half + dim] = second_value * cos[half + dim] + first_value * signed_sin[half + dim]
 
 
 _ROTATE_REGION = compile_region(_rotate_on_thread)

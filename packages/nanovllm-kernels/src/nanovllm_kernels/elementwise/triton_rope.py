@@ -21,7 +21,7 @@ def rope_and_cache(
     kv_scales: Tensor | None,
     qk_norm: QKNorm | None,
     *,
-    keep_keys: bool,
+    writes_back_keys_values: bool,
 ) -> None:
     """See the package's `rope_and_cache`."""
     num_tokens, num_heads, head_dim = qkv.shape
@@ -53,7 +53,7 @@ def rope_and_cache(
         PAGE_SIZE=kv_cache.shape[1],
         NORM=qk_norm is not None,
         QUANTIZE=kv_scales is not None,
-        KEEP_KEYS=keep_keys,
+        WRITES_BACK=writes_back_keys_values,
         OVERLAP=overlap,
         num_warps=2,
         launch_pdl=overlap,
@@ -83,7 +83,7 @@ def _rope_and_cache(
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    KEEP_KEYS: tl.constexpr,
+    WRITES_BACK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Process a block of one token's query heads, or equal blocks of the token's key heads and value heads."""
@@ -140,7 +140,7 @@ def _rope_and_cache(
             PAGE_SIZE,
             NORM,
             QUANTIZE,
-            KEEP_KEYS,
+            WRITES_BACK,
         )
         dims = tl.arange(0, PADDED_DIM)
         offsets = (NUM_KV_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
@@ -150,7 +150,7 @@ def _rope_and_cache(
         # FlashAttention multiplies values past a request's end by 0, and 0 times NaN is NaN.
         is_finite = tl.abs(v.to(tl.float32)) < float("inf")
         v = tl.where(is_finite, v, 0.0)
-        if KEEP_KEYS:
+        if WRITES_BACK:
             tl.store(v_source_ptrs, v, mask=mask & (is_finite == 0))
         if QUANTIZE:
             v = v.to(tl.float32)
@@ -179,11 +179,11 @@ def _rotate_heads(
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    KEEP_KEYS: tl.constexpr,
+    WRITES_BACK: tl.constexpr,
 ):
     """Norm and rotate `heads` of one token, and store them at `target_ptr`, which may equal `source_ptr`.
 
-    KEEP_KEYS: store the result at `source_ptr` too.
+    WRITES_BACK: store the result at `source_ptr` too.
     scales_ptr: address of head 0's scale, used with QUANTIZE only. Scales of a token are PAGE_SIZE elements apart.
     """
     pairs = tl.arange(0, PADDED_HALF)
@@ -227,7 +227,7 @@ def _rotate_heads(
     tl.store(target_ptr + offsets + HALF, rotated_second.to(dtype), mask=mask)
     if 2 * HALF < HEAD_DIM:
         tl.store(target_ptr + remaining_offsets, remaining.to(dtype), mask=remaining_mask)
-    if KEEP_KEYS:
+    if WRITES_BACK:
         tl.store(source_ptr + offsets, rotated_first.to(dtype), mask=mask)
         tl.store(source_ptr + offsets + HALF, rotated_second.to(dtype), mask=mask)
         if NORM and 2 * HALF < HEAD_DIM:

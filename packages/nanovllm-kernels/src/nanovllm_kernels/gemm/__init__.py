@@ -1,7 +1,8 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
-On CUDA, a layer with at most MAX_OWN_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use this
-kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, oneDNN more in bf16.
+On CUDA, a layer with at most MAX_TRITON_KERNEL_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use
+this kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, oneDNN more in
+bf16.
 """
 
 import functools
@@ -14,10 +15,10 @@ from torch.nn import functional
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
-from nanovllm_kernels.platform import can_pack_bf16, has_numba, runs_in_float32
+from nanovllm_kernels.platform import can_pack_bf16, has_numba, uses_float32_for_rows
 
 # Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
-MAX_OWN_ROWS = tiles.MAX_SPLIT_ROWS
+MAX_TRITON_KERNEL_ROWS = tiles.MAX_SPLIT_ROWS
 # Number of rows for which oneDNN chooses a weight's layout.
 ONEDNN_PLANNED_ROWS = 8
 # Maximum number of padding rows in a product of oneDNN. One less than a power of two.
@@ -83,7 +84,7 @@ def _choose_panels(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
     """Return the weight's panels if `_project_panels` should multiply `x` [.., K] by the weight, else None."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
-    if weight.in_onednn_layout and (x.dim() != 2 or not runs_in_float32(x.shape[0])):
+    if weight.in_onednn_layout and (x.dim() != 2 or not uses_float32_for_rows(x.shape[0])):
         return None
     return weight.panels
 
@@ -156,7 +157,7 @@ def linear(
     All tensors have one dtype, but `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
     residual: may be overwritten, and may share memory with the result.
     Returns: [.., N] in the dtype of `residual`, or of `x` without a residual. For bf16 weights on a CPU without a
-        residual: float32 if `runs_in_float32`, else bf16. A bias and a residual together cause a second rounding.
+        residual: float32 if `uses_float32_for_rows`, else bf16. A bias and a residual together cause a second rounding.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)

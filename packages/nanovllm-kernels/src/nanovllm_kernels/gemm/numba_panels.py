@@ -11,13 +11,13 @@ from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
     LANES,
-    OPENMP_TABLE_PTR,
+    OPENMP_FUNCTIONS_PTR,
     compile_region,
     from_bf16,
     inverse_rms,
     keep_alive,
     kernel,
-    ordered_sum_kernel,
+    kernel_without_reordering,
     pointer,
     run_region,
     thread_count,
@@ -37,7 +37,7 @@ from nanovllm_kernels.numba_tiles import (
 
 # Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds a float64's bits.
 (
-    _OPENMP_TABLE_PTR,
+    _OPENMP_FUNCTIONS_PTR,
     _X_PTR,
     _NORM_PTR,  # 0: no norm
     _EPS,
@@ -103,7 +103,7 @@ def project_rows(
     """
     num_rows, depth = x.shape
     _project(
-        OPENMP_TABLE_PTR,
+        OPENMP_FUNCTIONS_PTR,
         _PACK_REGION,
         _MULTIPLY_REGION,
         x.data_ptr(),
@@ -124,7 +124,7 @@ def project_rows(
 
 @kernel
 def _project(
-    openmp_table_ptr,
+    openmp_functions_ptr,
     pack_region,
     multiply_region,
     x_ptr,
@@ -146,7 +146,7 @@ def _project(
     scratch = np.empty(max_packed_rows * padded_depth + LINE_BYTES // 4, np.float32)
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP_TABLE_PTR], args[_NORM_PTR] = openmp_table_ptr, norm_ptr
+    args[_OPENMP_FUNCTIONS_PTR], args[_NORM_PTR] = openmp_functions_ptr, norm_ptr
     args[_PANELS_PTR], args[_BIAS_PTR], args[_PACKED_PTR] = panels_ptr, bias_ptr, packed_ptr
     args[_DEPTH], args[_PADDED_DEPTH], args[_NUM_OUTPUTS] = depth, padded_depth, num_outputs
     args[_IS_GATED], args[_ADDS_TO_OUT] = gated, adds_to_out
@@ -178,7 +178,7 @@ def _choose_block_depth(padded_depth):
     return -(-padded_depth // (num_blocks * UNROLL)) * UNROLL
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _pack_tiles(args, first_tile, end_tile):
     """Norm the rows of tiles, and write the results in the order [block, tile, k, row]."""
     num_rows, depth, padded_depth = args[_NUM_ROWS], args[_DEPTH], args[_PADDED_DEPTH]
@@ -212,7 +212,7 @@ def _pack_tiles(args, first_tile, end_tile):
                         packed[k, row] = packed[k, row] * row_factors[row] * factor
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _pack_whole_tile(rows, packed):
     """Transpose TILE_ROWS rows [row, k] into `packed` [k, row]."""
     for k in range(rows.shape[1]):
@@ -312,7 +312,7 @@ def _finish_panel(args, panel, sums_ptr):
             _finish_row(row_sums_ptr, row_out_ptr, size, args[_ADDS_TO_OUT] != 0)
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _add_bias(bias_ptr, size, sums_ptr, num_rows):
     bias = numba.carray(pointer(bias_ptr), (size,), np.uint16)
     sums = numba.carray(pointer(sums_ptr), (num_rows, PANEL_WIDTH), np.float32)
@@ -321,7 +321,7 @@ def _add_bias(bias_ptr, size, sums_ptr, num_rows):
             sums[row, j] += from_bf16(bias[j])
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _finish_row(sums_ptr, out_ptr, size, adds_to_out):
     sums = numba.carray(pointer(sums_ptr), (size,), np.float32)
     out = numba.carray(pointer(out_ptr), (size,), np.float32)

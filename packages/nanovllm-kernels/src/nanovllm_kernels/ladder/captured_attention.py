@@ -73,7 +73,7 @@ def captured_attention_case(
         kv_cache = random(num_pages, PAGE_SIZE, 2 * num_kv_heads, HEAD_DIM)
         tables = make_step_tables(requests, num_entries, PAGE_SIZE)
         qkv, scale = random(num_tokens, num_heads + 2 * num_kv_heads, HEAD_DIM), HEAD_DIM**-0.5
-        q, own_keys_values = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
+        q, step_keys_values = qkv.split_with_sizes((num_heads, 2 * num_kv_heads), 1)
         if backend is None:
             block_tables, seq_lens, query_start_loc = tables
             flash_requests = FlashRequests(query_start_loc, query_start_loc.diff(), seq_lens, block_tables)
@@ -90,7 +90,7 @@ def captured_attention_case(
             num_tokens=num_tokens,
             has_only_whole_prompts=has_only_whole_prompts,
         )
-        return lambda: paged_attention(q, kv_cache, batch_plan, scale=scale, own_keys_values=own_keys_values)
+        return lambda: paged_attention(q, kv_cache, batch_plan, scale=scale, step_keys_values=step_keys_values)
 
     cached_bytes = sum(seq_len for _, seq_len in requests) * 2 * num_kv_heads * HEAD_DIM * 2
     operations = 4 * num_heads * HEAD_DIM * count_pairs(requests)

@@ -45,24 +45,29 @@ MIXTURES = (  # The experts of Qwen3-30B-A3B, MiniMax-M2 and Qwen3-Next.
 )
 
 
-def random_experts(mixture: Mixture, *, in_fp8: bool) -> PackedExperts:
-    """Return experts with normally distributed bf16 weights, or with random FP8 weights without NaN."""
-    shapes = ((mixture.num_all, 2 * mixture.width, mixture.hidden), (mixture.num_all, mixture.hidden, mixture.width))
+def random_experts(mixture: Mixture, *, in_fp8: bool, num_ranks: int) -> PackedExperts:
+    """Return the first rank's experts, with normally distributed bf16 weights or random FP8 weights without NaN."""
+    num_own, num_all = mixture.num_all // num_ranks, mixture.num_all
+    shapes = ((num_own, 2 * mixture.width, mixture.hidden), (num_own, mixture.hidden, mixture.width))
     if not in_fp8:
-        return pack_experts(*(random(*shape) for shape in shapes))
+        return pack_experts(*(random(*shape) for shape in shapes), num_all=num_all)
     weights = (torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).bitwise_and_(0xBF) for shape in shapes)
     width_blocks, hidden_blocks = -(-mixture.width // 128), -(-mixture.hidden // 128)
-    gate_up_scales = torch.rand(mixture.num_all, 2, width_blocks, hidden_blocks, device="cuda")
-    down_scales = torch.rand(mixture.num_all, hidden_blocks, width_blocks, device="cuda")
-    return pack_experts(*(weight.view(fp8.DTYPE) for weight in weights), gate_up_scales, down_scales)
+    gate_up_scales = torch.rand(num_own, 2, width_blocks, hidden_blocks, device="cuda")
+    down_scales = torch.rand(num_own, hidden_blocks, width_blocks, device="cuda")
+    numbers = (weight.view(fp8.DTYPE) for weight in weights)
+    return pack_experts(*numbers, gate_up_scales, down_scales, num_all=num_all)
 
 
-def experts_case(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> BenchmarkCase:
-    """Make a case of experts. The cost is the bytes of the chosen experts, or operations for over 1024 tokens."""
+def experts_case(mixture: Mixture, num_tokens: int, *, in_fp8: bool, num_ranks: int = 1) -> BenchmarkCase:
+    """Make a case of experts. The cost is the bytes of the chosen experts, or operations for over 1024 tokens.
+
+    num_ranks: number of ranks that share the experts evenly. The case runs the first rank.
+    """
     matrix_elements = mixture.hidden * mixture.width
 
     def make_call() -> Callable[[], object]:
-        packed = random_experts(mixture, in_fp8=in_fp8)
+        packed = random_experts(mixture, in_fp8=in_fp8, num_ranks=num_ranks)
         x, residual = random(num_tokens, mixture.hidden), random(num_tokens, mixture.hidden)
         logits = torch.randn(num_tokens, mixture.num_all, device="cuda")
         routed = route(logits, mixture.routing)
@@ -70,13 +75,14 @@ def experts_case(mixture: Mixture, num_tokens: int, *, in_fp8: bool) -> Benchmar
 
     # Expected number of experts that at least one token chooses.
     num_used = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.has_shared
-    used_bytes = 3 * num_used * matrix_elements * (1 if in_fp8 else 2)
-    input_bytes = 3 * mixture.num_all * matrix_elements * (1 if in_fp8 else 2)
-    operations = 6 * num_tokens * (mixture.top_k + mixture.has_shared) * matrix_elements
+    used_bytes = 3 * num_used * matrix_elements * (1 if in_fp8 else 2) / num_ranks
+    input_bytes = 3 * (mixture.num_all // num_ranks) * matrix_elements * (1 if in_fp8 else 2)
+    operations = 6 * num_tokens * (mixture.top_k + mixture.has_shared) * matrix_elements / num_ranks
     cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (used_bytes, "TB/s")
-    return BenchmarkCase(
-        f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens", make_call, cost, unit, input_bytes
-    )
+    name = f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens"
+    if num_ranks > 1:
+        name += f", 1 of {num_ranks} ranks"
+    return BenchmarkCase(name, make_call, cost, unit, input_bytes)
 
 
 def routing_case(mixture: Mixture, num_tokens: int) -> BenchmarkCase:
@@ -98,5 +104,8 @@ def mixture_cases() -> Iterator[BenchmarkCase]:
             yield routing_case(mixture, num_tokens)
             yield experts_case(mixture, num_tokens, in_fp8=False)
             yield experts_case(mixture, num_tokens, in_fp8=True)
+    for num_ranks in (2, 8):
+        for num_tokens in (1, 4, 64, 1024, 8192):
+            yield experts_case(MIXTURES[1], num_tokens, in_fp8=True, num_ranks=num_ranks)
     # The widths of DeepSeek-V3's experts, with about 32 tokens per expert.
     yield experts_case(Mixture("of 16", 16, 1, 7168, 2048), 512, in_fp8=True)

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,23 +12,34 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Limit of a wait for other ranks on the host.
+GROUP_TIMEOUT = timedelta(seconds=120)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def run_ranks(
-    function: Callable[..., None], size: int, device_type: str, *arguments: object, timeout_s: float = 120
+    function: Callable[..., None], size: int, device_type: str, *arguments: object, timeout_s: float | None = None
 ) -> None:
     """Call `function(device, *arguments)` in `size` new processes, each a rank of the default process group.
 
     function: module-level, so that a new process can import it.
     device_type: "cpu" (gloo) or "cuda" (NCCL; rank r has GPU r).
-    timeout_s: limit of a wait for other ranks, on the host.
-    Raises: ProcessRaisedException with the traceback of a rank that failed. The other ranks are terminated.
+    timeout_s: limit of the call. None: no limit.
+    Raises: ProcessRaisedException with the traceback of a rank that failed, or TimeoutError. No process is left behind.
     """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as directory:
         # Ranks meet in a file, and talk over loopback.
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
-        mp.spawn(_run_rank, (function, size, device_type, rendezvous, timeout_s, arguments), size)
+        context = mp.spawn(_run_rank, (function, size, device_type, rendezvous, arguments), size, join=False)
+        try:
+            while not context.join(timeout=1):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"the {size} ranks of {function.__name__} did not end within {timeout_s} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
 
 
 def _run_rank(
@@ -36,7 +48,6 @@ def _run_rank(
     size: int,
     device_type: str,
     rendezvous: str,
-    timeout_s: float,
     arguments: tuple[object, ...],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
@@ -48,7 +59,7 @@ def _run_rank(
         init_method=rendezvous,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=GROUP_TIMEOUT,
         device_id=None if device.type == "cpu" else device,
     )
     function(device, *arguments)

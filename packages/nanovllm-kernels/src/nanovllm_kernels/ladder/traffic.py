@@ -54,15 +54,16 @@ def elementwise_cases(num_tokens: int) -> Iterator[BenchmarkCase]:
 
 def sampling_cases(batch: int, vocab_size: int) -> Iterator[BenchmarkCase]:
     """Yield cases of greedy, unfiltered and filtered draws. In the case "flat", top-p keeps most tokens."""
-    ones, zeros, seeds = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
+    ones, zeros, row_indices = (fill(batch, device="cuda") for fill in (torch.ones, torch.zeros, torch.arange))
     cost = batch * vocab_size * 4
 
     def draw_with(temperature: float, top_k: int, top_p: float, logit_std: float) -> Callable[[], Callable[[], object]]:
         def make_call() -> Callable[[], object]:
             logits = torch.randn((batch, vocab_size), device="cuda") * logit_std
+            seeds = positions = row_indices  # The values do not affect the time.
             settings = DrawSettings(ones * temperature, (zeros + top_k).int(), ones * top_p, zeros, seeds)
             return lambda: sample(
-                logits, settings, seeds, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1
+                logits, settings, positions, all_greedy=temperature == 0, any_filter=top_k > 0 or top_p < 1
             )
 
         return make_call

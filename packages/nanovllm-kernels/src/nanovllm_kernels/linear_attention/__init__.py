@@ -72,8 +72,8 @@ def gated_delta_net(
     qkvz: [T, Hk * (2 Dk + 2 Hv / Hk * Dv)], rows contiguous. For each key head: its query, key and value heads,
         then a gate z per value head.
     ba: [T, 2 Hv], dtype of `qkvz`. For each key head: b of its value heads, then a of its value heads.
-    states: [num_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element: the matrices S, updated in place.
-    conv_states: [num_slots, W, C], contiguous. Row p % W holds the convolution's input at position p. Updated in place.
+    states: [num_state_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element: the matrices S, updated in place.
+    conv_states: [num_state_slots, W, C], contiguous, updated in place. Row p % W holds the input at position p.
     Returns: [T, Hv * Dv] in the dtype of `qkvz`.
     """
     if batch.torch_plan is not None:
@@ -86,7 +86,7 @@ def gated_delta_net(
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy the state in slot sources[i] to slot targets[i] (both int64 [n]) in all layers, for each i in order.
 
-    states: [layers, num_slots, ...], contiguous.
+    states: [layers, num_state_slots, ...], contiguous.
     """
     if states.is_cuda:
         _copy_states_op(states, sources, targets)

@@ -45,7 +45,7 @@ class LayerSizes(NamedTuple):
 
 
 def layer_sizes(states: Tensor, conv_states: Tensor) -> LayerSizes:
-    """Derive a layer's sizes from its states. states: [num_slots, Hv, Dv, Dk]. conv_states: [num_slots, W, C]."""
+    """Derive a layer's sizes from its states [num_state_slots, Hv, Dv, Dk] and conv_states [num_state_slots, W, C]."""
     _, num_v_heads, v_dim, k_dim = states.shape
     _, num_taps, num_channels = conv_states.shape
     num_k_heads = (num_channels - num_v_heads * v_dim) // (2 * k_dim)

@@ -1,7 +1,8 @@
 """Computes Gated DeltaNet for requests with one token, on CUDA: convolution, recurrence and gated norm in one kernel.
 
 A program updates the state of one value head of one request. All programs that share a key head convolve its query and
-key. The first of these programs stores the new inputs of both in the row of the oldest input, which no program reads.
+key. The convolution state is a ring of NUM_TAPS rows, one per token. The first of these programs stores the new query
+and key inputs in the oldest row, which the convolution no longer reads.
 """
 
 import triton
@@ -67,7 +68,7 @@ def decode(
 @triton.jit
 def _convolve(
     new_input_ptrs,
-    slot_ptr,
+    conv_state_ptr,
     weight_ptr,
     channels,
     mask,
@@ -76,16 +77,16 @@ def _convolve(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs to store in the slot."""
-    new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(slot_ptr.dtype.element_ty)
+    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs to store in the state."""
+    new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(conv_state_ptr.dtype.element_ty)
     weight = tl.load(weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0)
     total = new_input.to(tl.float32) * weight
     for tap in tl.static_range(NUM_TAPS - 1):
         tap_position = position - (NUM_TAPS - 1) + tap
-        old_input_ptrs = slot_ptr + (tap_position + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS + channels
+        old_input_ptrs = conv_state_ptr + (tap_position + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS + channels
         old_input = tl.load(old_input_ptrs, mask=mask & (tap_position >= 0), other=0.0).to(tl.float32)
         total += old_input * tl.load(weight_ptr + tap * NUM_CHANNELS + channels, mask=mask, other=0.0)
-    tl.store(slot_ptr + position % NUM_TAPS * NUM_CHANNELS + channels, new_input, mask=write_mask)
+    tl.store(conv_state_ptr + position % NUM_TAPS * NUM_CHANNELS + channels, new_input, mask=write_mask)
     return silu(total)
 
 
@@ -131,7 +132,11 @@ def _decode_requests(
     NUM_TAPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute one value head of one request. recurrent_ptr: `states`. conv_ptr: `conv_states`."""
+    """Compute one value head of one request.
+
+    recurrent_ptr: `states`. conv_ptr: `conv_states`.
+    checkpoints_ptr: pairs (sequence length after which to copy the states, slot to copy them to) of each request.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -154,20 +159,29 @@ def _decode_requests(
     load_mask = k_mask[None, :] & (position > 0)
 
     qkvz_ptr += token * qkvz_stride + k_head * (2 * K_DIM + 2 * GROUP_SIZE * V_DIM)
-    slot_ptr = conv_ptr + slot * (NUM_TAPS * NUM_CHANNELS)
+    conv_state_ptr = conv_ptr + slot * (NUM_TAPS * NUM_CHANNELS)
     q_channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + k_dims
     k_channels = q_channels + K_DIM
     v_offsets = 2 * K_DIM + head_in_group * V_DIM + v_dims
     v_channels = k_head * (2 * K_DIM + GROUP_SIZE * V_DIM) + v_offsets
     writes_qk = k_mask & (head_in_group == 0)
     q = _convolve(
-        qkvz_ptr + k_dims, slot_ptr, conv_weight_ptr, q_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS
+        qkvz_ptr + k_dims,
+        conv_state_ptr,
+        conv_weight_ptr,
+        q_channels,
+        k_mask,
+        writes_qk,
+        position,
+        NUM_CHANNELS,
+        NUM_TAPS,
     )
     k_ptrs = qkvz_ptr + K_DIM + k_dims
-    k = _convolve(k_ptrs, slot_ptr, conv_weight_ptr, k_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS)
-    v = _convolve(
-        qkvz_ptr + v_offsets, slot_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, NUM_CHANNELS, NUM_TAPS
+    k = _convolve(
+        k_ptrs, conv_state_ptr, conv_weight_ptr, k_channels, k_mask, writes_qk, position, NUM_CHANNELS, NUM_TAPS
     )
+    v_ptrs = qkvz_ptr + v_offsets
+    v = _convolve(v_ptrs, conv_state_ptr, conv_weight_ptr, v_channels, v_mask, v_mask, position, NUM_CHANNELS, NUM_TAPS)
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * (K_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
 
@@ -198,7 +212,7 @@ def _decode_requests(
     out_ptrs = out_ptr + token * (HEADS * V_DIM) + head * V_DIM + dims
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=dims < V_DIM)
 
-    # The copies below read values that other threads of this program have stored in the slot.
+    # The copies below read values that other threads of this program have stored in the states.
     tl.debug_barrier()
     for checkpoint_index in range(num_checkpoints):
         checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2
@@ -210,7 +224,7 @@ def _decode_requests(
                 mask = (first_row + rows < V_DIM)[:, None] & k_mask[None, :]
                 block_state = tl.load(state_ptr + block_offsets, mask=mask, other=0.0)
                 tl.store(checkpoint_state_ptr + block_offsets, block_state, mask=mask)
-            checkpoint_slot_ptr = conv_ptr + checkpoint_slot * (NUM_TAPS * NUM_CHANNELS)
-            _copy_conv_inputs(slot_ptr, checkpoint_slot_ptr, q_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
-            _copy_conv_inputs(slot_ptr, checkpoint_slot_ptr, k_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
-            _copy_conv_inputs(slot_ptr, checkpoint_slot_ptr, v_channels, v_mask, NUM_CHANNELS, NUM_TAPS)
+            checkpoint_conv_ptr = conv_ptr + checkpoint_slot * (NUM_TAPS * NUM_CHANNELS)
+            _copy_conv_inputs(conv_state_ptr, checkpoint_conv_ptr, q_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(conv_state_ptr, checkpoint_conv_ptr, k_channels, writes_qk, NUM_CHANNELS, NUM_TAPS)
+            _copy_conv_inputs(conv_state_ptr, checkpoint_conv_ptr, v_channels, v_mask, NUM_CHANNELS, NUM_TAPS)

@@ -15,20 +15,40 @@ __all__ = ["ChosenExperts", "PackedExperts", "Routing", "fused_experts", "pack_e
 
 
 def pack_experts(
-    w13: Tensor, w2: Tensor, scales13: Tensor | None = None, scales2: Tensor | None = None
+    w13: Tensor,
+    w2: Tensor,
+    scales13: Tensor | None = None,
+    scales2: Tensor | None = None,
+    *,
+    first_id: int = 0,
+    num_all: int | None = None,
 ) -> PackedExperts:
-    """Prepare E experts with hidden size H and intermediate size I for `fused_experts`, without a copy.
+    """Prepare this rank's E experts with hidden size H and intermediate size I for `fused_experts`, without a copy.
+
+    With expert parallelism, each rank stores the experts of one range of ids, and each id is in the range of one rank.
+    The shared expert that `route` adds has the last id. Therefore only the rank with the last range stores and computes
+    the shared expert, as its last expert.
 
     w13: [E, 2 I, H], contiguous. Each expert has I rows of the gate, followed by I rows of the up projection.
     w2: [E, H, I], contiguous. The down projection.
     scales13: float32 [E, 2, ceil(I / 128), ceil(H / 128)], contiguous. Each 128 x 128 block of e4m3 `w13` has one
         scale. Index 0 of the second dimension is the gate, index 1 the up projection. None: the weights are not FP8.
     scales2: float32 [E, ceil(H / 128), ceil(I / 128)], contiguous. Scales of e4m3 `w2`. None: `w2` is not FP8.
+    first_id: id of the rank's first expert.
+    num_all: number of experts of all ranks, including a shared expert from `route`. None: this rank has all experts.
+    Raises: ValueError if the rank has no experts, or if its ids are not in [0, num_all).
     """
+    num_experts = w2.shape[0]
+    num_all = num_experts if num_all is None else num_all
+    if not num_experts or not 0 <= first_id <= num_all - num_experts:
+        raise ValueError(
+            f"{num_experts} experts with first_id={first_id} and num_all={num_all}: "
+            f"a rank needs at least one expert, and ids in [0, num_all)"
+        )
     counters = None
     if w2.is_cuda:
         counters = torch.zeros(policy.num_counters(w2.shape[1]), dtype=torch.int32, device=w2.device)
-    return PackedExperts(w13, w2, scales13, scales2, counters)
+    return PackedExperts(w13, w2, scales13, scales2, counters, first_id, num_all)
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ChosenExperts:
@@ -49,7 +69,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Chose
 def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None = None) -> Tensor:
     """Return each token's weighted sum of its chosen experts' results, plus `residual`: [T, H].
 
-    The result of an expert for token t is down(silu(gate(x[t])) * up(x[t])).
+    The result of an expert for token t is down(silu(gate(x[t])) * up(x[t])). Experts of other ranks are skipped, so a
+    token without experts of this rank gets its residual, or zeros. If one rank passes the residual and the other ranks
+    pass None, the results of all ranks add up to the result of all experts.
     x: [T, H], T >= 1. Rows are contiguous. FP8 experts accept any dtype, and round `x` in groups of 128. Other experts
         accept the weights' dtype, and on a CPU also float32.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.
@@ -93,17 +115,20 @@ def _fused_experts_op(
     scales13: Tensor | None,
     scales2: Tensor | None,
     counters: Tensor | None,
+    first_id: int,
+    num_all: int,
     weights: Tensor,
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
     """Run `fused_experts` without overwriting `residual`."""
-    experts, chosen = PackedExperts(w13, w2, scales13, scales2, counters), ChosenExperts(weights, ids)
+    experts = PackedExperts(w13, w2, scales13, scales2, counters, first_id, num_all)
+    chosen = ChosenExperts(weights, ids)
     if counters is None:
         return moe_reference.fused_experts(x, experts, chosen, None if residual is None else residual.clone())
     rows = x if x.stride(1) == 1 else x.contiguous()
     out = _empty_out(x, residual)
-    kernel = policy.choose_kernel(*ids.shape, w2.shape, x.dtype, x.device, is_block_fp8=scales13 is not None)
+    kernel = policy.choose_kernel(*ids.shape, experts, x.dtype, x.device)
     if kernel == "matvec":
         from nanovllm_kernels.moe import triton_matvec
 
@@ -124,5 +149,5 @@ def _empty_out(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 _fused_experts_op.register_fake(
-    lambda x, _w13, _w2, _scales13, _scales2, _counters, _weights, _ids, residual: _empty_out(x, residual)
+    lambda x, *arguments: _empty_out(x, arguments[-1])  # the last argument is `residual`
 )

@@ -29,13 +29,15 @@ class Routing:
 
 
 class PackedExperts(NamedTuple):
-    """Weights of E experts with hidden size H and intermediate size I, from `pack_experts`.
+    """Weights of this rank's E experts with hidden size H and intermediate size I, from `pack_experts`.
 
     w13: [E, 2 I, H], the gate and the up projection.
     w2: [E, H, I], the down projection.
     scales13: scales of e4m3 `w13`, else None. scales2: scales of e4m3 `w2`, else None.
     counters: int32, one per column tile of a launch, all 0 between launches.
         Concurrent launches must not share counters. None: on a CPU.
+    first_id: id of the first expert. The rank's experts have the ids from `first_id` to `first_id + E - 1`.
+    num_all: number of experts of all ranks.
     """
 
     w13: Tensor
@@ -43,13 +45,20 @@ class PackedExperts(NamedTuple):
     scales13: Tensor | None
     scales2: Tensor | None
     counters: Tensor | None
+    first_id: int
+    num_all: int
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether other ranks have experts too (expert parallelism)."""
+        return self.w2.shape[0] < self.num_all
 
 
 class ChosenExperts(NamedTuple):
     """The k experts that `route` chose for each token.
 
     weights: float32 [T, k], factors by which the experts' results are multiplied.
-    ids: int32 [T, k], contiguous. Ids of the experts, unique per token.
+    ids: int32 [T, k], contiguous. Ids among the experts of all ranks, unique per token.
     """
 
     weights: Tensor

@@ -40,7 +40,7 @@ GATHER_ROWS, GATHER_BLOCK = 16, 1024
 def run_products(
     x: Tensor, x_scales: Tensor, experts: PackedExperts, weights: Tensor, pairs: SortedPairs, pair_results: Tensor
 ) -> None:
-    """Write each pair's weight times its expert's result into 16-bit `pair_results` [T k, H].
+    """Write the weight times the expert's result of each of `pairs` into 16-bit `pair_results` [T k, H].
 
     x: e4m3 [T, H]. The tiles of `pairs` have SPECIALIZED_TILE_ROWS rows.
     """
@@ -68,6 +68,9 @@ def run_products(
         scales_stride,
         x.stride(0),
         *x_scales.stride(),
+        pairs.starts,
+        experts.w2.shape[0],
+        PARTIAL=experts.is_partial,  # `order` holds only the pairs of this rank
         K=hidden_size,
         TOP_K=weights.shape[1],
         PADDED_GROUPS=triton.next_power_of_2(hidden_size // GROUP),
@@ -110,7 +113,7 @@ def _describe_rows(matrix: Tensor, num_rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [num_rows, STEP_DEPTH], SHARED_LAYOUT)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "scales_stride"])
+@triton.jit(do_not_specialize=["num_pairs", "scales_stride", "num_experts"])
 def _gather_rows(
     x_ptr,
     x_scales_ptr,
@@ -124,6 +127,9 @@ def _gather_rows(
     x_stride,
     x_scales_stride,
     x_scales_group_stride,  # from one group of a row to the next
+    starts_ptr,  # `SortedPairs.starts`
+    num_experts,
+    PARTIAL: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
@@ -135,6 +141,10 @@ def _gather_rows(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
+    if PARTIAL:
+        num_pairs = tl.load(starts_ptr + num_experts)
+        if tl.program_id(0) * ROWS >= num_pairs:
+            return
     sorted_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = sorted_rows < num_pairs
     pairs = tl.load(order_ptr + sorted_rows, mask=row_mask, other=0)

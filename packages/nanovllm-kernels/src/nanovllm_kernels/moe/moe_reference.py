@@ -47,6 +47,12 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     num_tokens, top_k = chosen.ids.shape
     hidden_size = experts.w2.shape[1]
     sorted_ids, order = chosen.ids.flatten().sort(stable=True)  # order: indices of (token, expert) pairs
+    if experts.is_partial:
+        sorted_ids = sorted_ids - experts.first_id
+        is_local = (sorted_ids >= 0) & (sorted_ids < experts.w2.shape[0])
+        sorted_ids, order = sorted_ids[is_local], order[is_local]
+        if not len(order):
+            return x.new_zeros((num_tokens, hidden_size)) if residual is None else residual
     tokens = order // top_k
     rows = x.index_select(0, tokens)
     # Run one expert after another: a batched product would copy the experts' weights.

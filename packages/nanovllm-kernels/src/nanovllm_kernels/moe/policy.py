@@ -7,6 +7,9 @@
 | more, at least MIN_SPECIALIZED_AVERAGE_ROWS | FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
 | more | any | `triton_grouped`: sorted pairs |
 
+With expert parallelism, tokens and pairs include those of other ranks. A rank expects the same average number of rows
+per expert as one rank with all experts: pairs / `PackedExperts.num_all`.
+
 The constants were measured on one H200, with uncached weights: 256 to 512 experts of 2048 x 512 to 7168 x 2048.
 """
 
@@ -14,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from nanovllm_kernels.moe.experts import PackedExperts
 from nanovllm_kernels.platform import describe_device
 
 Kernel = Literal["matvec", "unsorted", "grouped", "specialized"]  # specialized: `gluon_grouped`
@@ -31,16 +35,17 @@ GROUP = 128
 
 
 def choose_kernel(
-    num_tokens: int, top_k: int, w2_shape: torch.Size, dtype: torch.dtype, device: torch.device, *, is_block_fp8: bool
+    num_tokens: int, top_k: int, experts: PackedExperts, dtype: torch.dtype, device: torch.device
 ) -> Kernel:
-    """Choose the kernel for `num_tokens` tokens of `dtype`. w2_shape: [E, hidden size, intermediate size]."""
+    """Choose the kernel for `num_tokens` tokens of `dtype`."""
+    is_block_fp8 = experts.scales13 is not None
     if num_tokens == 1 and is_block_fp8:
         return "matvec"
     if num_tokens <= (MAX_UNSORTED_FP8_TOKENS if is_block_fp8 else MAX_UNSORTED_TOKENS):
         return "unsorted"
-    num_experts, hidden_size, intermediate_size = w2_shape
+    _, hidden_size, intermediate_size = experts.w2.shape
     has_whole_tiles = hidden_size % (2 * GROUP) == 0 and intermediate_size % GROUP == 0
-    has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * num_experts
+    has_enough_rows = num_tokens * top_k >= MIN_SPECIALIZED_AVERAGE_ROWS * experts.num_all
     is_supported = is_block_fp8 and dtype.itemsize == 2 and describe_device(device).capability == (9, 0)
     return "specialized" if is_supported and has_whole_tiles and has_enough_rows else "grouped"
 
@@ -137,17 +142,17 @@ GROUPED_FP8_BY_MAX_ROWS = {
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 
-def grouped_config(num_pairs: int, num_experts: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
-    """Return the tile for `num_pairs` pairs of a token and an expert."""
+def grouped_config(num_pairs: int, num_all: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
+    """Return the tile for `num_pairs` pairs of a token and one of `num_all` experts. Both count all ranks."""
     if is_float32:
         return GROUPED_FLOAT32
     table, config_of_more_rows = GROUPED_BY_MAX_ROWS, GROUPED_OF_MORE_ROWS
     if is_block_fp8:
         table, config_of_more_rows = GROUPED_FP8_BY_MAX_ROWS, GROUPED_FP8_OF_MORE_ROWS
-    average_rows = num_pairs / num_experts
+    average_rows = num_pairs / num_all
     return next((config for max_rows, config in table.items() if average_rows <= max_rows), config_of_more_rows)
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles. A tile holds up to `block_m` pairs of one expert."""
+    """Return the maximum number of tiles. A tile holds up to `block_m` pairs of one of this rank's `num_experts`."""
     return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
 from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_TILE_ROWS, GroupedConfig, grouped_config
+from nanovllm_kernels.moe.triton_local_experts import to_local
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
 from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
@@ -32,18 +33,19 @@ def run_experts(
     """See the package's `fused_experts`. Writes into `out` [T, H]. is_specialized: whether to use `gluon_grouped`."""
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, _ = experts.w2.shape
+    first_id = experts.first_id if experts.is_partial else None
     is_block_fp8 = experts.scales13 is not None
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
     rows, row_scales = block_fp8.quantize_groups(x) if is_block_fp8 else (x, None)
     if is_specialized:
         from nanovllm_kernels.moe import gluon_grouped
 
-        pairs = sort_pairs(chosen.ids, num_experts, SPECIALIZED_TILE_ROWS)
+        pairs = sort_pairs(chosen.ids, num_experts, SPECIALIZED_TILE_ROWS, first_id)
         gluon_grouped.run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results)
     else:
         is_float32 = x.element_size() == 4 and not is_block_fp8
-        config = grouped_config(len(pair_results), num_experts, is_float32=is_float32, is_block_fp8=is_block_fp8)
-        pairs = sort_pairs(chosen.ids, num_experts, config.block_m)
+        config = grouped_config(len(pair_results), experts.num_all, is_float32=is_float32, is_block_fp8=is_block_fp8)
+        pairs = sort_pairs(chosen.ids, num_experts, config.block_m, first_id)
         _run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results, config)
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     _sum_pairs[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK_COLUMNS))](
@@ -51,8 +53,12 @@ def run_experts(
         pair_results if residual is None else residual,
         out,
         0 if residual is None else residual.stride(0),
+        chosen.ids,
+        experts.first_id,
+        num_experts,
         N=hidden_size,
         TOP_K=top_k,
+        PARTIAL=experts.is_partial,  # other ranks have experts too
         RESIDUAL=residual is not None,
         BLOCK=SUM_BLOCK_COLUMNS,
         OVERLAP=overlap,
@@ -70,7 +76,7 @@ def _run_products(
     pair_results: Tensor,
     config: GroupedConfig,
 ) -> None:
-    """Write each pair's weight times its expert's result into `pair_results` [T k, H]."""
+    """Write the weight times the expert's result of each of `pairs` into `pair_results` [T k, H]."""
     num_pairs, intermediate_size = pair_results.shape[0], experts.w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
@@ -201,19 +207,23 @@ def _grouped_product(
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_id", "num_experts"])
 def _sum_pairs(
     pair_results_ptr,
     residual_ptr,
     out_ptr,
     residual_stride,
+    ids_ptr,
+    first_id,
+    num_experts,
     N: tl.constexpr,
     TOP_K: tl.constexpr,
+    PARTIAL: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add up one token's pair results and its residual, for BLOCK columns."""
+    """Add up one token's pair results of this rank and its residual, for BLOCK columns."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -222,7 +232,11 @@ def _sum_pairs(
     mask = columns < N
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):  # slot: index of an expert among the token's experts
-        total += tl.load(pair_results_ptr + (token * TOP_K + slot) * N + columns, mask=mask, other=0.0).to(tl.float32)
+        pair = token * TOP_K + slot
+        pair_mask = mask
+        if PARTIAL:
+            pair_mask = mask & (to_local(tl.load(ids_ptr + pair), first_id, num_experts) >= 0)
+        total += tl.load(pair_results_ptr + pair * N + columns, mask=pair_mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         total += tl.load(residual_ptr + token * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * N + columns, total.to(out_ptr.dtype.element_ty), mask=mask)

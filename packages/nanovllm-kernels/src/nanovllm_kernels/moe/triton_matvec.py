@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
 from nanovllm_kernels.moe.policy import matvec_config
+from nanovllm_kernels.moe.triton_local_experts import to_local
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
@@ -23,8 +24,13 @@ from nanovllm_kernels.triton_fp8 import quantize_groups
 def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
     """See the package's `fused_experts`. Writes into `out` [1, H]."""
     top_k = chosen.ids.shape[1]
-    _, hidden_size, intermediate_size = experts.w2.shape
+    num_experts, hidden_size, intermediate_size = experts.w2.shape
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
+    local_options = {
+        "first_id": experts.first_id,
+        "num_experts": num_experts,
+        "PARTIAL": experts.is_partial,  # other ranks have experts too
+    }
     hidden = torch.empty((top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     config = matvec_config(hidden_size, 2)  # 2: a gate row and an up row per column
     _gate_up[(triton.cdiv(intermediate_size, config.block_n), top_k)](
@@ -41,9 +47,11 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         OVERLAP=overlap,
         num_warps=config.num_warps,
         launch_pdl=overlap,
+        **local_options,
     )
-    padded_top_k = triton.next_power_of_2(top_k)
-    config = matvec_config(intermediate_size, padded_top_k)
+    # Expected number of the token's experts that this rank has, padded. More experts take more passes.
+    slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all))
+    config = matvec_config(intermediate_size, slots_per_pass)
     _down[(triton.cdiv(hidden_size, config.block_n),)](
         hidden,
         experts.w2,
@@ -56,13 +64,15 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         top_k,
         N=hidden_size,
         K=intermediate_size,
-        PADDED_TOP_K=padded_top_k,
+        PADDED_TOP_K=triton.next_power_of_2(top_k),
+        SLOTS=slots_per_pass,
         RESIDUAL=residual is not None,
         BLOCK_N=config.block_n,
         GROUPS=config.num_groups,
         OVERLAP=overlap,
         num_warps=config.num_warps,
         launch_pdl=overlap,
+        **local_options,
     )
 
 
@@ -103,7 +113,7 @@ def _multiply_groups(
     return gates, ups
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_id", "num_experts"])
 def _gate_up(
     x_ptr,
     weight_ptr,
@@ -111,6 +121,9 @@ def _gate_up(
     ids_ptr,
     out_ptr,  # [top_k, N]
     k,  # runtime value of K
+    first_id,
+    num_experts,
+    PARTIAL: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -122,7 +135,12 @@ def _gate_up(
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.program_id(1)  # index of an expert among the token's experts
-    expert = tl.load(ids_ptr + slot).to(tl.int64)
+    expert = tl.load(ids_ptr + slot)
+    if PARTIAL:
+        expert = to_local(expert, first_id, num_experts)
+        if expert < 0:
+            return
+    expert = expert.to(tl.int64)
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     num_column_blocks: tl.constexpr = (N + 127) // 128
@@ -152,40 +170,37 @@ def _gate_up(
 
 
 @triton.jit
-def _down(
+def _multiply_slots(
     x_ptr,  # `hidden`
     weight_ptr,
     scales_ptr,
     ids_ptr,
     weights_ptr,
-    residual_ptr,
-    out_ptr,
+    slots,
+    slot_mask,
+    columns,
     k,  # runtime value of K
-    top_k,
+    first_id,
+    PARTIAL: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    PADDED_TOP_K: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """Compute a few columns of the weighted sum over all chosen experts."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    """Return a few columns of the weighted sum over the experts in `slots` [SLOTS]: [BLOCK_N]."""
     first_column = tl.program_id(0) * BLOCK_N
-    columns = first_column + tl.arange(0, BLOCK_N)
     num_column_blocks: tl.constexpr = (N + 127) // 128
     num_depth_groups: tl.constexpr = (K + 127) // 128
-    slots = tl.arange(0, PADDED_TOP_K)
-    slot_mask = slots < top_k
-    experts = tl.load(ids_ptr + slots, mask=slot_mask, other=0).to(tl.int64)
+    experts = tl.load(ids_ptr + slots, mask=slot_mask, other=0)
+    if PARTIAL:
+        experts -= first_id
+    experts = experts.to(tl.int64)
     weights = tl.load(weights_ptr + slots, mask=slot_mask, other=0.0)
     expert_scales_ptr = scales_ptr + (experts * num_column_blocks + first_column // 128)[:, None] * num_depth_groups
     weight_rows_ptr = weight_ptr + (experts[:, None] * N + columns[None, :])[:, :, None, None] * K
     column_mask = slot_mask[:, None] & (columns < N)[None, :]
-    sums = tl.zeros((PADDED_TOP_K, BLOCK_N), tl.float32)
+    sums = tl.zeros((SLOTS, BLOCK_N), tl.float32)
     for first_group in tl.static_range(0, num_depth_groups, GROUPS):
         groups = first_group + tl.arange(0, min(GROUPS, triton.next_power_of_2(num_depth_groups - first_group)))
         ks = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -198,7 +213,56 @@ def _down(
         values, scales = _quantize(x)
         scales *= weight_scales * weights[:, None]
         sums += tl.sum(tl.sum(tile.to(tl.float32) * values[:, None, :, :], 3) * scales[:, None, :], 2)
-    total = tl.sum(sums, 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit(do_not_specialize=["first_id", "num_experts"])
+def _down(
+    x_ptr,  # `hidden`
+    weight_ptr,
+    scales_ptr,
+    ids_ptr,
+    weights_ptr,
+    residual_ptr,
+    out_ptr,
+    k,  # runtime value of K
+    top_k,
+    first_id,
+    num_experts,
+    PARTIAL: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Compute a few columns of the weighted sum over this rank's chosen experts, SLOTS of them at once."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pointers = (x_ptr, weight_ptr, scales_ptr, ids_ptr, weights_ptr)
+    slots = tl.arange(0, PADDED_TOP_K)
+    slot_mask = slots < top_k
+    if PARTIAL:
+        ids = tl.load(ids_ptr + slots, mask=slot_mask, other=-1)
+        is_local = to_local(ids, first_id, num_experts) >= 0
+        num_local = tl.sum(is_local.to(tl.int32), 0)
+        # Index of each local slot among the local slots.
+        local_indices = tl.cumsum(is_local.to(tl.int32), 0) - 1
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for first_index in range(0, num_local, SLOTS):
+            indices = first_index + tl.arange(0, SLOTS)
+            is_found = is_local[None, :] & (local_indices[None, :] == indices[:, None])
+            local_slots = tl.sum(tl.where(is_found, slots[None, :], 0), 1)
+            total += _multiply_slots(
+                *pointers, local_slots, indices < num_local, columns, k, first_id, True, N, K, SLOTS, BLOCK_N, GROUPS
+            )
+    else:
+        total = _multiply_slots(*pointers, slots, slot_mask, columns, k, 0, False, N, K, SLOTS, BLOCK_N, GROUPS)
     if RESIDUAL:
         total += tl.load(residual_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < N)

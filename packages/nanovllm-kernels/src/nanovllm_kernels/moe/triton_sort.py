@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.policy import max_tiles
+from nanovllm_kernels.moe.triton_local_experts import to_local
 from nanovllm_kernels.platform import can_overlap_launches
 
 # Maximum number of pairs that one program sorts alone.
@@ -26,9 +27,10 @@ PARTS_PER_LOAD = 8
 
 
 class SortedPairs(NamedTuple):
-    """Pairs sorted by expert, in tiles of one expert each.
+    """Pairs of this rank's E experts, sorted by expert, in tiles of one expert each.
 
     order: int32 [T k], the sorted pairs: `t * k + j` for `ids[t, j]`. The order within an expert is unspecified.
+        Elements from starts[E] on have no values.
     starts: int32 [E + 1]. The pairs of expert e are order[starts[e] : starts[e + 1]].
     tiles: int32 [.., 2]. tiles[0, 0] is the number of tiles. Each further row has a tile's expert, and the index in
         `order` of the tile's first pair. Rows after the last tile have no values.
@@ -39,8 +41,12 @@ class SortedPairs(NamedTuple):
     tiles: Tensor
 
 
-def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
-    """Sort the pairs of `ids`, int32 [T, k], by expert, into tiles of at most `block_m` pairs."""
+def sort_pairs(ids: Tensor, num_experts: int, block_m: int, first_id: int | None = None) -> SortedPairs:
+    """Sort the pairs of `ids`, int32 [T, k], by expert, into tiles of at most `block_m` pairs.
+
+    first_id: id of the first of this rank's `num_experts` experts. Pairs of other experts are left out. None: all
+        experts are this rank's.
+    """
     num_pairs, overlap = ids.numel(), can_overlap_launches(ids.device)  # programmatic dependent launch
     int32_options = {"dtype": torch.int32, "device": ids.device}
     order, starts = torch.empty(num_pairs, **int32_options), torch.empty(num_experts + 1, **int32_options)
@@ -54,6 +60,9 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
     # Index of each pair among its part's pairs of the same expert. A single part does not use this tensor.
     ranks = order if is_single_part else torch.empty_like(order)
     launch_options = {
+        "first_id": first_id or 0,
+        "num_experts": num_experts,
+        "PARTIAL": first_id is not None,  # `ids` also has experts of other ranks
         "PADDED_EXPERTS": padded_experts,
         "BLOCK": part_pairs,  # pairs per part, one part per program
         "OVERLAP": overlap,
@@ -71,7 +80,6 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
         starts,
         tiles,
         num_pairs,
-        num_experts,
         BLOCK_M=block_m,  # pairs per tile
         PARTS_PER_LOAD=PARTS_PER_LOAD,
         SINGLE_PART=is_single_part,
@@ -81,37 +89,49 @@ def sort_pairs(ids: Tensor, num_experts: int, block_m: int) -> SortedPairs:
 
 
 @triton.jit
-def _load_ids(ids_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Return the indices of this part's pairs, the mask of valid indices, and the pairs' experts."""
+def _load_experts(ids_ptr, num_pairs, first_id, num_experts, PARTIAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the indices of this part's pairs, the mask of this rank's pairs, and the pairs' experts."""
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pairs < num_pairs
-    return pairs, mask, tl.load(ids_ptr + pairs, mask=mask, other=0)
+    experts = tl.load(ids_ptr + pairs, mask=mask, other=0)
+    if PARTIAL:
+        experts = to_local(experts, first_id, num_experts)
+        mask = mask & (experts >= 0)
+    return pairs, mask, experts
 
 
 @triton.jit
-def _count(counts_ptr, ids, mask, PADDED_EXPERTS: tl.constexpr):
+def _count(counts_ptr, pair_experts, mask, PADDED_EXPERTS: tl.constexpr):
     """Count each expert's pairs, and return each pair's rank: its index among the pairs of the same expert."""
     tl.store(counts_ptr + tl.arange(0, PADDED_EXPERTS), tl.zeros((PADDED_EXPERTS,), tl.int32))
     # All threads must see the zeros before any thread counts.
     tl.debug_barrier()
-    return tl.atomic_add(counts_ptr + ids, 1, mask=mask, sem="relaxed")
+    return tl.atomic_add(counts_ptr + pair_experts, 1, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "first_id"])
 def _count_pairs(
-    ids_ptr, counts_ptr, ranks_ptr, num_pairs, PADDED_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    ids_ptr,
+    counts_ptr,
+    ranks_ptr,
+    num_pairs,
+    num_experts,
+    first_id,
+    PARTIAL: tl.constexpr,
+    PADDED_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Store the number of pairs per expert in this part, and each pair's rank within its expert and part."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    pairs, mask, ids = _load_ids(ids_ptr, num_pairs, BLOCK)
-    tl.store(
-        ranks_ptr + pairs, _count(counts_ptr + tl.program_id(0) * PADDED_EXPERTS, ids, mask, PADDED_EXPERTS), mask=mask
-    )
+    pairs, mask, pair_experts = _load_experts(ids_ptr, num_pairs, first_id, num_experts, PARTIAL, BLOCK)
+    part_counts_ptr = counts_ptr + tl.program_id(0) * PADDED_EXPERTS
+    tl.store(ranks_ptr + pairs, _count(part_counts_ptr, pair_experts, mask, PADDED_EXPERTS), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "first_id"])
 def _sort_pairs(
     ids_ptr,
     counts_ptr,
@@ -122,6 +142,8 @@ def _sort_pairs(
     tiles_ptr,
     num_pairs,
     num_experts,
+    first_id,
+    PARTIAL: tl.constexpr,
     PADDED_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -135,10 +157,10 @@ def _sort_pairs(
         gdc_wait()
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, PADDED_EXPERTS)
-    pairs, mask, ids = _load_ids(ids_ptr, num_pairs, BLOCK)
+    pairs, mask, pair_experts = _load_experts(ids_ptr, num_pairs, first_id, num_experts, PARTIAL, BLOCK)
     earlier_counts = tl.zeros((PADDED_EXPERTS,), tl.int32)  # each expert's pairs in earlier parts
     if SINGLE_PART:
-        ranks = _count(counts_ptr, ids, mask, PADDED_EXPERTS)
+        ranks = _count(counts_ptr, pair_experts, mask, PADDED_EXPERTS)
         tl.debug_barrier()
         totals = tl.load(counts_ptr + experts)
     else:
@@ -158,14 +180,14 @@ def _sort_pairs(
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)
     tl.debug_barrier()
-    sorted_rows = tl.load(first_rows_ptr + ids, mask=mask, other=0) + ranks
-    padded_rows = tl.load(first_rows_ptr + PADDED_EXPERTS + ids, mask=mask, other=0) + ranks
+    sorted_rows = tl.load(first_rows_ptr + pair_experts, mask=mask, other=0) + ranks
+    padded_rows = tl.load(first_rows_ptr + PADDED_EXPERTS + pair_experts, mask=mask, other=0) + ranks
     tl.store(order_ptr + sorted_rows, pairs, mask=mask)
     entry_ptrs = tiles_ptr + 2 * (1 + padded_rows // BLOCK_M)  # the tile's row in `SortedPairs.tiles`
     is_tile_start = mask & (padded_rows % BLOCK_M == 0)
-    tl.store(entry_ptrs, ids, mask=is_tile_start)
+    tl.store(entry_ptrs, pair_experts, mask=is_tile_start)
     tl.store(entry_ptrs + 1, sorted_rows, mask=is_tile_start)
     if part == 0:
         tl.store(tiles_ptr, tl.sum(num_expert_tiles, 0))
-        # The start after the last expert's start is the number of pairs.
+        # The start after the last expert's start is the number of this rank's pairs.
         tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)

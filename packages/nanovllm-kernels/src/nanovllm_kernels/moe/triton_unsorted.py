@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
 from nanovllm_kernels.moe.policy import unsorted_config
+from nanovllm_kernels.moe.triton_local_experts import to_local
 from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
 from nanovllm_kernels.platform import can_overlap_launches
 from nanovllm_kernels.triton_fp8 import quantize_groups
@@ -20,17 +21,22 @@ from nanovllm_kernels.triton_fp8 import quantize_groups
 
 def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residual: Tensor | None, out: Tensor) -> None:
     """See the package's `fused_experts`. Writes into `out` [T, H]."""
-    w13, w2, scales13, scales2, counters = experts
+    w13, w2, scales13, scales2, counters, first_id, num_all = experts
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, intermediate_size = w2.shape
     grid_by_expert = num_tokens * top_k > num_experts  # one program per expert, else per (token, expert) pair
     num_expert_programs = min(num_tokens * top_k, num_experts)
+    # Expected number of programs whose expert is this rank's.
+    num_busy_programs = max(1, min(num_tokens * top_k, num_all) * num_experts // num_all)
     quantized = scales13 is not None
     rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
     hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
     launch_options = {
+        "first_id": first_id,
+        "num_experts": num_experts,
+        "PARTIAL": experts.is_partial,  # other ranks have experts too
         "TOP_K": top_k,
         "PADDED_TOP_K": triton.next_power_of_2(top_k),
         "ROWS": rows,
@@ -41,7 +47,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     }
     is_float32 = x.element_size() == 4
     config = unsorted_config(
-        rows, num_expert_programs, intermediate_size, hidden_size, is_float32=is_float32, is_block_fp8=quantized
+        rows, num_busy_programs, intermediate_size, hidden_size, is_float32=is_float32, is_block_fp8=quantized
     )
     _gate_up[(triton.cdiv(intermediate_size, config.block_n), num_expert_programs)](
         x,
@@ -61,7 +67,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         **launch_options,
     )
     config = unsorted_config(
-        rows, num_expert_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
+        rows, num_busy_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
     )
     _down[(triton.cdiv(hidden_size, config.block_n), num_expert_programs)](
         hidden,
@@ -91,6 +97,9 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
 def _find_expert(
     ids_ptr,
     num_tokens,
+    first_id,
+    num_experts,
+    PARTIAL: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,8 +108,10 @@ def _find_expert(
     """Find the expert of this program.
 
     Returns: (expert, chosen_slots, is_owner).
+        expert: index of the expert among this rank's experts, if this program computes the expert.
         chosen_slots: [ROWS], index of the expert among each token's experts, or at least TOP_K if not chosen.
         is_owner: whether this program computes the expert. Of several programs, that of the first pair is the owner.
+            No program computes an expert of another rank.
     """
     program = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
@@ -110,15 +121,20 @@ def _find_expert(
     expert = program
     if not GRID_BY_EXPERT:
         expert = tl.load(ids_ptr + program)
+    elif PARTIAL:
+        expert += first_id
     is_chosen = ids == expert
     chosen_slots = tl.min(tl.where(is_chosen, slots, PADDED_TOP_K), 1)
     is_owner = tl.min(chosen_slots, 0) < TOP_K
     if not GRID_BY_EXPERT:
         is_owner = tl.min(tl.min(tl.where(is_chosen, pairs, ROWS * PADDED_TOP_K), 1), 0) == program
+    if PARTIAL:
+        expert = to_local(expert, first_id, num_experts)
+        is_owner = is_owner & (expert >= 0)
     return expert.to(tl.int64), chosen_slots, is_owner
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first_id", "num_experts"])
 def _gate_up(
     x_ptr,
     weight_ptr,
@@ -127,6 +143,9 @@ def _gate_up(
     out_ptr,  # `hidden`
     num_tokens,
     x_stride,
+    first_id,
+    num_experts,
+    PARTIAL: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -143,7 +162,9 @@ def _gate_up(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, chosen_slots, is_owner = _find_expert(ids_ptr, num_tokens, TOP_K, PADDED_TOP_K, ROWS, GRID_BY_EXPERT)
+    expert, chosen_slots, is_owner = _find_expert(
+        ids_ptr, num_tokens, first_id, num_experts, PARTIAL, TOP_K, PADDED_TOP_K, ROWS, GRID_BY_EXPERT
+    )
     if is_owner:
         tokens = tl.arange(0, ROWS).to(tl.int64)
         row_mask = chosen_slots < TOP_K
@@ -176,7 +197,7 @@ def _gate_up(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "first_id", "num_experts"])
 def _down(
     x_ptr,  # `hidden`
     weight_ptr,
@@ -189,6 +210,9 @@ def _down(
     counter_ptr,  # finished programs, per column tile
     num_tokens,
     residual_stride,
+    first_id,
+    num_experts,
+    PARTIAL: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -206,7 +230,9 @@ def _down(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    expert, chosen_slots, is_owner = _find_expert(ids_ptr, num_tokens, TOP_K, PADDED_TOP_K, ROWS, GRID_BY_EXPERT)
+    expert, chosen_slots, is_owner = _find_expert(
+        ids_ptr, num_tokens, first_id, num_experts, PARTIAL, TOP_K, PADDED_TOP_K, ROWS, GRID_BY_EXPERT
+    )
     tokens = tl.arange(0, ROWS).to(tl.int64)
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -237,9 +263,14 @@ def _down(
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for slot in tl.static_range(TOP_K):
             pairs = tokens * TOP_K + slot
-            weight = tl.load(weights_ptr + pairs, mask=tokens < num_tokens, other=0.0)
+            pair_mask = tokens < num_tokens
+            if PARTIAL:
+                ids = tl.load(ids_ptr + pairs, mask=pair_mask, other=-1)
+                pair_mask = to_local(ids, first_id, num_experts) >= 0
+            weight = tl.load(weights_ptr + pairs, mask=pair_mask, other=0.0)
             partial_ptrs = partial_ptr + pairs[:, None] * N + columns[None, :]
-            total += weight[:, None] * tl.load(partial_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            partial_mask = pair_mask[:, None] & column_mask
+            total += weight[:, None] * tl.load(partial_ptrs, mask=partial_mask, other=0.0, cache_modifier=".cg")
         if RESIDUAL:
             residual_ptrs = residual_ptr + tokens[:, None] * residual_stride + columns[None, :]
             total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)

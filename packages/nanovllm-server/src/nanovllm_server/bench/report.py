@@ -30,7 +30,7 @@ class BenchError(RuntimeError):
 
 
 class InvalidSettingsError(BenchError):
-    """The engine refuses the model, its limits or a request."""
+    """The engine refuses the model, the engine's configured limits or a request."""
 
     exit_status = 2
 

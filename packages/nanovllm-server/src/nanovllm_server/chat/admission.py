@@ -6,6 +6,9 @@ from collections.abc import Callable
 from nanovllm_server.observability.shared_counters import SharedCounters
 from nanovllm_server.protocol.error import ApiError, unavailable
 
+# Index of the counter of active sequences in `AdmissionControl._counters`, which has one counter.
+_ACTIVE = 0
+
 
 class AdmissionControl:
     """Admits sequences while all workers together have at most `capacity` sequences.
@@ -19,24 +22,24 @@ class AdmissionControl:
         self.idle = asyncio.Event()
         self.idle.set()
         self.shutdown_reason: str | None = None
-        self._active_counter = counters.claim(1)
-        # If this worker replaces a dead worker, the counter still has the dead worker's count.
-        self._active_counter.clear()
+        self._counters = counters.claim(1)
+        # If this worker replaces a dead worker, the counters still have the dead worker's count.
+        self._counters.clear()
 
     @property
     def num_active(self) -> int:
         """Number of sequences in all workers."""
-        return int(self._active_counter.total(0))
+        return int(self._counters.total(_ACTIVE))
 
     def admit(self, num_sequences: int) -> Callable[[], None]:
         """Admits sequences. Returns the function that releases these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
         # Count before the comparison: if workers admit simultaneously, they may refuse too many, never admit too many.
-        self._active_counter.add(0, num_sequences)
+        self._counters.add(_ACTIVE, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:
-            self._active_counter.add(0, -num_sequences)
+            self._counters.add(_ACTIVE, -num_sequences)
             raise ApiError(
                 429,
                 f"the queue is full: {num_active - num_sequences} sequences of at most {self.capacity} are in the "
@@ -48,8 +51,8 @@ class AdmissionControl:
         self.idle.clear()
 
         def release() -> None:
-            self._active_counter.add(0, -num_sequences)
-            if not self._active_counter.own_value(0):
+            self._counters.add(_ACTIVE, -num_sequences)
+            if not self._counters.own_value(_ACTIVE):
                 self.idle.set()
 
         return release

@@ -61,7 +61,8 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: a prompt that certainly has more tokens is refused without encoding; None for no limit.
+        max_tokens: a prompt that certainly has more tokens is refused without encoding; None for no limit. The caller
+            refuses all longer prompts. Therefore the tokenizer does not cache them.
         """
         num_characters = sum(len(message.content or "") + 1 for message in messages)
         pool = self._large_prompt_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
@@ -148,11 +149,12 @@ class Renderer:
             raise ApiError(400, f"messages: {error}", param="messages", code="template_error") from error
         if max_tokens is not None and (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
             raise prompt_too_long(max_tokens, f"at least {min_num_tokens}")
-        return self._encode(text)
+        return self._encode(text, max_tokens)
 
-    def _encode(self, text: str) -> Prompt:
+    def _encode(self, text: str, max_cached_tokens: int | None = None) -> Prompt:
         # The template has already written the special tokens.
-        return Prompt(text, self._tokenizer.encode(text, add_special_tokens=False))
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False, max_cached_tokens=max_cached_tokens)
+        return Prompt(text, token_ids)
 
     def _to_template_message(self, message: Message) -> dict[str, Any]:
         role = self._developer_role if message.role == "developer" else message.role

@@ -58,7 +58,7 @@ def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
 
 
 def _write_parameter(tags: XmlCalls, key: str, value: JSON) -> str:
-    line_break = "\n" if tags.has_line_breaks else ""
+    line_break = "\n" if tags.wraps_values_in_line_breaks else ""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     return f"{tags.parameter_begin}{key}{tags.key_end}{line_break}{text}{line_break}{tags.parameter_end}\n"
 

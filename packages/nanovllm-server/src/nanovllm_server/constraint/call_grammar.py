@@ -9,12 +9,12 @@ from nanovllm_core.grammar.structural_tag import (
     TagFormat,
     any_text,
     either,
+    json_schema_format,
     literal,
     optional,
     regex,
     repeated,
     sequence,
-    unconverted_json,
 )
 from nanovllm_core.grammar.xml_parameters import XmlParameters
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
@@ -79,7 +79,7 @@ def _text_without_calls_grammar(form: JsonCalls) -> TagFormat:
 def _json_arguments(function: Function) -> TagFormat:
     any_object: JSON = {"type": "object"}
     schema = any_object if function.enforced_schema is None else function.enforced_schema
-    return unconverted_json(schema, function.path, objects_only=True)
+    return json_schema_format(schema, function.path, objects_only=True)
 
 
 def _json_call(form: JsonCalls, functions: Sequence[Function]) -> TagFormat:
@@ -115,7 +115,7 @@ def _xml_call(form: XmlCalls, functions: Sequence[Function]) -> TagFormat:
             begin=form.parameter_begin,
             key_end=form.key_end,
             end=form.parameter_end,
-            has_line_breaks=form.has_line_breaks,
+            wraps_values_in_line_breaks=form.wraps_values_in_line_breaks,
             json_schema=function.enforced_schema,
             place=function.path,
         )

@@ -270,7 +270,9 @@ class XmlReader(CallReader[XmlCalls]):
                 return "".join(value), None
             next_key = yield from source.read_name(form.key_end)
             if next_key is not None and next_key.strip() in missing_keys:
-                return "".join(value) if form.has_line_breaks else "".join(value).rstrip(WHITESPACE), next_key
+                return "".join(value) if form.wraps_values_in_line_breaks else "".join(value).rstrip(
+                    WHITESPACE
+                ), next_key
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
@@ -280,7 +282,7 @@ class XmlReader(CallReader[XmlCalls]):
         return True
 
     def _parameter_json(self, name: str, key: str, value: str) -> str:
-        if self.form.has_line_breaks:
+        if self.form.wraps_values_in_line_breaks:
             value = value.removeprefix("\n").removesuffix("\n")
         return to_parameter_json(value, self.schemas.get(name), key)
 

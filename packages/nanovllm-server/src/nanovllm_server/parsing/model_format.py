@@ -44,7 +44,7 @@ class ModelFormat:
         return "open" if prompt.rstrip().endswith(reasoning.begin) else "undecided"
 
     def make_parser(self, prompt: str, tools: SchemasByFunction | None, *, calls_only_at_start: bool = False) -> Parser:
-        """Makes the parser of one answer to `prompt`. tools: None if text that looks like a call is content."""
+        """Makes the parser of one answer to `prompt`. tools: None to treat tool calls as content."""
         return Parser(
             self.chat_format,
             starts_in_reasoning=self.reasoning_state(prompt) == "open",

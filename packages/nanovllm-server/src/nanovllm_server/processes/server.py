@@ -17,9 +17,9 @@ from nanovllm_models import ModelDirectory
 from nanovllm_server import __version__
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.observability.shared_counters import allocate_counters
-from nanovllm_server.processes.download import find_or_download
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
+from nanovllm_server.processes.model_preparation import prepare_model
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_sampling_defaults, read_template
@@ -128,7 +128,7 @@ async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool
 async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[EngineClient, WorkerPool]:
     with log_phase("total"):
         with log_phase("model"):
-            model = await find_or_download(settings)
+            model = await prepare_model(settings)
         return await _start_processes(settings, listeners, model)
 
 

@@ -10,6 +10,8 @@ from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArgume
 from nanovllm_server.settings import SettingsError
 
 MAX_HEARTBEAT_INTERVAL_S = 1.0  # between two questions to a worker's event loop
+# Maximum time from a replacement's start until the replacement can serve.
+START_TIMEOUT_S = 120.0
 # If a worker dies after at least this time, the replacement starts without a delay.
 STABLE_RUN_S = 60.0
 FIRST_BACKOFF_S = 0.5  # delay of the first replacement; later delays double, up to the maximum
@@ -92,7 +94,8 @@ class WorkerPool:
     """All workers of a server.
 
     timeout_s: a worker whose event loop does not respond for this time is killed and replaced.
-    failed: future that gets an exception if a dead worker's replacement can't start.
+    failed: future that gets an exception if a dead worker's replacement can't start, or takes longer than
+        `START_TIMEOUT_S`.
     """
 
     def __init__(self, arguments: list[WorkerArguments], timeout_s: float):
@@ -147,11 +150,22 @@ class WorkerPool:
                 self._logger.error("HTTP worker died", worker=index, exit_code=exit_code, replaced_after_s=backoff_s)
                 await asyncio.sleep(backoff_s)
                 worker = self._workers[index] = WorkerProcess(self._arguments[index])
-                await asyncio.wait((worker.ready,))
-                worker.ready.result()
+                await self._wait_for_replacement(index)
                 worker.send_order("open")
         except (SettingsError, RuntimeError) as error:
             self.failed.set_exception(error)
+
+    async def _wait_for_replacement(self, index: int) -> None:
+        """Waits until a new worker is ready. Raises SettingsError or RuntimeError if it is not ready in time."""
+        worker = self._workers[index]
+        # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
+        if not (await asyncio.wait((worker.ready,), timeout=START_TIMEOUT_S))[0]:
+            worker.kill()
+            # The kill also sets an exception, whose message names only the exit code.
+            await asyncio.wait((worker.ready,))
+            worker.ready.exception()
+            raise RuntimeError(f"the replacement of HTTP worker {index} was not ready after {START_TIMEOUT_S:g} s")
+        worker.ready.result()
 
     async def _watch(self, index: int) -> None:
         """Waits until the worker has ended. Kills the worker if its event loop does not respond."""
@@ -159,7 +173,6 @@ class WorkerPool:
         interval_s = min(MAX_HEARTBEAT_INTERVAL_S, self._timeout_s / 4)
         num_missed_intervals = 0
         worker.ask_if_alive()
-        # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
         while not (await asyncio.wait((worker.exited,), timeout=interval_s))[0]:
             if worker.is_alive:
                 num_missed_intervals = 0

@@ -230,7 +230,7 @@ class _KeywordReader:
         return low, high
 
     def contradiction_error(self, keyword: str) -> SchemaError:
-        return self.unsupported_error(keyword, "and the opposite bound exclude every value")
+        return self.unsupported_error(keyword, "contradicts the opposite bound: no value satisfies both")
 
     def read_string_keywords(self) -> Shape | None:
         low, high = self.read_count_range("minLength", "maxLength")
@@ -355,7 +355,7 @@ class _KeywordReader:
                 if isinstance(shape, shape_type) and shape.comes_from_negation and conjunction:
                     raise self.unsupported_error(
                         keyword,
-                        "can't be enforced beside a not, if or oneOf keyword that restricts properties or items",
+                        "can't be enforced next to a keyword 'not', 'if' or 'oneOf' that restricts properties or items",
                     )
                 if isinstance(shape, Object) and shape_type is Object and shape.rest is None:
                     shape = replace(shape, rest=conjunction, omits_allowed_values=True, places=shape.places + places)

@@ -8,12 +8,18 @@ from torch import Tensor
 from nanovllm_kernels.attention.gqa import flash_prefill, gqa_reference
 from nanovllm_kernels.attention.plan import flash_requests, tile_configs
 from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Backend, PagedRequests
+from nanovllm_kernels.attention.plan.attention_estimator import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
-from nanovllm_kernels.attention.plan.rounds import ONE_TOKEN_ROUNDS, AttentionRounds
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
-from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, runs_in_float32
+from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, uses_float32_for_rows
 
-__all__ = ["best_page_size", "describe_attention_rounds", "min_whole_prompt_tokens", "paged_attention", "plan_batch"]
+__all__ = [
+    "best_page_size",
+    "make_attention_estimator",
+    "min_graph_tokens_for_step_keys",
+    "paged_attention",
+    "plan_batch",
+]
 
 # Page size, in tokens, unless larger pages make attention faster.
 MIN_PAGE_SIZE = 16
@@ -63,8 +69,8 @@ def plan_batch(
     batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
     if backend == "torch":
         is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
-        if num_decodes is not None and is_bf16_on_cpu and runs_in_float32(int(query_start_loc[-1])):
-            return replace(batch, reads_cache_in_place=True)  # For `numba_gqa`.
+        if num_decodes is not None and is_bf16_on_cpu and uses_float32_for_rows(int(query_start_loc[-1])):
+            return replace(batch, uses_numba_gqa=True)
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)  # For `gqa_reference`.
     return _plan_work_lists(
         _plan_cute_decodes(batch, kv_cache, num_heads, num_decodes, backend, query_dtype),
@@ -134,7 +140,8 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    request_filter, excluded_query_lens = WorkListFilter(), None  # The filter excludes requests of FlashAttention.
+    # The default filter excludes no request. If FlashAttention is used, another filter excludes its requests.
+    request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
     uses_flash = (
         bool(query_len_ranges[1])
@@ -188,8 +195,8 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
     return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
 
 
-def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return the minimum tokens of a CUDA graph in which whole prompts read the step's own keys instead of the cache.
+def min_graph_tokens_for_step_keys(kv_cache: Tensor, backend: Backend) -> int | None:
+    """Return how many tokens a CUDA graph has at least if its whole prompts read the step's keys instead of the cache.
 
     A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
     """
@@ -198,14 +205,16 @@ def min_whole_prompt_tokens(kv_cache: Tensor, backend: Backend) -> int | None:
     return flash_prefill.MIN_CAPTURED_TOKENS if uses_flash else None
 
 
-def describe_attention_rounds(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionRounds:
-    """Return sizes for estimates of the time of prompt attention. A round is the tiles that are computed at once."""
+def make_attention_estimator(num_heads: int, num_kv_heads: int, device: torch.device) -> AttentionEstimator:
+    """Return an estimator of the time that the attention of prompts takes on `device`."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
-        return ONE_TOKEN_ROUNDS  # For CPUs and the interpreter.
+        return ESTIMATOR_WITHOUT_ROUNDS  # For CPUs and the interpreter.
     request_filter = flash_requests.work_list_filter(num_heads, num_sms)
     tile_tokens = max(1, flash_requests.FLASH_TILE_ROWS * num_kv_heads // num_heads)
-    return AttentionRounds(tile_tokens, num_sms // num_kv_heads, request_filter.query_limit, request_filter.min_context)
+    return AttentionEstimator(
+        tile_tokens, num_sms // num_kv_heads, request_filter.query_limit, request_filter.min_context
+    )
 
 
 def paged_attention(
@@ -215,7 +224,7 @@ def paged_attention(
     *,
     scale: float,
     kv_scales: Tensor | None = None,
-    own_keys_values: Tensor | None = None,
+    step_keys_values: Tensor | None = None,
 ) -> Tensor:
     """Compute causal grouped-query attention (Ainslie et al. 2023) of a batch of requests over their pages.
 
@@ -225,11 +234,11 @@ def paged_attention(
     batch: from `plan_batch`.
     scale: factor of the query-key products.
     kv_scales: uint8 [pages, 2 Hkv, slots per page], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
-    own_keys_values: [T, 2 Hkv, D], the step's key heads, then value heads; heads contiguous, tokens with any stride.
-        Required if `batch.reads_own_keys`, otherwise ignored.
+    step_keys_values: [T, 2 Hkv, D], the step's key heads, then value heads; heads contiguous, tokens with any stride.
+        Required if `batch.reads_step_keys`, otherwise ignored.
     Returns: contiguous [T, Hq, D] in q's dtype.
     """
-    if batch.reads_cache_in_place:
+    if batch.uses_numba_gqa:
         return _paged_attention_in_place(q, kv_cache, batch, scale)
     if batch.torch_plan is not None:
         return gqa_reference.paged_attention(q, kv_cache, kv_scales, batch.torch_plan, scale)
@@ -238,7 +247,7 @@ def paged_attention(
         q,
         kv_cache,
         kv_scales,
-        own_keys_values if batch.reads_own_keys else None,
+        step_keys_values if batch.reads_step_keys else None,
         batch.block_tables,
         batch.seq_lens,
         batch.query_start_loc,
@@ -268,7 +277,7 @@ def _paged_attention_op(
     q: Tensor,
     kv_cache: Tensor,
     kv_scales: Tensor | None,
-    own_keys_values: Tensor | None,
+    step_keys_values: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -288,7 +297,8 @@ def _paged_attention_op(
     if cute_decode_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
-        # Token b is the query of request b. Kernels below overwrite the zeros of requests with several queries.
+        # Requests with one query come first, so token b is the query of request b. For other requests the length is 0,
+        # and this kernel writes zeros. Kernels below overwrite these zeros.
         num_reqs = min(len(cute_decode_lens), len(q))
         decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
@@ -296,8 +306,8 @@ def _paged_attention_op(
     for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
             triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)
-    if flash_tensors and own_keys_values is not None:
-        keys, values = own_keys_values.chunk(2, 1)
+    if flash_tensors and step_keys_values is not None:
+        keys, values = step_keys_values.chunk(2, 1)
         flash_prefill.attend_to_rows(q, keys, values, FlashRequests(*flash_tensors), scale, max_query_len, out)
     elif flash_tensors:
         flash_prefill.attend_to_pages(q, kv_cache, FlashRequests(*flash_tensors), scale, max_query_len, out)

@@ -19,11 +19,11 @@ def paged_attention(
 
     The results of tokens that belong to no request are undefined.
     """
-    decodes, prefills = gather_plan
-    if len(decodes) == 1 and not prefills and decodes[0].end == len(q):
-        return _attend_decodes(q, kv_cache, kv_scales, decodes[0], scale)
+    decode_groups, prefills = gather_plan
+    if len(decode_groups) == 1 and not prefills and decode_groups[0].end == len(q):
+        return _attend_decodes(q, kv_cache, kv_scales, decode_groups[0], scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for group in decodes:
+    for group in decode_groups:
         queries = q[group.begin : group.end]
         out[group.begin : group.end] = _attend_decodes(queries, kv_cache, kv_scales, group, scale)
     for prefill in prefills:

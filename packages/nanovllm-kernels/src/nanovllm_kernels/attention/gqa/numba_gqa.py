@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.numba_jit import (
-    OPENMP_TABLE_PTR,
+    OPENMP_FUNCTIONS_PTR,
     compile_region,  # Compiles a function that all OpenMP threads run.
     exp,
     fetch_and_increment,
     from_bf16,
     keep_alive,  # Keeps Numba from freeing an array before this call.
     kernel,
-    ordered_sum_kernel,  # Like `kernel`, but sums keep their order.
+    kernel_without_reordering,  # Like `kernel`, but sums keep their order.
     pointer,
     run_region,
 )
@@ -45,7 +45,9 @@ MAX_TILE_ROWS = 96
 _ZERO, _MASKED_SCORE = np.float32(0.0), np.float32(-3e38)  # _MASKED_SCORE: score of a key that a query does not see.
 
 # Indices into the int64 array that holds the arguments of `_attend_items`. _SCALE_PTR is the address of a float64.
-_OPENMP_PTR, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = range(8)
+_OPENMP_FUNCTIONS_PTR, _Q_PTR, _Q_STRIDE, _CACHE_PTR, _TABLES_PTR, _TABLE_STRIDE, _SEQ_LENS_PTR, _QUERY_STARTS_PTR = (
+    range(8)
+)
 _OUT_PTR, _SCALE_PTR, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _PAGE_SIZE, _TILES_PTR, _NUM_TILES = range(8, 16)
 _TOKENS_PER_TILE, _NEXT_ITEM, _NUM_ARGS = range(16, 19)
 
@@ -63,7 +65,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     page_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     _attend(
-        OPENMP_TABLE_PTR,
+        OPENMP_FUNCTIONS_PTR,
         _ATTEND_REGION,
         q.data_ptr(),
         q.stride(0),
@@ -86,7 +88,7 @@ def paged_attention(
 
 @kernel
 def _attend(
-    openmp_ptr,
+    openmp_functions_ptr,
     region_address,
     q_ptr,
     q_stride,
@@ -119,7 +121,7 @@ def _attend(
     scales = np.empty(1, np.float64)
     scales[0] = scale
     args = np.empty(_NUM_ARGS, np.int64)
-    args[_OPENMP_PTR] = openmp_ptr
+    args[_OPENMP_FUNCTIONS_PTR] = openmp_functions_ptr
     args[_Q_PTR], args[_Q_STRIDE] = q_ptr, q_stride
     args[_CACHE_PTR], args[_TABLES_PTR], args[_TABLE_STRIDE] = cache_ptr, tables_ptr, table_stride
     args[_SEQ_LENS_PTR], args[_QUERY_STARTS_PTR], args[_OUT_PTR] = seq_lens_ptr, query_starts_ptr, out_ptr
@@ -226,7 +228,7 @@ def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys
         _write_outputs(outputs, row, softmax_state[row, 1], numba.carray(pointer(out_ptr), (head_dim,), np.float32))
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _pack_queries(q_ptr, q_stride, group_size, head_dim, key_dim, num_rows, scale, out_ptr):
     """Multiply queries by `scale`. Write each row tile to `out_ptr` as [key_dim, rows], padded with 0."""
     num_row_tiles = -(-num_rows // TILE_ROWS)
@@ -299,7 +301,7 @@ def _copy_value(values, index, value_ptr, head_dim):
             values[group, index, k] = from_bf16(value[element]) if element < head_dim else _ZERO
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows, value_dim, is_first):
     """Turn one row's scores in one block into weights. If the largest score grows, rescale the row's outputs.
 
@@ -328,7 +330,7 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
         _fill(scores_ptr, num_visible, _ZERO)
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _fill(scores_ptr, first_key, number):
     """Set a row's scores to `number`, from key `first_key` of the block on."""
     scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
@@ -336,7 +338,7 @@ def _fill(scores_ptr, first_key, number):
         scores[i] = number
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _rescale(outputs_ptr, num_rows, value_dim, factor):
     """Multiply one row's outputs by `factor`. Each panel of PANEL_WIDTH outputs is contiguous."""
     for panel in range(value_dim // PANEL_WIDTH):
@@ -346,7 +348,7 @@ def _rescale(outputs_ptr, num_rows, value_dim, factor):
             outputs[k] = outputs[k] * factor if factor != _ZERO else _ZERO
 
 
-@ordered_sum_kernel
+@kernel_without_reordering
 def _write_outputs(outputs, row, weight_sum, out):
     for k in range(out.shape[0]):
         out[k] = outputs[k // PANEL_WIDTH, row, k % PANEL_WIDTH] / weight_sum

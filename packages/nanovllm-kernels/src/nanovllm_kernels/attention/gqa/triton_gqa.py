@@ -1,7 +1,8 @@
 """Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
 A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
-loads of keys and values. The list cuts the key blocks of all tiles into parts. A program computes one part.
+loads of keys and values. The list puts the key blocks of all tiles in a sequence and cuts the sequence into parts, so
+that a part may span several tiles. A program computes one part.
 """
 
 import triton
@@ -139,16 +140,25 @@ def _attend(
         end = tl.minimum(end_block * BLOCK_N, context_len + tl.minimum(first_query + BLOCK_Q, query_len))
         unmasked_end = tl.minimum(end, (context_len + first_query + 1) // BLOCK_N * BLOCK_N)
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
-        bounds = (table_ptr, context_len + queries, begin, unmasked_end, end)
+        range_args = (table_ptr, context_len + queries, begin, unmasked_end, end)
         k_ptr = kv_ptr + kv_head * HEAD_DIM
         if QUANTIZED:
             k_scales_ptr = scales_ptr + kv_head * PAGE_SIZE
             softmax_state = attend_fp8_range(
-                q, k_ptr, k_scales_ptr, *bounds, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
+                q,
+                k_ptr,
+                k_scales_ptr,
+                *range_args,
+                scale_log2,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PAGE_SIZE,
+                BLOCK_N,
+                UNMASKED_LOOP,
             )
         else:
             softmax_state = attend_range(
-                q, k_ptr, *bounds, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
+                q, k_ptr, *range_args, scale_log2, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, UNMASKED_LOOP
             )
         out_rows = tokens * (NUM_KV_HEADS * GROUP_SIZE) + heads
         out_pointers = (out_ptr, partial_out_ptr, partial_lse_ptr)

@@ -26,13 +26,14 @@ class AttentionBatch:
     max_query_len: upper bound on the number of queries per request.
     max_seq_len: upper bound on the number of tokens per request.
     work_element_bytes: element size for which the work lists were planned, from `tile_configs.tile_element_bytes`.
-    reads_cache_in_place: whether the CPU kernel `numba_gqa` computes attention for all requests.
+    uses_numba_gqa: whether the CPU kernel `numba_gqa` computes attention for all requests.
     torch_plan: groups of requests whose cached tokens plain torch copies together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
-    cute_decode_lens: int32 [n], n <= B. Number of tokens of each request with one query, 0 for other requests.
+    cute_decode_lens: int32 [n], for the first n requests: number of tokens if the request has one query, else 0.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).
-        Later tokens are padding, or belong to requests whose tokens are all in the step. None: all tokens.
+        Later tokens are padding, or belong to requests without cached tokens, which attend to this step's keys only.
+        None: all tokens.
     """
 
     block_tables: Tensor
@@ -41,7 +42,7 @@ class AttentionBatch:
     max_query_len: int
     max_seq_len: int
     work_element_bytes: int
-    reads_cache_in_place: bool = False
+    uses_numba_gqa: bool = False
     torch_plan: GatherPlan | None = None
     narrow_work: WorkList | None = None
     wide_work: WorkList | None = None
@@ -51,8 +52,8 @@ class AttentionBatch:
     num_absorbed_tokens: Tensor | None = None
 
     @property
-    def reads_own_keys(self) -> bool:
-        """Whether `paged_attention` reads the step's own keys and values in addition to the cache."""
+    def reads_step_keys(self) -> bool:
+        """Whether `paged_attention` reads this step's keys and values from a tensor, in addition to the cache."""
         return self.flash_requests is not None and self.flash_requests.block_tables is None
 
     def with_gathers(self, num_decodes: int | None, page_size: int, dtype: torch.dtype | None) -> "AttentionBatch":

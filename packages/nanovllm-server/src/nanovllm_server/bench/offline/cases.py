@@ -29,12 +29,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class OfflineBenchmark:
-    """The cases of one command. needs_first_tokens_time: rates depend on `RunTiming.first_tokens_s`."""
+    """The cases of one command. needs_time_to_all_first_tokens: rates depend on `RunTiming.all_first_tokens_s`."""
 
     command: Literal["throughput", "latency", "prefill"]
     title: str
     rate_unit: str
-    needs_first_tokens_time: bool
+    needs_time_to_all_first_tokens: bool
     cases: list[Case]
 
 
@@ -45,7 +45,9 @@ def throughput_benchmark(shape: WorkloadShape, vocab_size: int) -> OfflineBenchm
         return timing.num_tokens / timing.last_token_s
 
     case = Case(str(shape), random_requests(shape, vocab_size), output_rate)
-    return OfflineBenchmark("throughput", "throughput", "output tok/s", needs_first_tokens_time=False, cases=[case])
+    return OfflineBenchmark(
+        "throughput", "throughput", "output tok/s", needs_time_to_all_first_tokens=False, cases=[case]
+    )
 
 
 def latency_benchmark(batch_sizes: Sequence[int], input_len: int, output_len: int, vocab_size: int) -> OfflineBenchmark:
@@ -57,16 +59,16 @@ def latency_benchmark(batch_sizes: Sequence[int], input_len: int, output_len: in
 
     def make_case(batch_size: int) -> Case:
         def decode_rate(timing: RunTiming) -> float:
-            if timing.first_tokens_s is None:
+            if timing.all_first_tokens_s is None:
                 raise ValueError("the time of the first tokens was not measured")
-            return (timing.num_tokens - batch_size) / (timing.last_token_s - timing.first_tokens_s)
+            return (timing.num_tokens - batch_size) / (timing.last_token_s - timing.all_first_tokens_s)
 
         requests = [TokenRequest(prompt, output_len) for prompt in prompts[:batch_size]]
         return Case(f"batch {batch_size}", requests, decode_rate)
 
     title = f"latency: decode, {input_len} tokens in, {output_len} out"
     cases = [make_case(batch_size) for batch_size in batch_sizes]
-    return OfflineBenchmark("latency", title, "decode tok/s", needs_first_tokens_time=True, cases=cases)
+    return OfflineBenchmark("latency", title, "decode tok/s", needs_time_to_all_first_tokens=True, cases=cases)
 
 
 def prefill_benchmark(num_requests: int, input_len: int, vocab_size: int) -> OfflineBenchmark:
@@ -77,4 +79,4 @@ def prefill_benchmark(num_requests: int, input_len: int, vocab_size: int) -> Off
         return num_requests * input_len / timing.last_token_s
 
     case = Case(f"{num_requests} x {input_len}", random_requests(shape, vocab_size), prompt_rate)
-    return OfflineBenchmark("prefill", "prefill", "prompt tok/s", needs_first_tokens_time=False, cases=[case])
+    return OfflineBenchmark("prefill", "prefill", "prompt tok/s", needs_time_to_all_first_tokens=False, cases=[case])

@@ -55,7 +55,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
             [case.requests for case in benchmark.cases],
             options.temperature,
             options.repeat,
-            needs_first_tokens_time=benchmark.needs_first_tokens_time,
+            needs_time_to_all_first_tokens=benchmark.needs_time_to_all_first_tokens,
         )
     )
     peer_timings = peer_result.timings if peer_result else [None] * len(benchmark.cases)
@@ -117,7 +117,7 @@ def _make_peer_job(options: OfflineOptions, benchmark: OfflineBenchmark, device:
         expert_parallel=config.expert_parallel,
         temperature=options.temperature,
         repeat=options.repeat,
-        needs_first_tokens_time=benchmark.needs_first_tokens_time,
+        needs_time_to_all_first_tokens=benchmark.needs_time_to_all_first_tokens,
         warm_up_tokens=WARM_UP_TOKENS,
         cases=[case.requests for case in benchmark.cases],
     )
@@ -152,7 +152,7 @@ def _median_rates(benchmark: OfflineBenchmark, timings_by_case: Sequence[list[Ru
 def _case_figures(case: Case, engine_timings: list[RunTiming], peer_timings: list[RunTiming] | None) -> JSON:
     def engine_figures(timings: list[RunTiming]) -> JSON:
         runs: list[JSON] = [
-            {"num_tokens": run.num_tokens, "last": run.last_token_s, "first": run.first_tokens_s} for run in timings
+            {"num_tokens": run.num_tokens, "last": run.last_token_s, "first": run.all_first_tokens_s} for run in timings
         ]
         return {"rate": case.median_rate(timings), "rates": [*map(case.compute_rate, timings)], "runs": runs}
 

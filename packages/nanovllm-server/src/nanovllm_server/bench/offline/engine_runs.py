@@ -23,12 +23,12 @@ class RunTiming:
 
     num_tokens: output tokens of all requests.
     last_token_s: time of the last token of all requests.
-    first_tokens_s: time at which every request had its first token; None if not measured.
+    all_first_tokens_s: time at which every request had its first token; None if not measured.
     """
 
     num_tokens: int
     last_token_s: float
-    first_tokens_s: float | None
+    all_first_tokens_s: float | None
 
 
 async def time_engine(
@@ -38,11 +38,11 @@ async def time_engine(
     temperature: float,
     repeat: int,
     *,
-    needs_first_tokens_time: bool,
+    needs_time_to_all_first_tokens: bool,
 ) -> list[list[RunTiming]]:
     """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    needs_first_tokens_time: measure the time of the first tokens in an extra run, with one output token per request.
+    needs_time_to_all_first_tokens: measure this time in an extra run, with one output token per request.
     vLLM is measured in the same way, because vLLM reports only the end of a run.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
@@ -59,11 +59,11 @@ async def time_engine(
             timings: list[RunTiming] = []
             for repetition in range(repeat):
                 label = f"{name}, run {repetition + 1}/{repeat}"
-                first_tokens_s = None
-                if needs_first_tokens_time:
+                all_first_tokens_s = None
+                if needs_time_to_all_first_tokens:
                     first_label = f"{label}, first tokens"
-                    _, first_tokens_s = await _run(engine, _with_max_tokens(requests, 1), temperature, first_label)
-                timings.append(RunTiming(*await _run(engine, requests, temperature, label), first_tokens_s))
+                    _, all_first_tokens_s = await _run(engine, _with_max_tokens(requests, 1), temperature, first_label)
+                timings.append(RunTiming(*await _run(engine, requests, temperature, label), all_first_tokens_s))
             timings_by_case.append(timings)
         return timings_by_case
     finally:

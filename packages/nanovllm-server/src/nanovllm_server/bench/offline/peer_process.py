@@ -64,7 +64,7 @@ class PeerJob:
 
     threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
-    needs_first_tokens_time: measure when every request has its first token.
+    needs_time_to_all_first_tokens: measure when every request has its first token.
     warm_up_tokens: limit of output tokens per request in the warm-up.
     cases: requests of each case (a case is measured in `repeat` runs).
     """
@@ -85,7 +85,7 @@ class PeerJob:
     expert_parallel: bool
     temperature: float
     repeat: int
-    needs_first_tokens_time: bool
+    needs_time_to_all_first_tokens: bool
     warm_up_tokens: int
     cases: list[list[TokenRequest]]
 

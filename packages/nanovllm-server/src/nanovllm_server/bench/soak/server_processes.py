@@ -69,6 +69,13 @@ class ServerProcesses:
         """Returns the resident bytes of every process by process id."""
         return {pid: _rss_bytes(status) for pid, status in self._read_statuses().items()}
 
+    def current_anonymous_bytes(self) -> dict[int, int]:
+        """Returns the resident bytes without pages of files, by process id. The kernel may drop pages of files."""
+        return {
+            pid: _rss_bytes(status) - (int(status["RssFile"].split()[0]) << 10)
+            for pid, status in self._read_statuses().items()
+        }
+
     def split_by_lifetime(self) -> tuple[list[ProcessMemory], list[ProcessMemory]]:
         """Returns (processes with every sample, processes that started or ended between samples)."""
         memories = self._memory_by_pid.values()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import orjson
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -13,7 +14,8 @@ from prometheus_client.samples import Sample
 from nanovllm_server.bench.client import Endpoint, ExchangeError, fetch, list_models
 from nanovllm_server.bench.report import BenchError, OutputFiles, Table, print_message, report
 from nanovllm_server.bench.soak.server_processes import ProcessMemory, ServerProcesses
-from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, run_exchange
+from nanovllm_server.bench.soak.soak_traffic import Outcome, TrafficSource, count_long_prompt_bytes, run_exchange
+from nanovllm_server.bench.soak.warm_up import Phase, WarmUp
 
 MIB = 1 << 20
 PROGRESS_INTERVAL_S = 60.0
@@ -23,8 +25,13 @@ IDLE_POLL_INTERVAL_S = 0.5
 # Gauges that are 0 on a server without requests.
 IDLE_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 MAX_SHOWN_FAILURES = 10
-# Number of large schemas that the clients send before other requests. They fill the server's 256 MiB grammar cache.
+# Number of large schemas in the warm-up. They fill the server's 256 MiB grammar cache.
 NUM_LARGE_SCHEMAS = 160
+# Only this number of clients send large schemas, so that each schema compiles in time on a slow machine.
+NUM_SCHEMA_CLIENTS = 4
+# Minimum size of the long prompts in the warm-up, as text. With their token ids, they exceed the 64 MiB of the cache of
+# encoded text. If the server has several workers, the clients send more long prompts until memory is flat.
+MIN_LONG_PROMPT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,8 @@ class SoakOptions:
     model: None for the first model that the server lists.
     server_pid: the server's parent process, on this machine.
     duration_s: time of the traffic, including the warm-up.
-    warm_up_s: time until caches are full. Memory is sampled afterwards.
+    max_warm_up_s: the warm-up ends at this time, even if memory still grows. Memory is measured after the warm-up.
+    flat_s: each phase of the warm-up ends when memory was flat for this time.
     max_growth_percent: the soak fails if the memory of a process grows by at least this much.
     """
 
@@ -44,7 +52,8 @@ class SoakOptions:
     num_clients: int
     max_prompt_words: int
     duration_s: float
-    warm_up_s: float
+    max_warm_up_s: float
+    flat_s: float
     sample_interval_s: float
     max_growth_percent: float
     seed: int
@@ -71,9 +80,17 @@ class TrafficCounts:
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
-    """lasting: processes with every sample. short_lived: all others. busy_gauges: gauges above 0 on the idle server."""
+    """Result of a soak.
+
+    warm_up_s: time of the warm-up, in seconds.
+    was_flat: whether memory was flat at the end of the warm-up.
+    lasting: processes with every sample. short_lived: all others.
+    busy_gauges: gauges above 0 on the idle server.
+    """
 
     model: str
+    warm_up_s: float
+    was_flat: bool
     counts: TrafficCounts
     lasting: list[ProcessMemory]
     short_lived: list[ProcessMemory]
@@ -99,7 +116,7 @@ def run(options: SoakOptions) -> None:
     report(
         "soak",
         f"soak: {result.model}; {options.num_clients} clients, {options.duration_s / 60:g} minutes, of which "
-        f"{options.warm_up_s / 60:g} are the warm-up",
+        f"{result.warm_up_s / 60:.1f} are the warm-up, after which memory {'was flat' if result.was_flat else 'grew'}",
         [
             _memory_table(result),
             [["status", "answers"], *([str(key), str(num)] for key, num in sorted(counts.answers_by_status.items()))],
@@ -109,7 +126,8 @@ def run(options: SoakOptions) -> None:
             "model": result.model,
             "num_clients": options.num_clients,
             "duration_s": options.duration_s,
-            "warm_up_s": options.warm_up_s,
+            "warm_up_s": result.warm_up_s,
+            "was_flat_after_warm_up": result.was_flat,
             "processes": [
                 {
                     "pid": memory.pid,
@@ -173,54 +191,79 @@ async def soak(options: SoakOptions) -> SoakResult:
     processes = ServerProcesses(options.server_pid)
     try:
         model = options.model or (await list_models(options.endpoint))[0]
+        max_model_len = await _read_max_model_len(options.endpoint, model)
         num_previous_5xx = _count_5xx(await _read_metrics(options.endpoint))
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer: {error}") from error
     counts = TrafficCounts()
-    end_time = time.monotonic() + options.duration_s
+    start_time = time.monotonic()
+    end_time = start_time + options.duration_s
+    num_long_prompts = -(-MIN_LONG_PROMPT_BYTES // count_long_prompt_bytes(max_model_len))
+    warm_up = WarmUp(options.flat_s, start_time + options.max_warm_up_s, NUM_LARGE_SCHEMAS, num_long_prompts)
     # The task group waits for the last answer of each client.
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):
             source = TrafficSource(options.endpoint, model, f"{options.seed}-{index}", options.max_prompt_words)
-            tasks.create_task(_run_client(source, options, counts, end_time))
-        await _sample_memory(options, processes, counts, end_time)
+            sends_schemas = index < NUM_SCHEMA_CLIENTS
+            tasks.create_task(
+                _fill_and_run(source, counts, warm_up, max_model_len, end_time, sends_schemas=sends_schemas)
+            )
+        warm_up_end_time = await _sample_memory(options, processes, counts, warm_up, end_time)
     try:
         busy_gauges = await wait_until_idle(options.endpoint)
         counts.num_5xx = _count_5xx(await _read_metrics(options.endpoint)) - num_previous_5xx
     except ExchangeError as error:
         raise BenchError(f"the server doesn't answer after the traffic: {error}") from error
-    return SoakResult(model, counts, *processes.split_by_lifetime(), busy_gauges)
+    warm_up_s = warm_up_end_time - start_time
+    return SoakResult(model, warm_up_s, warm_up.is_flat, counts, *processes.split_by_lifetime(), busy_gauges)
 
 
-async def _run_client(source: TrafficSource, options: SoakOptions, counts: TrafficCounts, end_time: float) -> None:
-    warm_up_end_time = end_time - options.duration_s + options.warm_up_s
-    for _ in range(-(-NUM_LARGE_SCHEMAS // options.num_clients)):
-        if time.monotonic() >= warm_up_end_time:
-            break
-        counts.add("large schema", await run_exchange(source, source.build_large_schema_request()))
+async def _fill_and_run(
+    source: TrafficSource,
+    counts: TrafficCounts,
+    warm_up: WarmUp,
+    max_model_len: int,
+    end_time: float,
+    *,
+    sends_schemas: bool,
+) -> None:
+    """Sends requests that fill caches, then random requests until `end_time`."""
+    while warm_up.phase is Phase.FILL and time.monotonic() < end_time:
+        if sends_schemas and warm_up.num_large_schemas > 0:
+            warm_up.num_large_schemas -= 1
+            counts.add("large schema", await run_exchange(source, source.build_large_schema_request()))
+        else:
+            warm_up.num_long_prompts -= 1
+            counts.add("long prompt", await run_exchange(source, source.build_long_prompt_request(max_model_len)))
     while time.monotonic() < end_time:
         kind, exchange = source.draw()
         counts.add(kind, await run_exchange(source, exchange))
 
 
 async def _sample_memory(
-    options: SoakOptions, processes: ServerProcesses, counts: TrafficCounts, end_time: float
-) -> None:
-    warm_up_end_time = end_time - options.duration_s + options.warm_up_s
+    options: SoakOptions, processes: ServerProcesses, counts: TrafficCounts, warm_up: WarmUp, end_time: float
+) -> float:
+    """Samples memory until `end_time`. Returns the time at which the warm-up ended."""
+    warm_up_end_time = end_time
     next_progress_time = 0.0
     while (now := time.monotonic()) < end_time:
-        if now >= warm_up_end_time:
+        rss_bytes = processes.current_rss_bytes()
+        previous_phase = warm_up.phase
+        warm_up.add_sample(now, processes.current_anonymous_bytes())
+        if warm_up.phase is Phase.MEASURE:
+            warm_up_end_time = min(warm_up_end_time, now)
             processes.sample()
-        if now >= next_progress_time:
+        if now >= next_progress_time or warm_up.phase is not previous_phase:
             next_progress_time = now + PROGRESS_INTERVAL_S
-            sizes = ", ".join(f"{pid}: {size / MIB:.1f}" for pid, size in processes.current_rss_bytes().items())
+            sizes = ", ".join(f"{pid}: {size / MIB:.1f}" for pid, size in rss_bytes.items())
             num_exchanges = counts.exchanges_by_kind.total()
             print_message(
-                f"{(end_time - now) / 60:.1f} minutes left, {num_exchanges} exchanges, "
+                f"{warm_up.phase.name.lower()}: {(end_time - now) / 60:.1f} minutes left, {num_exchanges} exchanges, "
                 f"{len(counts.failures)} failures; MiB by process: {sizes}"
             )
         await asyncio.sleep(min(options.sample_interval_s, max(end_time - now, 0)))
     processes.sample()
+    return warm_up_end_time
 
 
 async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
@@ -235,6 +278,13 @@ async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
         if not busy_gauges or time.monotonic() >= end_time:
             return busy_gauges
         await asyncio.sleep(IDLE_POLL_INTERVAL_S)
+
+
+async def _read_max_model_len(endpoint: Endpoint, model: str) -> int:
+    for entry in orjson.loads(await fetch(endpoint, "/models"))["data"]:
+        if entry["id"] == model:
+            return entry["max_model_len"]
+    raise BenchError(f"the server has no model {model}: leave --model out for the first one")
 
 
 async def _read_metrics(endpoint: Endpoint) -> list[Sample]:

@@ -22,6 +22,8 @@ MAX_OUTPUT_TOKENS = 24
 # The compiled grammar of one large schema takes about 2 MiB of the server's cache of grammars.
 NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
+# The longest prompt that fills caches, in words.
+MAX_CACHED_PROMPT_WORDS = 20_000
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
@@ -89,6 +91,15 @@ class TrafficSource:
         properties: JSON = {f"object{number}_{index}": inner for index in range(NUM_LARGE_OBJECTS)}
         return _build_with_schema(self, {"type": "object", "properties": properties}, SUCCESS)
 
+    def build_long_prompt_request(self, max_model_len: int) -> Exchange:
+        """Builds a request with a new long prompt, which the server encodes and caches.
+
+        The server refuses `max_tokens`, because prompt and answer together exceed the context. The model does not run.
+        """
+        words = self.random.choices(SINGLE_TOKEN_WORDS, k=_count_long_prompt_words(max_model_len))
+        messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
+        return Exchange(self.encode_post(self.encode_chat(messages=messages, max_tokens=max_model_len)), REFUSALS)
+
     def encode_chat(self, **fields: JSON) -> bytes:
         """Encodes a valid chat completion request. fields: replace or extend the usual fields."""
         random = self.random
@@ -126,6 +137,16 @@ class TrafficSource:
             "\r\n",
         ]
         return "\r\n".join(lines).encode()
+
+
+def count_long_prompt_bytes(max_model_len: int) -> int:
+    """Returns the expected size of a long prompt's text."""
+    word_bytes = sum(map(len, SINGLE_TOKEN_WORDS)) / len(SINGLE_TOKEN_WORDS) + 1
+    return int(_count_long_prompt_words(max_model_len) * word_bytes)
+
+
+def _count_long_prompt_words(max_model_len: int) -> int:
+    return min(max_model_len // 2, MAX_CACHED_PROMPT_WORDS)
 
 
 def _build_valid(source: TrafficSource, **fields: JSON) -> Exchange:

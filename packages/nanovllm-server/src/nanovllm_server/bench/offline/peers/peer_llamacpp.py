@@ -1,5 +1,6 @@
-"""Measures llama.cpp on the CPU, through llama-cpp-python. Each request is a sequence of one context.
+"""Measures llama.cpp on the CPU, through llama-cpp-python.
 
+All requests of a batch share one context. Each request is a sequence of its own.
 The first `llama_decode` of a batch computes all prompts. Each further call computes one token of every sequence. An
 end-of-sequence token does not end a sequence.
 """
@@ -63,8 +64,8 @@ class LlamaCppPeer:
             llama_cpp.llama_free(self._context)
         self._context = _create_context(self._model, request_batches, self._num_threads)
 
-    def generate(self, requests: Requests, limits: list[int], _salt: str) -> tuple[float, float]:
-        """Returns the seconds until all first tokens, and until the last token. limits: output tokens per request."""
+    def generate(self, requests: Requests, output_lens: list[int], _salt: str) -> tuple[float, float]:
+        """Returns the seconds until all first tokens, and until the last token. output_lens: tokens per request."""
         start = time.perf_counter()
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         batch = llama_cpp.llama_batch_init(sum(len(request["prompt"]) for request in requests), 0, 1)
@@ -78,8 +79,8 @@ class LlamaCppPeer:
             logit_rows = [row for row, has_logits in enumerate(has_logits_by_row) if has_logits]
             tokens = self._decode(batch, logit_rows, len(has_logits_by_row))
             first_tokens_time = time.perf_counter()
-            for num_generated in range(1, max(limits)):
-                running_sequences = [sequence for sequence, limit in enumerate(limits) if limit > num_generated]
+            for num_generated in range(1, max(output_lens)):
+                running_sequences = [sequence for sequence, length in enumerate(output_lens) if length > num_generated]
                 for row, sequence in enumerate(running_sequences):
                     position = len(requests[sequence]["prompt"]) + num_generated - 1
                     _set_row(batch, row, tokens[sequence], position, sequence, True)

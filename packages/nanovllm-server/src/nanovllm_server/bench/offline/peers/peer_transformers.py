@@ -29,12 +29,12 @@ class TransformersPeer:
         """Does nothing: transformers needs no preparation for a case."""
 
     @torch.inference_mode()
-    def generate(self, requests: list[dict[str, Any]], limits: list[int], _salt: str) -> tuple[float, float]:
-        """Returns the seconds until all first tokens, and until the last token. limits: output tokens per request."""
+    def generate(self, requests: list[dict[str, Any]], output_lens: list[int], _salt: str) -> tuple[float, float]:
+        """Returns the seconds until all first tokens, and until the last token. output_lens: tokens per request."""
         start = time.perf_counter()
-        model, num_steps = self._model, max(limits)
+        model, num_steps = self._model, max(output_lens)
         max_prompt_len = max(len(request["prompt"]) for request in requests)
-        device_limits = torch.tensor(limits, device=model.device)
+        device_lens = torch.tensor(output_lens, device=model.device)
         input_ids = torch.zeros(len(requests), max_prompt_len, dtype=torch.long)
         attention_mask = torch.zeros_like(input_ids)
         for row, request in enumerate(requests):
@@ -47,7 +47,7 @@ class TransformersPeer:
             if ids.is_cuda:
                 torch.cuda.synchronize()
             step_times.append(time.perf_counter())
-            return device_limits <= ids.shape[1] - max_prompt_len
+            return device_lens <= ids.shape[1] - max_prompt_len
 
         model.generate(
             input_ids=input_ids.to(model.device),

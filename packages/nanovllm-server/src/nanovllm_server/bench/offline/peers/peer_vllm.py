@@ -47,19 +47,23 @@ class VllmPeer:
     def start_case(self, batches: list[list[dict[str, Any]]]) -> None:
         """Does nothing: vLLM needs no preparation for a case."""
 
-    def generate(self, requests: list[dict[str, Any]], limits: list[int], salt: str) -> tuple[float, float]:
-        """Returns (0, seconds until the last token). salt: only runs with the same salt share cached prefixes."""
+    def generate(self, requests: list[dict[str, Any]], output_lens: list[int], salt: str) -> tuple[float, float]:
+        """Returns (seconds until the first tokens, 0 because unknown; seconds until the last token).
+
+        output_lens: number of output tokens of each request.
+        salt: only runs with the same salt share cached prefixes.
+        """
         salt_field = {"cache_salt": salt} if self._job["prefix_caching"] else {}
         prompts = [{"prompt_token_ids": request["prompt"], **salt_field} for request in requests]
         temperature = self._job["temperature"]
         sampling_params = [
-            vllm.SamplingParams(temperature=temperature, max_tokens=limit, ignore_eos=True, detokenize=False)
-            for limit in limits
+            vllm.SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in output_lens
         ]
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, sampling_params, use_tqdm=False)
         duration_s = time.perf_counter() - start
         num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        if num_tokens != sum(limits):
-            raise RuntimeError(f"vLLM generated {num_tokens} tokens, not {sum(limits)}")
+        if num_tokens != sum(output_lens):
+            raise RuntimeError(f"vLLM generated {num_tokens} tokens, not {sum(output_lens)}")
         return 0.0, duration_s

@@ -37,11 +37,11 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for repetition in range(job["repeat"]):
             salt = f"{case_index} {repetition}"
             one_token_run_s = None
-            if job["needs_first_tokens_time"] and not peer.can_time_first_tokens:
+            if job["needs_time_to_all_first_tokens"] and not peer.can_time_first_tokens:
                 _, _, one_token_run_s = _run(peer, batches, 1, f"{salt} first")
             num_tokens, reported_s, last_token_s = _run(peer, batches, None, salt)
-            first_tokens_s = reported_s if peer.can_time_first_tokens else one_token_run_s
-            yield {"num_tokens": num_tokens, "first_tokens_s": first_tokens_s, "last_token_s": last_token_s}
+            all_first_tokens_s = reported_s if peer.can_time_first_tokens else one_token_run_s
+            yield {"num_tokens": num_tokens, "all_first_tokens_s": all_first_tokens_s, "last_token_s": last_token_s}
 
 
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
@@ -50,9 +50,9 @@ def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None,
     max_tokens: limit of output tokens per request in addition to the request's own limit; None for no limit.
     salt: only runs with the same salt share cached prefixes.
     """
-    limits = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
-    times = [peer.generate(batch, batch_limits, salt) for batch, batch_limits in zip(batches, limits, strict=True)]
-    return sum(map(sum, limits)), sum(first_s for first_s, _ in times), sum(last_s for _, last_s in times)
+    output_lens = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
+    times = [peer.generate(batch, batch_lens, salt) for batch, batch_lens in zip(batches, output_lens, strict=True)]
+    return sum(map(sum, output_lens)), sum(first_s for first_s, _ in times), sum(last_s for _, last_s in times)
 
 
 # Processes that a peer starts may import this file again. They must not run the job.

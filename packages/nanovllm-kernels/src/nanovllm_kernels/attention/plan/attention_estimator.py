@@ -12,12 +12,13 @@ def attention_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
-class AttentionRounds(NamedTuple):
-    """Describes how a device computes prompt attention: in rounds, each of `tiles_per_round` tiles at once.
+class AttentionEstimator(NamedTuple):
+    """Estimates the time of prompt attention. A device computes it in rounds, each of `tiles_per_round` tiles at once.
 
     tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
-    A chunk is late if at least `min_work_list_context` tokens of its request precede the chunk. If all late chunks of a
-    step together have fewer than `work_list_limit` tokens, work lists (equal shares of work) take them without rounds.
+    A chunk is late if at least `min_work_list_context` tokens of its request precede the chunk. If the late chunks of a
+    step have fewer than `work_list_limit` tokens in total, kernels for work lists compute them. These kernels split the
+    work evenly over the device, so these chunks take no rounds.
     """
 
     tile_tokens: int
@@ -26,7 +27,7 @@ class AttentionRounds(NamedTuple):
     min_work_list_context: int = 0
 
     @property
-    def num_tokens(self) -> int:
+    def round_tokens(self) -> int:
         """Maximum number of tokens in one round."""
         return self.tile_tokens * self.tiles_per_round
 
@@ -49,9 +50,9 @@ class AttentionRounds(NamedTuple):
             # The chunk's tiles first fill the rounds that earlier chunks left partly idle.
             num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
             num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
-            whole_round_pairs += num_rounds * self.num_tokens * pairs // num_tokens
+            whole_round_pairs += num_rounds * self.round_tokens * pairs // num_tokens
         return max(pairs_if_busy, whole_round_pairs)
 
 
 # For CPUs and other devices on which the attention time does not depend on how prompts are cut into chunks.
-ONE_TOKEN_ROUNDS = AttentionRounds(1, 1)
+ESTIMATOR_WITHOUT_ROUNDS = AttentionEstimator(1, 1)

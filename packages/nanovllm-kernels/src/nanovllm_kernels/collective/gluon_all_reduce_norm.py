@@ -1,0 +1,136 @@
+"""Sums the partial sums of GPUs, adds the residual, and normalizes the rows (RMSNorm), in one kernel."""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nanovllm_kernels.collective.gluon_peer_memory import find_region, put, take_sum
+from nanovllm_kernels.collective.peer_memory import PeerMemory
+from nanovllm_kernels.collective.policy import MAX_NORM_WARPS, SLOT_BYTES
+from nanovllm_kernels.platform import can_overlap_launches
+
+
+def all_reduce_norm(
+    peers: PeerMemory,
+    partial: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    num_programs: int,
+) -> None:
+    """Sum `partial` over the ranks in float32 and in rank order, add `residual`, and write the normed rows to `normed`.
+
+    partial: [T, H], contiguous. Overwritten with the new residual if `residual` is None.
+    residual: [T, H], contiguous. Overwritten with the new residual.
+    """
+    _launch(peers, partial, residual, norm_weight, eps, normed, num_programs, peers.rank, peers.size)
+
+
+def add_norm(
+    peers: PeerMemory, partial: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, normed: Tensor
+) -> None:
+    """Do the same after `partial` has been summed."""
+    _launch(peers, partial, residual, norm_weight, eps, normed, partial.shape[0], 0, 1)
+
+
+def _launch(
+    peers: PeerMemory,
+    partial: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    num_programs: int,
+    rank: int,
+    size: int,
+) -> None:
+    num_rows, row_size = partial.shape
+    per_unit = SLOT_BYTES // partial.element_size()
+    row_units = max(32, triton.next_power_of_2(triton.cdiv(row_size, per_unit)))
+    num_warps = min(MAX_NORM_WARPS, row_units // 32)
+    overlap = can_overlap_launches(partial.device)  # programmatic dependent launch
+    _all_reduce_norm[(num_programs,)](
+        partial,
+        partial if residual is None else residual,
+        norm_weight,
+        normed,
+        peers.addresses,
+        peers.phases,
+        num_rows,
+        eps,
+        RANK=rank,
+        SIZE=size,
+        REGION_BYTES=peers.region_bytes,
+        ROW_SIZE=row_size,
+        ROW_UNITS=row_units,
+        PER_UNIT=per_unit,
+        WARPS=num_warps,
+        RESIDUAL=residual is not None,
+        OVERLAP=overlap,
+        num_warps=num_warps,
+        launch_pdl=overlap,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _all_reduce_norm(
+    partial_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    addresses_ptr,
+    phases_ptr,
+    num_rows,
+    eps,
+    RANK: gl.constexpr,
+    SIZE: gl.constexpr,  # 1: `partial` is the sum
+    REGION_BYTES: gl.constexpr,
+    ROW_SIZE: gl.constexpr,
+    ROW_UNITS: gl.constexpr,  # units of a row, padded to a power of two
+    PER_UNIT: gl.constexpr,  # elements per unit
+    WARPS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Send every num_programs-th row, then receive and norm the same rows."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
+    SLOTS_PER_ROW: gl.constexpr = (ROW_SIZE + PER_UNIT - 1) // PER_UNIT
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    units = gl.arange(0, ROW_UNITS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = units * PER_UNIT + gl.arange(0, PER_UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    mask = columns < ROW_SIZE
+    weight = gl.load(weight_ptr + columns, mask, 0).to(gl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    phase = gl.load(phases_ptr + program)
+    if SIZE > 1:
+        for row in range(program, num_rows, num_programs):
+            slots = gl.where(units < SLOTS_PER_ROW, row // num_programs * SLOTS_PER_ROW + units, -1)
+            own_terms = gl.load(partial_ptr + gl.cast(row, gl.int64) * ROW_SIZE + columns, mask, 0)
+            for step in gl.static_range(1, SIZE):
+                # Each rank starts with another receiver, so that the ranks share the links evenly.
+                receiver = (RANK + step) % SIZE
+                put(own_terms, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
+    for row in range(program, num_rows, num_programs):
+        slots = gl.where(units < SLOTS_PER_ROW, row // num_programs * SLOTS_PER_ROW + units, -1)
+        elements = gl.cast(row, gl.int64) * ROW_SIZE + columns
+        own_terms = gl.load(partial_ptr + elements, mask, 0)
+        # Loaded while the units travel.
+        residual = gl.load(residual_ptr + elements, mask, 0)
+        sums = take_sum(own_terms, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES)
+        if RESIDUAL:
+            sums += residual.to(gl.float32)
+        residual = sums.to(residual_ptr.dtype.element_ty)
+        gl.store(residual_ptr + elements, residual, mask)
+        # Rounded, like the input of a norm that is a kernel of its own.
+        x = residual.to(gl.float32)
+        scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / ROW_SIZE + eps)
+        gl.store(normed_ptr + elements, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask)
+    if SIZE > 1:
+        # All threads have read the phase.
+        gl.thread_barrier()
+        gl.store(phases_ptr + program, 1 - phase)

@@ -1,0 +1,97 @@
+"""Chooses the kernels of the collectives by numbers of bytes.
+
+Only shapes and dtypes decide, so that all ranks choose alike. `python -m nanovllm_kernels.ladder.collectives` measures
+the limits.
+"""
+
+from dataclasses import dataclass
+
+MAX_PROGRAMS = 128  # of a kernel
+NUM_PHASES = 2
+SLOT_BYTES = 16
+EMPTY_BYTE = 0xFF  # of an empty slot
+# One-shot kernels send at most this number of bytes to all peers together.
+ONE_SHOT_MAX_SENT_BYTES = 1 << 20
+# NCCL sums larger tensors.
+TWO_SHOT_MAX_BYTES = 8 << 20
+# Units of 16 bytes that a program sends at once, one per thread. Programs of large tensors have more threads.
+CHUNK_UNITS, LARGE_CHUNK_UNITS = 256, 512
+# A program norms a whole row. Threads have several units if a row has more units than this number of warps has threads.
+MAX_NORM_WARPS = 32
+# A region holds a row of 8,192 float32.
+MIN_REGION_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class ExchangeLaunch:
+    """Grid of a kernel that exchanges parts, and the number of units that a program sends at once."""
+
+    num_programs: int
+    chunk_units: int
+
+
+@dataclass(frozen=True)
+class TwoShotLaunch:
+    """Grid of a two-shot kernel, number of units that a program sends at once, and number of elements that a rank sums.
+
+    The last rank may sum fewer elements, but at least one.
+    """
+
+    num_programs: int
+    chunk_units: int
+    part_size: int
+
+
+@dataclass(frozen=True)
+class LaunchPolicy:
+    """Chooses the kernels' launches.
+
+    num_programs: greatest grid. region_bytes: size of the slots that a program has per phase and sender.
+    """
+
+    size: int  # number of ranks
+    num_programs: int
+    region_bytes: int
+    one_shot_max_sent_bytes: int = ONE_SHOT_MAX_SENT_BYTES
+    two_shot_max_bytes: int = TWO_SHOT_MAX_BYTES
+
+    def choose_exchange(self, part_bytes: int) -> ExchangeLaunch | None:
+        """Choose the launch that sends `part_bytes` to each peer. None: NCCL or two shots are faster."""
+        if part_bytes * (self.size - 1) > self.one_shot_max_sent_bytes:
+            return None
+        return self._choose_chunks(part_bytes, self.region_bytes)
+
+    def choose_two_shot(self, num_elements: int, element_bytes: int) -> TwoShotLaunch | None:
+        """Choose the launch that sums tensors of `num_elements` in two shots. None: NCCL is faster."""
+        # A multiple of 16 elements, so that a part begins with a whole unit.
+        part_size = -(-num_elements // (16 * self.size)) * 16
+        is_last_part_empty = part_size * (self.size - 1) >= num_elements
+        if num_elements * element_bytes > self.two_shot_max_bytes or is_last_part_empty:
+            return None
+        # Half of a region receives the terms of sums, the other half sums.
+        chunks = self._choose_chunks(part_size * element_bytes, self.region_bytes // 2)
+        return None if chunks is None else TwoShotLaunch(chunks.num_programs, chunks.chunk_units, part_size)
+
+    def choose_norm_programs(self, num_rows: int, row_bytes: int) -> int | None:
+        """Choose the number of programs that sum and norm `num_rows` rows. None: a sum and a norm are faster."""
+        row_slots_bytes = -(-row_bytes // SLOT_BYTES) * SLOT_BYTES
+        is_large = num_rows * row_bytes * (self.size - 1) > self.one_shot_max_sent_bytes
+        if is_large or -(-num_rows // self.num_programs) * row_slots_bytes > self.region_bytes:
+            return None
+        return min(num_rows, self.num_programs)
+
+    def _choose_chunks(self, part_bytes: int, slots_bytes: int) -> ExchangeLaunch | None:
+        is_small = part_bytes <= self.num_programs * CHUNK_UNITS * SLOT_BYTES
+        chunk_units = CHUNK_UNITS if is_small else LARGE_CHUNK_UNITS
+        num_chunks = -(-part_bytes // (chunk_units * SLOT_BYTES))
+        if -(-num_chunks // self.num_programs) * chunk_units * SLOT_BYTES > slots_bytes:
+            return None
+        return ExchangeLaunch(min(num_chunks, self.num_programs), chunk_units)
+
+
+def choose_region_bytes(size: int) -> int:
+    """Return the bytes of slots per program, phase and sender that kernels of `size` ranks need."""
+    chunk_bytes = LARGE_CHUNK_UNITS * SLOT_BYTES
+    num_chunks = -(-TWO_SHOT_MAX_BYTES // (size * MAX_PROGRAMS * chunk_bytes))
+    # A two-shot kernel has half of a region for the terms of sums, and half for sums.
+    return max(MIN_REGION_BYTES, 2 * num_chunks * chunk_bytes)

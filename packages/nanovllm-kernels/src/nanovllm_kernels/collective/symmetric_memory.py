@@ -1,0 +1,31 @@
+"""Memory that all ranks of a host map. Only this module uses torch's private API, which is alpha in torch 2.11.
+
+NVLink multicast is not used.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symmetric_memory
+
+
+class SymmetricBuffer:
+    """A buffer per rank of a process group, which the kernels of every rank can read and write.
+
+    memory: uint8 [num_bytes], this rank's buffer.
+    addresses: address of each rank's buffer in this process, in rank order. Valid as long as this object exists.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
+        """Allocate and map the buffers. All ranks of `group` call this with equal sizes.
+
+        Raises: RuntimeError if the GPUs can't access each other's memory.
+        """
+        self.memory = torch_symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        try:
+            self._mapping = torch_symmetric_memory.rendezvous(self.memory, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{device} can't map the memory of the other GPUs; pass use_peer_memory=False to use only NCCL"
+            ) from error
+        # `buffer_ptrs` are the beginnings of the allocations that hold the buffers.
+        self.addresses = [pointer + self._mapping.offset for pointer in self._mapping.buffer_ptrs]

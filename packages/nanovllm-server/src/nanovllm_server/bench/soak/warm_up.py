@@ -1,0 +1,66 @@
+"""The warm-up of `soak`: requests fill the server's caches, then random traffic runs until memory stays flat."""
+
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum, auto
+
+from nanovllm_server.bench.soak.server_processes import ProcessMemory
+
+# Memory is flat if it grows by less than this from the beginning to the end of the time `flat_s`.
+MAX_FLAT_GROWTH_PERCENT = 0.5
+
+
+class Phase(Enum):
+    """What the clients send. FILL: requests that fill caches. SETTLE: random requests. MEASURE: random requests."""
+
+    FILL = auto()
+    SETTLE = auto()
+    MEASURE = auto()
+
+
+class WarmUp:
+    """Ends each phase of the warm-up when the memory of all processes was flat for `flat_s` seconds.
+
+    The phase FILL lasts at least until the clients have sent `num_large_schemas` and `num_long_prompts` requests.
+
+    end_time: time on the clock `time.monotonic` at which the warm-up ends although memory still grows.
+    num_large_schemas, num_long_prompts: numbers of requests to send. Clients count them down, also below 0.
+    """
+
+    def __init__(self, flat_s: float, end_time: float, num_large_schemas: int, num_long_prompts: int):
+        self.num_large_schemas = num_large_schemas
+        self.num_long_prompts = num_long_prompts
+        self.phase = Phase.FILL
+        self.is_flat = False  # Whether memory was flat at the end of the warm-up.
+        self._flat_s = flat_s
+        self._end_time = end_time
+        # Samples of this phase: (time, bytes by process id). The oldest sample is at most `flat_s` old.
+        self._samples: deque[tuple[float, Mapping[int, int]]] = deque()
+        self._phase_start_time: float | None = None
+
+    def add_sample(self, now: float, num_bytes: Mapping[int, int]) -> None:
+        """Adds a sample of memory, and enters the next phase if this phase has ended. num_bytes: by process id."""
+        if self.phase is Phase.MEASURE:
+            return
+        if self._phase_start_time is None:
+            self._phase_start_time = now
+        self._samples.append((now, num_bytes))
+        while self._samples[0][0] < now - self._flat_s:
+            self._samples.popleft()
+        self.is_flat = now - self._phase_start_time >= self._flat_s and self._max_growth() < MAX_FLAT_GROWTH_PERCENT
+        if now >= self._end_time:
+            self.phase = Phase.MEASURE
+        elif self.is_flat and (self.phase is not Phase.FILL or not self._has_open_requests()):
+            self.phase = Phase.SETTLE if self.phase is Phase.FILL else Phase.MEASURE
+            self._phase_start_time = None
+            self._samples.clear()
+
+    def _has_open_requests(self) -> bool:
+        return self.num_large_schemas > 0 or self.num_long_prompts > 0
+
+    def _max_growth(self) -> float:
+        """The largest growth of a process that lived in all samples, in percent."""
+        samples = [num_bytes for _, num_bytes in self._samples]
+        lasting_pids = set(samples[0]).intersection(*samples)
+        memories = (ProcessMemory(pid, 0, "", [sample[pid] for sample in samples]) for pid in lasting_pids)
+        return max((memory.growth_percent for memory in memories), default=0.0)
