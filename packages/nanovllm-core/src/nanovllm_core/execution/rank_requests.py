@@ -74,9 +74,9 @@ class RankRequests:
     def locate_prompt(
         self, prompt_range: PromptLogprobsRange, scheduled: ScheduledRows
     ) -> tuple[int, PromptLogprobsRange]:
-        """The rank that has a prompt, and the range with the row and the logits index that count from the rank's first.
+        """The rank that has a prompt, and the prompt's range in the tables and the tokens of that rank.
 
-        On other ranks, the row and the logits index are 0.
+        On other ranks, the row and the logits index of the range are 0.
         """
         if self._num_groups == 1:
             return 0, prompt_range

@@ -142,16 +142,17 @@ class RequestTable:
         num_reqs: number of requests that each rank computes, including padding, if ranks have different requests;
             otherwise ignored.
         """
-        requests, blocks = self.requests, plan.new_blocks
+        requests = self.requests
+        blocks = requests.select_blocks(plan.new_blocks)
         if self._last_step is not None and plan.scheduled is self._last_step[0] and not plan.new_rows:
             if blocks.rows:
-                self._write_changes([], requests.select_blocks(blocks))
+                self._write_changes([], blocks)
             return self._last_step[1]
         rows, query_lens, is_sampled = requests.select_scheduled(plan.scheduled)
         new_rows = requests.select_new_rows(plan.new_rows)
         self._record_logprobs(plan.new_rows)
         if new_rows or blocks.rows:
-            self._write_changes(new_rows, requests.select_blocks(blocks))
+            self._write_changes(new_rows, blocks)
         state_copies = self._write_states(new_rows) if self._has_recurrent_layers and new_rows else None
         self.step_buffer.write(rows, query_lens, is_sampled)
         num_logprobs = self._num_logprobs[plan.scheduled.rows[plan.scheduled.is_sampled]]
