@@ -116,7 +116,10 @@ def test_without_a_terminal_a_download_is_one_log_line(hub: LoopbackHub):
         check=True,
     )
     (line,) = done.stderr.splitlines()
-    assert f"downloading the files of org/model that {hub.environment['HF_HOME']}/hub lacks from {hub.url}" in line
+    assert (
+        f"downloading from {hub.url} the files of org/model that are not yet in {hub.environment['HF_HOME']}/hub"
+        in line
+    )
 
 
 def test_a_revision_follows_an_at_sign(hub: LoopbackHub):

@@ -16,9 +16,9 @@ import torch
 
 SAMPLE_INTERVAL_S = 0.2
 # Spins become short if other processes use more than this number of our threads' cores.
-MIN_BUSY_CORES = 0.4
+MIN_BUSY_CORES_TO_SHORTEN = 0.4
 # Spins become long again if other processes use less than this number of our threads' cores.
-MAX_IDLE_CORES = 0.2
+MAX_BUSY_CORES_TO_LENGTHEN = 0.2
 # Environment variables by which a user chooses how threads wait.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 PROC_STAT = Path("/proc/stat")
@@ -50,7 +50,7 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
         self._has_started.wait()
 
     def __exit__(self, *_: object) -> None:
-        # When this thread ends, the runtime ends the additional threads.
+        # When `_thread` ends, the runtime ends the additional threads.
         self._stop.set()
         self._thread.join()
 
@@ -95,9 +95,9 @@ class SpinControl:
     def adapt(self, num_busy_cores: float) -> None:
         """Shorten or restore spinning. num_busy_cores: number of cores that other processes use."""
         num_missing_cores = num_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
-        if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES:
+        if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES_TO_SHORTEN:
             self._short_spins = ShortSpins()
-        elif self._short_spins is not None and num_missing_cores < MAX_IDLE_CORES:
+        elif self._short_spins is not None and num_missing_cores < MAX_BUSY_CORES_TO_LENGTHEN:
             self._restore_long_spins()
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_st
     hub = constants.ENDPOINT
     cache = constants.HF_HUB_CACHE
     if log_start and not constants.HF_HUB_OFFLINE:
-        logger.info("downloading the files of %s that %s lacks from %s", name, cache, hub)
+        logger.info("downloading from %s the files of %s that are not yet in %s", hub, name, cache)
     try:
         path = snapshot_download(
             name, revision=revision, allow_patterns=list(files), ignore_patterns=list(IGNORED_FILES)

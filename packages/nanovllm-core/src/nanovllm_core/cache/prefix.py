@@ -33,7 +33,7 @@ class PrefixHasher:
         self._block_size = block_size
         self._algorithm: HashAlgorithm = algorithm
         self._hash_blocks: HashBlocks = _hash_blocks_sha256 if algorithm == "sha256" else _hash_blocks_fast
-        # Without this secret, clients can't compute hashes to search for collisions.
+        # Clients do not know this secret, so they can't compute hashes to search for collisions.
         self._secret = secrets.token_bytes(32)
 
     def extend_hashes(self, request: RequestState) -> None:

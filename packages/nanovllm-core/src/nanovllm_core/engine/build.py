@@ -14,7 +14,7 @@ from nanovllm_core.config import MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, Engine
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
-from nanovllm_core.engine.server import THREAD_NAME
+from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
 from nanovllm_core.engine.trace import StepTracer, TraceFile
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
@@ -48,7 +48,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     # Open the file before loading the model, so that an unusable path fails at once.
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
-    executor = ThreadPoolExecutor(1, THREAD_NAME)
+    executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
     ranks = RankProcesses(spec, resolved) if resolved.tensor_parallel_size > 1 else None
     step_time_model = StepTimeModel()
     try:

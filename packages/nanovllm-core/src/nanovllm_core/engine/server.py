@@ -26,6 +26,7 @@ from nanovllm_core.config import EngineConfig
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent, has_parent_ended
 from nanovllm_core.engine.status import EngineStats
+from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_core.outputs import StepOutputs
@@ -41,8 +42,6 @@ SpecAndConfigLoader = Callable[[], tuple["ModelSpec", EngineConfig]]
 # Maximum number of malloc heaps. If each thread that compiles grammars had a heap, freed grammars would leave more
 # unused memory.
 NUM_HEAPS = 2
-
-THREAD_NAME = "nanovllm-engine"  # prefix of the name of the thread that runs the model
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
         asyncio.run(_serve(load_spec_and_config, endpoint, can_exit_gracefully))
     if has_parent_ended():
         remove_socket()
-    if any(thread.name.startswith(THREAD_NAME) for thread in threading.enumerate()):
+    if any(thread.name.startswith(ENGINE_THREAD_NAME) for thread in threading.enumerate()):
         # The thread that runs the model waits for a rank that has ended. Python would wait for the thread.
         logging.shutdown()
         os._exit(EXIT_CODE)

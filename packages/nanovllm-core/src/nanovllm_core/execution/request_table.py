@@ -174,8 +174,8 @@ class RequestTable:
         for index, state in enumerate(states):
             if state.checkpoints:
                 checkpoints[index, : len(state.checkpoints)] = state.checkpoints
-        # The source slot of one request may be the evicted and reused slot of another request in this plan. Order the
-        # copies so that each slot is read before it is overwritten.
+        # A plan may evict the slot from which one request copies, and give it to another request as its target. Order
+        # the copies so that each slot is read before it is overwritten.
         pairs = order_slot_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, flat_checkpoints, sources, targets = upload(

@@ -132,7 +132,7 @@ class JsonTerminator:
 
     def _restrict_to_number_end(self, mask: NDArray[np.int32]) -> None:
         token_classes = self._token_classes
-        # The output is inside a string, or a string may begin.
+        # If the output is inside a string, or a string may begin, the last tokens need not be a number.
         if (mask & (token_classes.letter_mask | token_classes.quote_mask)).any():
             return
         # Take one more token, because the number may begin inside that token.

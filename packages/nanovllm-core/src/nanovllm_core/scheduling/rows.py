@@ -21,7 +21,7 @@ class RowTable:
     is_running: bool [rows], whether the request may be scheduled.
     is_finished: bool [rows], whether the request has finished.
 
-    The other columns are int64 [rows]. keys, num_prompt_tokens, max_total_tokens: see `RequestState`.
+    The other columns are int64 [rows]. keys: ids of requests. num_prompt_tokens, max_total_tokens: see `RequestState`.
     num_host_tokens: tokens that have reached the host.
     num_tokens: tokens on the host plus tokens that steps in flight sample.
     num_computed_tokens: tokens that are computed once all steps in flight have finished; at most num_tokens.

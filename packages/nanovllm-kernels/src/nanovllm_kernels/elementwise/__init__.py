@@ -56,7 +56,8 @@ def norm_parts(
 
     x: [T, W]. Only the last dimension must be contiguous.
     weights: [sizes[0]] and [sizes[1]], plain or from `prepare_norm_weight`.
-    mean_squares: float32 [T, 2], mean squares of rows of which `x` has only a part. None: means of the parts in `x`.
+    mean_squares: float32 [T, 2], mean squares of both parts, if other ranks have more elements of each part. None: `x`
+        has all elements.
     """
     if x.is_cuda:
         _norm_parts_op(x, list(sizes), *weights, eps, mean_squares)

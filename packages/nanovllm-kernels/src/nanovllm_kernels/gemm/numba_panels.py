@@ -53,7 +53,8 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block (a range of K). Sums over K run block by block: a float32 block fits the first-level cache.
+# Maximum depth of a block (a range of K). Sums over K run block by block, so that one block of a float32 panel fits the
+# first-level cache.
 MAX_BLOCK_DEPTH = 320
 # Maximum number of rows whose packed copies are in memory at once.
 MAX_PACKED_ROWS = 252
@@ -248,7 +249,8 @@ def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL_WIDTH
     converts_panels = num_rows >= MIN_CONVERTED_ROWS
-    # Each pass over a block prefetches an equal part of the next block.
+    # A pass multiplies one tile by a block, or by one group of a block. Each pass prefetches an equal part of the next
+    # block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
     step_bytes = LINE_BYTES * UNROLL // num_passes  # prefetched per UNROLL values of k
     for first_k in range(0, padded_depth, block_depth):
@@ -351,31 +353,31 @@ def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sum
         _multiply_bf16_3(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     else:
         for group in range(NUM_GROUPS):
-            group_panel_ptr, tile_sums_ptr = panel_ptr + 2 * GROUP_WIDTH * group, sums_ptr + 4 * GROUP_WIDTH * group
+            group_panel_ptr, group_sums_ptr = panel_ptr + 2 * GROUP_WIDTH * group, sums_ptr + 4 * GROUP_WIDTH * group
             group_prefetch_ptr = prefetch_ptr + group * step_bytes * depth // UNROLL
             if num_rows == 4:
                 _multiply_bf16_4(
-                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
+                    rows_ptr, group_panel_ptr, depth, group_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
                 )
             elif num_rows == 5:
                 _multiply_bf16_5(
-                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
+                    rows_ptr, group_panel_ptr, depth, group_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
                 )
             else:
                 _multiply_bf16_6(
-                    rows_ptr, group_panel_ptr, depth, tile_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
+                    rows_ptr, group_panel_ptr, depth, group_sums_ptr, continues_sums, group_prefetch_ptr, step_bytes
                 )
 
 
 @kernel
-def _multiply_float32(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
-    """Multiply one tile of 4 to 6 rows by one float32 group, with the arguments of `_multiply_bf16`."""
+def _multiply_float32(num_rows, rows_ptr, group_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
+    """Multiply one tile of 4 to 6 rows by one group of a float32 panel. Arguments: see `_multiply_bf16`."""
     if num_rows == 6:
-        _multiply_float32_6(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
+        _multiply_float32_6(rows_ptr, group_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 5:
-        _multiply_float32_5(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
+        _multiply_float32_5(rows_ptr, group_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     else:
-        _multiply_float32_4(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
+        _multiply_float32_4(rows_ptr, group_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
 
 
 _PACK_REGION = compile_region(_pack_on_thread)

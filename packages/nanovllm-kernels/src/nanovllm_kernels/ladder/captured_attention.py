@@ -63,7 +63,7 @@ def captured_attention_case(
     num_entries: number of rows of the block tables, including unused rows.
     heads: numbers of query heads and of key-value heads.
     counts_bytes: whether the cost is bytes instead of operations.
-    has_only_whole_prompts: whether all tokens of requests with several queries are in the step.
+    has_only_whole_prompts: whether requests with several queries have no tokens from earlier steps.
     """
     num_heads, num_kv_heads = heads
     num_pages = max(1, sum(-(-seq_len // PAGE_SIZE) for _, seq_len in requests))
@@ -127,7 +127,10 @@ def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> Ben
 
 
 def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> BenchmarkCase:
-    """Make a case of the kernel that cuts attention work into equal parts (`WorkList`). Cost: bytes of lengths."""
+    """Make a case of the kernel that cuts attention work into equal parts (`WorkList`).
+
+    The cost is the bytes of the input: two int32 lengths per entry.
+    """
     from nanovllm_kernels.attention.plan import tile_configs
 
     config = tile_configs.gqa_tile_config(HEAD_DIM, 2, NUM_HEADS // NUM_KV_HEADS, many_queries=True)

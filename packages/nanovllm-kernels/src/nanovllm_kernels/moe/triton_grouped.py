@@ -71,12 +71,12 @@ def _run_products(
     x: Tensor,
     x_scales: Tensor | None,
     experts: PackedExperts,
-    weights: Tensor,
+    pair_weights: Tensor,
     pairs: SortedPairs,
     pair_results: Tensor,
     config: GroupedConfig,
 ) -> None:
-    """Write the weight times the expert's result of each of `pairs` into `pair_results` [T k, H]."""
+    """For each of `pairs`, write the expert's result times the pair's routing weight to `pair_results` [T k, H]."""
     num_pairs, intermediate_size = pair_results.shape[0], experts.w2.shape[2]
     quantized = x_scales is not None
     overlap = can_overlap_launches(x.device)
@@ -98,14 +98,14 @@ def _run_products(
             weight,
             weight if scales is None else scales,
             *pairs,
-            weights,
+            pair_weights,
             result,
             hidden_scales,
             rows.stride(0),
             *((0, 0) if row_scales is None else row_scales.stride()),
             N=num_columns,
             K=rows.shape[1],
-            TOP_K=weights.shape[1],
+            TOP_K=pair_weights.shape[1],
             GATED=gated,
             QUANTIZED=quantized,
             SWAPPED=config.swapped,  # the weight is the left operand

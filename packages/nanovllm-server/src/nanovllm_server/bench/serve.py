@@ -144,7 +144,7 @@ async def measure(options: ServeOptions) -> tuple[str, list[LoadResult]]:
     for rate, concurrency in product(options.rates, options.concurrencies):
         runs: list[LoadResult] = []
         for _ in range(options.repeat):
-            # Each run has new words. The server's prefix cache therefore holds only the prefix that all prompts share.
+            # Each run has new words, so that the server's prefix cache has no prompt of an earlier run.
             requests = random_text_requests(options.shape, f"{options.seed}-{len(results)}-{len(runs)}")
             runs.append(await _measure_load(options, model, requests, rate, concurrency))
         results.append(_median_result(runs))
@@ -231,7 +231,7 @@ def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
 def _median_value(values: Sequence[Any]) -> Any:
     if isinstance(values[0], LatencyStats):
         return LatencyStats(*map(median, zip(*map(astuple, values), strict=True)))
-    # Only floats differ between the runs of one load.
+    # The other fields are settings and counts, which are equal in all runs of a load.
     return median(values) if isinstance(values[0], float) else values[0]
 
 

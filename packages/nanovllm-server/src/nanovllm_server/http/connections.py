@@ -76,7 +76,8 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
-        # A `StreamReader` pauses the connection if it holds more than twice its limit: here, half of `MAX_READ_BYTES`.
+        # A `StreamReader` pauses the connection if it holds more than twice its limit. With this limit, it pauses at
+        # more than half of `MAX_READ_BYTES`.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
         self.pause_writing = self._stream.pause_writing

@@ -40,7 +40,7 @@ class RequestBody:
         self._max_bytes = 0
         self._is_decided.set()
 
-    async def wait_until_decided(self) -> None:
+    async def wait_until_read_or_discarded(self) -> None:
         """Waits until the application reads or discards the body. Until then, the connection must not be read."""
         await self._is_decided.wait()
 

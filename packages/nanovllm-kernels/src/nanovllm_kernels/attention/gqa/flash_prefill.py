@@ -17,7 +17,8 @@ ROW_HEAD_DIMS = ((192, 128),)
 # Minimum of FlashAttention's argument `max_seqlen_q`. With a smaller number, which fits one tile, FlashAttention would
 # select another kernel, and would compile this kernel on first use.
 MIN_QUERY_LEN_BOUND = 256
-# Minimum tokens of a step in a CUDA graph with FlashAttention. In smaller steps, most of the device would be idle.
+# Minimum number of tokens of a captured step for FlashAttention. Smaller captured steps use the work-list kernels,
+# because FlashAttention would leave most of the device idle.
 MIN_CAPTURED_TOKENS = 512
 # Page size, in tokens, and head sizes with which the bulk copy engine (TMA) copies pages. Smaller pages are slower.
 TMA_PAGE_SIZE = 128

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-# Minimum keys per part of a work list (the work of one program). Merging shorter parts would cost more than it saves.
+# A work list splits keys into parts, which different programs process. Minimum keys per part: merging shorter parts
+# would cost more than it saves.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16

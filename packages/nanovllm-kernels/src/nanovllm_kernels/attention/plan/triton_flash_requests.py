@@ -85,9 +85,9 @@ def _gather_requests(
         tl.store(out_query_lens_ptr + entry, query_len)
         tl.store(out_seq_lens_ptr + entry, seq_len)
         tl.store(out_starts_ptr + num_entries, 0)
-    first_page = tl.program_id(1) * PAGE_BLOCK
-    if first_page < tl.cdiv(seq_len, page_size):
-        pages = first_page + tl.arange(0, PAGE_BLOCK)
-        source_ptrs = block_tables_ptr + request.to(tl.int64) * table_stride + pages
-        target_ptrs = out_tables_ptr + entry.to(tl.int64) * max_blocks + pages
-        tl.store(target_ptrs, tl.load(source_ptrs, mask=pages < max_blocks), mask=pages < max_blocks)
+    first_column = tl.program_id(1) * PAGE_BLOCK
+    if first_column < tl.cdiv(seq_len, page_size):
+        columns = first_column + tl.arange(0, PAGE_BLOCK)
+        source_ptrs = block_tables_ptr + request.to(tl.int64) * table_stride + columns
+        target_ptrs = out_tables_ptr + entry.to(tl.int64) * max_blocks + columns
+        tl.store(target_ptrs, tl.load(source_ptrs, mask=columns < max_blocks), mask=columns < max_blocks)
