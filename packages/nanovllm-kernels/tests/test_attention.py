@@ -140,3 +140,28 @@ def test_consecutive_pages_match_float64(naive_attention, paged_batch, first_pag
     batch.kv_cache[:] = torch.randn(batch.kv_cache.shape)
     batch.block_tables[0, :3] = torch.tensor([first_page, first_page + 1, first_page + 2])
     torch.testing.assert_close(attend(batch).double(), naive_attention(batch), atol=2e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("threads", "bf16_units")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("requests", [[(1, 5)], [(1, 5), (1, 9)], [(1, 5), (4, 20)], []])
+def test_requests_without_tokens_and_padding_tokens_do_not_change_results(
+    paged_batch, naive_attention, requests, dtype
+):
+    batch = paged_batch(requests or [(1, 1)], num_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=dtype)
+    expected = naive_attention(batch)[: sum(query_len for query_len, _ in requests)]
+    num_tokens = len(expected)
+    padding = torch.zeros(2, dtype=torch.int32)
+    padded = replace(
+        batch,
+        q=torch.cat((batch.q[:num_tokens], torch.full_like(batch.q[:1], 7.0).expand(3, -1, -1))),
+        block_tables=torch.cat(
+            (batch.block_tables[: len(requests)], padding[:, None].expand(-1, batch.block_tables.shape[1]))
+        ),
+        seq_lens=torch.cat((batch.seq_lens[: len(requests)], padding)),
+        query_start_loc=torch.cat((batch.query_start_loc[: len(requests) + 1], padding + num_tokens)),
+        num_decodes=sum(query_len == 1 for query_len, _ in requests),
+    )
+    found = attend(padded)
+    assert len(found) == num_tokens + 3
+    torch.testing.assert_close(found[:num_tokens].double(), expected, atol=TOLERANCE[dtype], rtol=0)

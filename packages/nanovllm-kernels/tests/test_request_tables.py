@@ -27,32 +27,34 @@ def starts_of(query_lens):
 @settings(max_examples=40, deadline=None)
 @given(
     query_lens=st.one_of(
-        st.lists(st.just(1), min_size=1, max_size=NUM_ROWS), st.lists(st.integers(1, 40), min_size=1, max_size=NUM_ROWS)
+        st.lists(st.just(1), min_size=1, max_size=NUM_ROWS), st.lists(st.integers(0, 40), min_size=1, max_size=NUM_ROWS)
     ),
+    num_padding_tokens=st.integers(0, 9),
     width=st.sampled_from([None, 7, 8]),
     seed=st.integers(0, 99),
 )
-def test_built_inputs_match_a_loop(query_lens, width, seed):
+def test_built_inputs_match_a_loop(query_lens, num_padding_tokens, width, seed):
     tokens, num_computed, block_table = make_tables(seed)
     rows = torch.randperm(NUM_ROWS)[: len(query_lens)].to(torch.int32)
     ids, positions, slots, lengths = [], [], [], []
     for row, query_len in zip(rows.tolist(), query_lens, strict=True):
         begin = int(num_computed[row])
-        lengths.append(begin + query_len)
+        lengths.append(begin + query_len if query_len else 0)
         for position in range(begin, begin + query_len):
             ids.append(int(tokens[row, position]))
             positions.append(position)
             slots.append(int(block_table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE)
 
-    out = build_inputs(
-        rows, starts_of(query_lens), TokenTables(tokens, num_computed), block_table, PAGE_SIZE, sum(query_lens), width
-    )
+    ids, positions, slots = (values + [0] * num_padding_tokens for values in (ids, positions, slots))
+
+    num_tokens, tables = sum(query_lens) + num_padding_tokens, TokenTables(tokens, num_computed)
+    out = build_inputs(rows, starts_of(query_lens), tables, block_table, PAGE_SIZE, num_tokens, width)
 
     assert (out.input_ids.tolist(), out.input_ids.dtype) == (ids, torch.int32)
     assert (out.positions.tolist(), out.positions.dtype) == (positions, torch.int64)
     assert (out.slot_mapping.tolist(), out.slot_mapping.dtype) == (slots, torch.int64)
     assert (out.seq_lens.tolist(), out.seq_lens.dtype) == (lengths, torch.int32)
-    assert out.last_token_indices.tolist() == [end - 1 for end in starts_of(query_lens).tolist()[1:]]
+    assert out.last_token_indices.tolist() == [max(end - 1, 0) for end in starts_of(query_lens).tolist()[1:]]
     assert torch.equal(out.block_tables, block_table[rows.long(), :width])
 
 
@@ -80,3 +82,15 @@ def test_committed_tokens_update_tables_and_counts(with_counts):
     assert torch.equal(tokens, old_tokens)
     if counts is not None:
         assert counts.nonzero().tolist() == [[0, 11], [5, 22]]
+
+
+def test_requests_without_tokens_change_no_tables():
+    tokens, num_computed, _ = make_tables(0)
+    old_tokens, old_computed = tokens.clone(), num_computed.clone()
+    rows, is_sampled = torch.tensor([2, 0, 0], dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    sampled = torch.tensor([44, 55, 66], dtype=torch.int32)
+    commit_tokens(rows, starts_of([3, 0, 0]), sampled, is_sampled, TokenTables(tokens, num_computed), None)
+    old_computed[2] += 3
+    old_tokens[2, old_computed[2]] = 44
+    assert torch.equal(num_computed, old_computed)
+    assert torch.equal(tokens, old_tokens)

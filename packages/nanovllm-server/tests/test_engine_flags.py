@@ -29,6 +29,7 @@ def test_without_flags_every_setting_has_its_default():
         ("--block-size 64 --depth 1", {"block_size": 64, "depth": 1}),
         ("--no-prefix-caching --no-compile", {"prefix_caching": False, "compile": False}),
         ("--tensor-parallel-size 2 --expert-parallel", {"tensor_parallel_size": 2, "expert_parallel": True}),
+        ("-tp 2 --dp-attention", {"tensor_parallel_size": 2, "dp_attention": True}),
         ("-tp 4", {"tensor_parallel_size": 4}),
         ("--multi-tenant", {"prefix_hash": "sha256"}),
         ("--trace steps.json", {"trace": Path("steps.json")}),

@@ -1,6 +1,6 @@
 """Compares engines of several ranks with an engine of one rank: `python rank_matrix.py [--ranks N ...] [--device D]`.
 
-The program runs every setting with every tiny model. test_ranks.py runs a sample.
+The program runs every setting with every tiny model, unless flags select some. test_ranks.py runs a sample.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, make_m
 # Settings of engines with several ranks. All other settings are those of the engine with one rank.
 SPLIT_EXPERTS = {"expert_parallel": False}
 WHOLE_EXPERTS = {"expert_parallel": True}
+OWN_REQUESTS = {"dp_attention": True}
 RANK_SETTINGS = {
     "all at once": (AMPLE_CACHE, SPLIT_EXPERTS),
     "whole experts, chunked": ({"max_num_batched_tokens": 40, **AMPLE_CACHE}, WHOLE_EXPERTS),
@@ -25,6 +26,16 @@ RANK_SETTINGS = {
         SPLIT_EXPERTS,
     ),
     "whole experts, preempted": (SCARCE_CACHE, WHOLE_EXPERTS),
+    "own requests": (AMPLE_CACHE, OWN_REQUESTS),
+    "own requests, chunked, depth 2": (
+        {"max_num_batched_tokens": 48, "depth": 2, **AMPLE_CACHE},
+        OWN_REQUESTS,
+    ),
+    "own requests, preempted, chunked": ({"max_num_batched_tokens": 48, **SCARCE_CACHE}, OWN_REQUESTS),
+    "own requests, whole experts, FP8 cache": (
+        {"kv_cache_dtype": "fp8", **AMPLE_CACHE},
+        {**OWN_REQUESTS, **WHOLE_EXPERTS},
+    ),
 }
 
 
@@ -49,13 +60,14 @@ def main() -> None:
     options.add_argument("--ranks", type=int, nargs="+", default=[2])
     options.add_argument("--device", default="cpu")
     options.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
+    options.add_argument("--settings", nargs="+", default=list(RANK_SETTINGS), choices=RANK_SETTINGS)
     arguments = options.parse_args()
     num_failures = 0
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as directory:
             write_tiny_checkpoint(name, Path(directory))
             for num_ranks in arguments.ranks:
-                for setting in RANK_SETTINGS:
+                for setting in arguments.settings:
                     result = "equal"
                     try:
                         asyncio.run(compare(Path(directory), arguments.device, setting, num_ranks))

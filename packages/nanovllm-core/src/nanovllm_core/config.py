@@ -48,10 +48,11 @@ class IndependentSettings:
         BlockSize | None,
         "tokens per KV block; prompts share whole blocks; by default 128 where FlashAttention reads the cache, else 16",
     ] = None
-    num_blocks: Annotated[int | None, "blocks of the KV cache; by default as many as the memory holds"] = None
+    num_blocks: Annotated[int | None, "blocks of each rank's KV cache; by default as many as the memory holds"] = None
     state_dtype: Annotated[StateDtype, "dtype of recurrent states; bfloat16 halves their memory"] = "float32"
     num_state_slots: Annotated[
-        int | None, "slots for states of running requests and for checkpoints; by default as many as the memory holds"
+        int | None,
+        "slots of each rank for states of running requests and for checkpoints; by default as many as the memory holds",
     ] = None
     gpu_memory_utilization: Annotated[float, "share of GPU memory for weights, activations and cache together"] = 0.9
     cpu_cache_gib: Annotated[float, "size of the KV cache on a CPU, in GiB"] = 2.0
@@ -66,6 +67,11 @@ class IndependentSettings:
     ] = 1
     expert_parallel: Annotated[
         bool, "ranks share a mixture's experts as wholes; otherwise each rank has a part of every expert"
+    ] = False
+    dp_attention: Annotated[
+        bool,
+        "each rank computes the attention of its own requests and holds their KV cache; ranks share only feed-forward "
+        "layers and the output head",
     ] = False
     check_ranks: Annotated[
         bool, "for debugging: fail if ranks have different hidden states after a step; waits for each step"
@@ -122,6 +128,21 @@ class ResolvedConfig(IndependentSettings):
     attention_backend: AttentionBackend
     graph_mode: GraphMode
     compile: bool
+
+    @property
+    def num_request_groups(self) -> int:
+        """The number of disjoint groups of requests, see `ParallelContext.num_request_groups`."""
+        return self.tensor_parallel_size if self.dp_attention else 1
+
+    @property
+    def max_seqs_per_group(self) -> int:
+        """The maximum number of requests that run at once in one group of requests."""
+        return self.max_num_seqs // self.num_request_groups
+
+    @property
+    def max_tokens_per_group(self) -> int:
+        """The maximum number of tokens that a step computes for one group of requests."""
+        return -(-self.max_num_batched_tokens // self.num_request_groups)
 
     @property
     def torch_dtype(self) -> "torch.dtype":
@@ -188,6 +209,9 @@ def resolve(
         max_ranks = min(max_ranks, int(has_cuda) if num_gpus is None else num_gpus)
     _require(1 <= num_ranks <= max_ranks, "tensor_parallel_size", num_ranks, f"1..{max_ranks} on this machine")
     _require(num_ranks > 1 or not config.expert_parallel, "expert_parallel", True, "False if tensor_parallel_size is 1")
+    _require(num_ranks > 1 or not config.dp_attention, "dp_attention", True, "False if tensor_parallel_size is 1")
+    # With different requests, ranks have different hidden states.
+    _require(not (config.check_ranks and config.dp_attention), "check_ranks", True, "False with dp_attention")
     settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
     return ResolvedConfig(
         **settings,
@@ -253,16 +277,23 @@ def _resolve_compile(uses_compile: bool | None, backend: AttentionBackend) -> bo
 def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
     max_num_seqs, token_budget = config.max_num_seqs, config.max_num_batched_tokens
-    block_size = config.block_size or BLOCK_SIZES[0]
+    num_groups = max(config.tensor_parallel_size, 1) if config.dp_attention else 1
+    # With a smaller budget, decodes could always leave less than one block for prompts. Prompts would then never run.
+    min_prompt_tokens = num_groups * (config.block_size or BLOCK_SIZES[0])
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64
-        max_num_seqs = default if token_budget is None else max(min(default, token_budget - block_size), 1)
+        max_num_seqs = default if token_budget is None else max(min(default, token_budget - min_prompt_tokens), 1)
+        max_num_seqs = max(max_num_seqs - max_num_seqs % num_groups, num_groups)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    # With a smaller budget, decodes could always leave less than one block for prompts. Prompts would then never run.
-    min_budget = max_num_seqs + block_size
+    is_even = max_num_seqs % num_groups == 0
+    _require(
+        is_even, "max_num_seqs", max_num_seqs, f"a multiple of tensor_parallel_size ({num_groups}), for dp_attention"
+    )
+    min_budget = max_num_seqs + min_prompt_tokens
     if token_budget is None:
         token_budget = max(8192 if device == "cuda" else 1024, min_budget)
-    valid_budgets = f"at least max_num_seqs + block_size = {min_budget}"
+    block_sizes = "block_size" if num_groups == 1 else "tensor_parallel_size * block_size"
+    valid_budgets = f"at least max_num_seqs + {block_sizes} = {min_budget}"
     _require(token_budget >= min_budget, "max_num_batched_tokens", token_budget, valid_budgets)
     return max_num_seqs, token_budget
 

@@ -1,7 +1,7 @@
 """Defines the interface between the engine and a model. The engine serves any model that implements `CausalLM`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -93,12 +93,16 @@ class CausalLM(Protocol):
     """A language model with loaded weights."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Returns hidden states [num_tokens, hidden]. input_ids: int32 [num_tokens]; positions: int64 [num_tokens]."""
+        """Returns hidden states [num_tokens, hidden] of the step's tokens, including padding.
+
+        input_ids: int32 [num_tokens]. positions: int64 [num_tokens].
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Returns logits of hidden states [n, hidden], preferably in float32.
 
+        hidden: equal on all ranks.
         With one rank, the logits are [n, vocab_size]. With several ranks, each rank returns its columns: [n, c], with
         the same c on all ranks. The columns of all ranks, concatenated, begin with the columns of the vocabulary.
         """
@@ -122,6 +126,10 @@ class BuildContext:
     parallel: ParallelContext
     compile: bool = False
     uses_mtp: bool = False
+
+    def for_attention(self) -> "BuildContext":
+        """The context for the embedding, attention and recurrent layers, see `ParallelContext.for_attention`."""
+        return replace(self, parallel=self.parallel.for_attention())
 
 
 class Vocabulary(NamedTuple):

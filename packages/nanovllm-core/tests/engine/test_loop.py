@@ -214,7 +214,7 @@ async def test_an_abort_of_a_lone_long_prompt_takes_effect_within_two_steps(slow
     slow_loop.stop()
     await running
     assert len(launched) - before <= 2
-    assert slow_loop._scheduler.cache.pool.num_free == 64
+    assert slow_loop._scheduler.caches[0].pool.num_free == 64
 
 
 async def test_outputs_of_a_finished_step_are_emitted_although_the_next_launch_fails(slow_loop, monkeypatch):

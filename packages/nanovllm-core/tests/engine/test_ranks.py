@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grammars
 import pytest
+import torch
 import toy_model
 
 from nanovllm_core import (
@@ -21,6 +22,7 @@ from nanovllm_core import (
     RequestOutput,
     SamplingParams,
 )
+from nanovllm_core.config import resolve
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 PROMPTS = [[7, 8, 9], [7, 8, 9, *range(10, 50)], [11], [*range(20, 60)], [7, 8, 9, *range(10, 48), 3]]
@@ -51,6 +53,13 @@ async def answer_all(config: EngineConfig) -> dict[str, list[list[RequestOutput]
         names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(PROMPTS))]
         pairs = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in PROMPTS]
         outputs = await asyncio.gather(*(collect(engine, *pair, name) for pair, name in zip(pairs, names, strict=True)))
+        assert engine.info.num_blocks == config.num_blocks * (2 if config.dp_attention else 1)
+        # With depth 2, a step may still use the blocks of a finished request.
+        deadline_s = time.monotonic() + 5
+        while engine.stats.num_free_blocks < engine.info.num_blocks:
+            assert time.monotonic() < deadline_s, "the engine does not release all blocks"
+            await asyncio.sleep(0.01)
+        assert engine.stats.num_free_blocks == engine.stats.num_blocks
     finally:
         await engine.stop()
     return dict(zip(names, outputs, strict=True))
@@ -60,13 +69,16 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-@pytest.mark.parametrize("num_blocks", [64, 18])
-def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, monkeypatch):
-    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48)
+@pytest.mark.parametrize(
+    ("num_blocks", "dp_attention", "depth"), [(64, False, 1), (18, False, 1), (64, True, 1), (9, True, 2)]
+)
+def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, dp_attention, depth, monkeypatch):
+    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48, depth=depth)
     vetter = grammars.SharedVetter()
     vetter.use(monkeypatch)
     try:
-        expected, found = (asyncio.run(answer_all(replace(config, tensor_parallel_size=size))) for size in (1, 2))
+        expected = asyncio.run(answer_all(replace(config, tensor_parallel_size=1)))
+        found = asyncio.run(answer_all(replace(config, dp_attention=dp_attention)))
     finally:
         vetter.end()
     for name, outputs in expected.items():
@@ -97,6 +109,29 @@ def test_settings_that_ranks_can_not_share_are_refused():
         asyncio.run(AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, tensor_parallel_size=0)))
     with pytest.raises(ConfigError, match="expert_parallel is True, but must be False if tensor_parallel_size is 1"):
         asyncio.run(AsyncEngine.start(toy_model.toy_spec(), EngineConfig(device="cpu", expert_parallel=True)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 1}, "dp_attention is True, but must be False if tensor_parallel_size is 1"),
+        ({"max_num_seqs": 5}, r"max_num_seqs is 5, but must be a multiple of tensor_parallel_size \(2\)"),
+        ({"check_ranks": True}, "check_ranks is True, but must be False with dp_attention"),
+        (
+            {"max_num_batched_tokens": 35},
+            r"tokens is 35, but must be at least max_num_seqs \+ tensor_parallel_size \* block_size = 36",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_dp_attention_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, dp_attention=True, **settings)))
+
+
+def test_default_number_of_requests_is_a_multiple_of_the_ranks():
+    config = EngineConfig(device="cpu", tensor_parallel_size=3, dp_attention=True)
+    resolved = resolve(config, max_position=100, model_dtype=torch.float32, has_cuda=False)
+    assert (resolved.max_num_seqs, resolved.max_seqs_per_group) == (63, 21)
 
 
 def test_check_of_ranks_finds_different_hidden_states():

@@ -95,7 +95,7 @@ def make_handle(tokens: list[int]) -> tuple[StepHandle, StubEvent]:
     host_tokens, event = torch.empty(len(tokens) + 1, dtype=torch.int32), StubEvent()
     host_slot = HostCopySlot(host_tokens, host_tokens.numpy(), StubEvent(), event, None)
     rows = DeviceRows(*(torch.empty(0),) * 3)
-    step = StepInputs(rows, np.arange(len(tokens)), 0, np.full(len(tokens), -1), -1)
+    step = StepInputs(rows, np.ones(len(tokens), np.int64), np.arange(len(tokens)), 0, np.full(len(tokens), -1), -1)
     return StepHandle(step, torch.tensor(tokens, dtype=torch.int32), None, host_slot), event
 
 

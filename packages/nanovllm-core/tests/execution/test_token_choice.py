@@ -127,7 +127,8 @@ def test_counts_of_a_new_request_do_not_include_earlier_requests():
 def make_inputs(num_rows: int, sampling_indices: list[int], num_logprobs: list[int]) -> StepInputs:
     rows = DeviceRows(torch.arange(num_rows), torch.arange(num_rows + 1), torch.ones(num_rows))
     max_num_logprobs = max(num_logprobs, default=-1)
-    return StepInputs(rows, np.array(sampling_indices, np.int64), 0, np.array(num_logprobs, np.int64), max_num_logprobs)
+    query_lens, indices = np.ones(len(rows.table_rows), np.int64), np.array(sampling_indices, np.int64)
+    return StepInputs(rows, query_lens, indices, 0, np.array(num_logprobs, np.int64), max_num_logprobs)
 
 
 def test_only_rows_that_asked_get_log_probabilities():

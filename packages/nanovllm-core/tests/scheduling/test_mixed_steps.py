@@ -22,7 +22,7 @@ def make_scheduler(
 ) -> Scheduler:
     cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching, hash_algorithm="fast", watermark=0)
     return Scheduler(
-        cache, max_num_seqs=max_num_seqs, limits=StepLimits(max_step_tokens), max_model_len=8192, eos_token_ids=[1]
+        [cache], max_num_seqs=max_num_seqs, limits=StepLimits(max_step_tokens), max_model_len=8192, eos_token_ids=[1]
     )
 
 
@@ -150,9 +150,9 @@ def test_a_request_that_lacks_blocks_is_not_retried_before_enough_are_free(monke
     add_request(scheduler, 1, 80 * BLOCK_SIZE)
     add_request(scheduler, 2, 70 * BLOCK_SIZE)
     admitted_keys = []
-    admit = scheduler.cache.admit
+    admit = scheduler.caches[0].admit
     monkeypatch.setattr(
-        scheduler.cache, "admit", lambda request, **kw: admitted_keys.append(request.key) or admit(request, **kw)
+        scheduler.caches[0], "admit", lambda request, **kw: admitted_keys.append(request.key) or admit(request, **kw)
     )
     for _ in range(5):
         run_step(scheduler)

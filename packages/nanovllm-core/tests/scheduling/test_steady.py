@@ -22,7 +22,7 @@ FEW_REQUESTS, MANY_REQUESTS = 8, 256
 def make_scheduler(num_blocks: int, max_num_seqs: int, max_tokens: int, *, prefix_caching: bool = False) -> Scheduler:
     cache = CacheManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching, hash_algorithm="fast", watermark=0)
     return Scheduler(
-        cache,
+        [cache],
         max_num_seqs=max_num_seqs,
         limits=StepLimits(max_tokens),
         max_model_len=MAX_MODEL_LEN,
@@ -155,4 +155,4 @@ def test_blocks_of_an_answer_are_registered_at_intervals_and_at_its_end():
     expected = [max(2, computed // interval * (interval // BLOCK_SIZE)) for computed in range(40, 139)] + [0]
     assert num_committed_blocks == expected
     later_request = RequestState(1, Request("later", request.token_ids(), SamplingParams()))
-    assert scheduler.cache.admit(later_request, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE
+    assert scheduler.caches[0].admit(later_request, keep_watermark=False) == 138 // BLOCK_SIZE * BLOCK_SIZE

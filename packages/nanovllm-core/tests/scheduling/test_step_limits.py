@@ -73,7 +73,7 @@ class SimulatedEngine:
             MAX_MODEL_LEN,
         )
         self.scheduler = Scheduler(
-            cache,
+            [cache],
             max_num_seqs=self.max_num_seqs,
             limits=StepLimits(
                 MAX_STEP_TOKENS, self.target_s, PROMPT_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, self.estimator, PADDED_TOKENS
@@ -208,7 +208,7 @@ def test_an_aborted_long_prompt_computes_for_two_more_steps_at_most():
     while engine.step():
         pass
     assert len(engine.steps) == before
-    assert engine.scheduler.cache.pool.num_free == engine.scheduler.cache.pool.num_blocks
+    assert engine.scheduler.caches[0].pool.num_free == engine.scheduler.caches[0].pool.num_blocks
 
 
 def test_a_prompt_gets_a_block_per_step_even_if_decodes_take_the_whole_target():

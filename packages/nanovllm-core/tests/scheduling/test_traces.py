@@ -34,7 +34,7 @@ def next_token(prefix_digest: int, eos_rate: int) -> int:
 
 @dataclass
 class Device:
-    """A simulated device. Each cache slot and state slot holds a digest of all tokens up to its own.
+    """A simulated device of one group of requests. Each cache slot and state slot holds a digest of all tokens so far.
 
     slots: digest by cache slot. tables: block id by entry, by row. tokens: tokens by row. computed: number of computed
         tokens by row.
@@ -69,41 +69,34 @@ class Device:
             if checkpoint.position == position + 1:
                 self.states[checkpoint.slot] = new_digest
 
-    def run(self, plan: StepPlan) -> StepResults:
+    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         if self.states is not None:
-            self.restore_states(plan.new_rows)
-        for new in plan.new_rows:
+            self.restore_states(new_rows)
+        for new in new_rows:
             self.tokens[new.row] = new.token_ids.tolist()
             self.computed[new.row] = new.num_computed_tokens
             self.tables[new.row] = {}
-        blocks = plan.new_blocks
-        for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
-            self.tables[row][entry] = block
-        sampled_tokens, hidden_states = [], []
-        for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
-            prefix_digest = 1
-            end = self.computed[row] + count
-            for position, token in enumerate(self.tokens[row][:end]):
-                previous_digest, prefix_digest = prefix_digest, digest(prefix_digest, token)
-                slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
-                if position >= self.computed[row]:
-                    self.slots[slot] = prefix_digest
-                if position >= self.computed[row] and self.states is not None:
-                    self.advance_state(row, previous_digest, prefix_digest, position)
-                assert self.slots[slot] == prefix_digest, "a cached block holds another prompt's keys"
-                if position >= self.computed[row]:
-                    hidden_states.append((row, position, prefix_digest))
-            self.computed[row] = end
-            assert samples == (end == len(self.tokens[row]))
-            if samples:
-                sampled_tokens.append(next_token(prefix_digest, self.eos_rate))
-                self.tokens[row].append(sampled_tokens[-1])
-        return StepResults(
-            np.array(sampled_tokens, np.int32),
-            (),
-            (),
-            [self.score(part, hidden_states) for part in plan.prompt_logprobs_ranges],
-        )
+
+    def compute(self, row: int, count: int) -> list[tuple[int, int, int]]:
+        """Compute `count` tokens of a row. Returns (row, position, digest of the tokens so far) of each token."""
+        prefix_digest, hidden_states = 1, []
+        end = self.computed[row] + count
+        for position, token in enumerate(self.tokens[row][:end]):
+            previous_digest, prefix_digest = prefix_digest, digest(prefix_digest, token)
+            slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
+            if position >= self.computed[row]:
+                self.slots[slot] = prefix_digest
+            if position >= self.computed[row] and self.states is not None:
+                self.advance_state(row, previous_digest, prefix_digest, position)
+            assert self.slots[slot] == prefix_digest, "a cached block holds another prompt's keys"
+            if position >= self.computed[row]:
+                hidden_states.append((row, position, prefix_digest))
+        self.computed[row] = end
+        return hidden_states
+
+    def sample(self, row: int, prefix_digest: int) -> int:
+        self.tokens[row].append(next_token(prefix_digest, self.eos_rate))
+        return self.tokens[row][-1]
 
     def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
         """Stand-ins for log-probabilities: digests of a prompt token and of all tokens that the device saw before."""
@@ -114,6 +107,24 @@ class Device:
             assert (row, position) == (part.row, part.start + len(ranks) - 1), "the hidden state of another token"
             ranks.append(digest(prefix_digest, self.tokens[row][position + 1]))
         return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
+
+
+def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> StepResults:
+    """Run a step. Each device runs the rows of its group."""
+    for group, device in enumerate(devices):
+        device.add_rows([new for new in plan.new_rows if new.row // rows_per_group == group])
+    blocks = plan.new_blocks
+    for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
+        devices[row // rows_per_group].tables[row][entry] = block
+    sampled_tokens, hidden_states = [], []
+    for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
+        device = devices[row // rows_per_group]
+        hidden_states += device.compute(row, count)
+        assert samples == (device.computed[row] == len(device.tokens[row]))
+        if samples:
+            sampled_tokens.append(device.sample(row, hidden_states[-1][2]))
+    scores = [devices[part.row // rows_per_group].score(part, hidden_states) for part in plan.prompt_logprobs_ranges]
+    return StepResults(np.array(sampled_tokens, np.int32), (), (), scores)
 
 
 def expected_output(request: RequestState, limit: int, eos_rate: int) -> list[int]:
@@ -132,14 +143,15 @@ def expected_scores(request: RequestState) -> list[int]:
     return [*accumulate(request.prompt_ids.tolist(), digest, initial=1)][2:]
 
 
-def check_ownership(scheduler: Scheduler, requests: list[RequestState]) -> None:
+def check_ownership(cache: CacheManager, requests: list[RequestState]) -> None:
+    """requests: all requests that have a row in the group of `cache`."""
     num_holders = Counter(block for request in requests for block in request.block_ids)
-    pool = scheduler.cache.pool
+    pool = cache.pool
     for block in range(1, pool.num_blocks + 1):
         assert pool.count_holders(block) == num_holders[block]
     assert pool.num_free == pool.num_blocks - len(num_holders)
     assert 0 not in num_holders, "the null block was given out"
-    states = scheduler.cache.state_pool
+    states = cache.state_pool
     if states is not None:
         slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
         slots = [slot for slot in slots if slot]
@@ -152,18 +164,23 @@ def check_ownership(scheduler: Scheduler, requests: list[RequestState]) -> None:
 
 def check_plan(scheduler: Scheduler, plan: StepPlan, decodes: set[int], budget: int) -> None:
     counts = plan.scheduled.num_tokens.tolist()
-    assert 0 < sum(counts) <= budget
-    assert plan.shape.num_tokens == sum(counts)
     assert min(counts) >= 1
     assert counts == sorted(counts, key=lambda count: count != 1), "decodes must come first"
     rows = plan.scheduled.rows.tolist()
     assert len(set(rows)) == len(rows)
-    if plan.new_rows:
-        assert decodes <= set(rows), "a prefill was admitted although a running decode was left out"
+    groups = [scheduler.rows.group_of(row) for row in rows]
+    tokens_by_group = Counter()
+    for group, count in zip(groups, counts, strict=True):
+        tokens_by_group[group] += count
+    assert plan.shape.num_tokens == max(tokens_by_group.values()) <= budget
+    assert plan.shape.num_reqs == max(Counter(groups).values())
+    new_groups = {scheduler.rows.group_of(new.row) for new in plan.new_rows}
+    group_decodes = {row for row in decodes if scheduler.rows.group_of(row) in new_groups}
+    assert group_decodes <= set(rows), "a prefill was admitted although a running decode of its group was left out"
 
 
 class Trace:
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, num_groups: int):
         rng = self.rng = random.Random(seed)
         self.block_size = rng.choice([2, 4, 16])
         self.eos_rate = rng.choice([0, 30, 200])
@@ -175,24 +192,32 @@ class Trace:
         max_num_seqs = rng.choice([1, 3, 8])
         self.budget = max_num_seqs + self.block_size + rng.choice([0, 5, 200])
         self.max_steps_in_flight = rng.choice([1, 2, 3])
-        cache = CacheManager(
-            num_blocks,
-            self.block_size,
-            prefix_caching=(prefix_caching := rng.random() < 0.8),
-            hash_algorithm=rng.choice(["fast", "sha256"]),
-            watermark=rng.choice([0, 0.1]),
-            state_pool=StatePool(max_num_seqs + prefix_caching * rng.choice([1, 3, 20]), max_num_seqs, self.block_size)
-            if is_recurrent
-            else None,
-        )
+        cache_options = {
+            "prefix_caching": (prefix_caching := rng.random() < 0.8),
+            "hash_algorithm": rng.choice(["fast", "sha256"]),
+            "watermark": rng.choice([0, 0.1]),
+        }
+        num_slots = max_num_seqs + prefix_caching * rng.choice([1, 3, 20]) if is_recurrent else 0
+        caches = [
+            CacheManager(
+                num_blocks,
+                self.block_size,
+                state_pool=StatePool(num_slots, max_num_seqs, self.block_size) if is_recurrent else None,
+                **cache_options,
+            )
+            for _ in range(num_groups)
+        ]
         self.scheduler = Scheduler(
-            cache,
-            max_num_seqs=max_num_seqs,
+            caches,
+            max_num_seqs=num_groups * max_num_seqs,
             limits=StepLimits(self.budget),
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS],
         )
-        self.device = Device(self.block_size, self.eos_rate, states={} if is_recurrent else None)
+        self.rows_per_group = max_num_seqs
+        self.devices = [
+            Device(self.block_size, self.eos_rate, states={} if is_recurrent else None) for _ in range(num_groups)
+        ]
         self.prefixes = [
             [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if is_recurrent else 2)
         ]
@@ -208,7 +233,7 @@ class Trace:
         rng = self.rng
         length = rng.randrange(1, self.max_model_len)
         shared = rng.randrange(length + 1) if rng.random() < 0.6 else 0
-        if self.device.states is not None and rng.random() < 0.7:
+        if self.devices[0].states is not None and rng.random() < 0.7:
             shared = min(length, rng.choice([70, 130]))
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)]
         client_request = Request(
@@ -248,7 +273,7 @@ class Trace:
                 if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
                     self.num_resumed_midway += 1
                 self.num_restored += new.state.source_slot > 0
-            self.in_flight.append((step, self.device.run(step.plan)))
+            self.in_flight.append((step, run_plan(self.devices, self.rows_per_group, step.plan)))
         if self.in_flight:
             outputs = scheduler.complete(*self.in_flight.popleft())
             for key, logprobs in outputs.prompt_logprobs:
@@ -263,7 +288,9 @@ class Trace:
             for key, reason, stop_token in outputs.finishes:
                 assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)
                 self.reasons[key] = reason
-        check_ownership(scheduler, self.requests)
+        for group, cache in enumerate(scheduler.caches):
+            rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
+            check_ownership(cache, [request for request in rows if request is not None])
         return bool(self.in_flight)
 
     def abort_random_request(self) -> None:
@@ -287,17 +314,18 @@ class Trace:
         self.check_end()
 
     def check_end(self) -> None:
-        scheduler, pool = self.scheduler, self.scheduler.cache.pool
+        scheduler = self.scheduler
         assert not scheduler.has_requests
         assert not scheduler.running_requests
         assert scheduler.num_waiting == 0
-        assert pool.num_free == pool.num_blocks
-        assert pool.num_cached <= pool.num_free
-        if (states := scheduler.cache.state_pool) is not None:
-            assert states.slots.num_free == states.slots.num_blocks
+        for cache in scheduler.caches:
+            assert cache.pool.num_free == cache.pool.num_blocks
+            assert cache.pool.num_cached <= cache.pool.num_free
+            if (states := cache.state_pool) is not None:
+                assert states.slots.num_free == states.slots.num_blocks
         for request in self.requests:
             assert request.status is RequestStatus.FINISHED
-            assert request.row == -1
+            assert (request.row, request.block_ids, request.state_slot) == (-1, [], 0)
             limit = request.max_total_tokens - request.num_prompt_tokens
             expected = expected_output(request, limit, self.eos_rate)
             output = self.outputs[request.key]
@@ -312,11 +340,11 @@ class Trace:
             assert self.reasons[request.key] == ("stop" if stopped else "length")
 
 
-@pytest.mark.parametrize("block_of_seeds", range(8))
-def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds: int):
+@pytest.mark.parametrize(("block_of_seeds", "num_groups"), [*((block, 1) for block in range(8)), (0, 2), (1, 3)])
+def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds: int, num_groups: int):
     num_preemptions = num_hits = num_resumed = num_restored = 0
     for seed in range(block_of_seeds * 250, (block_of_seeds + 1) * 250):
-        trace = Trace(seed)
+        trace = Trace(seed, num_groups)
         try:
             trace.run()
         except AssertionError as error:

@@ -35,6 +35,7 @@ class ToyLayer(nn.Module):
     def __init__(self, build: BuildContext):
         super().__init__()
         self.norm = RMSNorm(HIDDEN, 1e-6, build)
+        build = build.for_attention()
         self.qkv_proj = ColumnParallelLinear(HIDDEN, qkv_parts(HEADS, KV_HEADS, HEAD_DIM, bias=False), build)
         self.o_proj = RowParallelLinear(HEADS * HEAD_DIM, HIDDEN, build)
 
@@ -60,7 +61,7 @@ class ToyLM(nn.Module):
     def __init__(self, build: BuildContext):
         super().__init__()
         self.parallel = build.parallel
-        self.heads = HeadLayout.for_rank(HEADS, KV_HEADS, HEAD_DIM, build.parallel)
+        self.heads = HeadLayout.for_rank(HEADS, KV_HEADS, HEAD_DIM, build.for_attention().parallel)
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
         self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
         self.head = LMHead(VOCAB, HIDDEN, build)

@@ -215,7 +215,7 @@ class DeepseekV3Layer(nn.Module):
         x: residual stream before the layer; may be overwritten.
         """
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve(stream)
+        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
         return self.mlp.forward(rows, ResidualStream(x), norm)
 
 

@@ -132,6 +132,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__()
+        build = build.for_attention()
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         projections = qkv_parts(num_heads, num_kv_heads, head_dim, bias=config.attention_bias)
         name = f"model.layers.{index}.self_attn"
@@ -195,7 +196,7 @@ class LlamaLayer(nn.Module):
         x: residual stream before the layer; may be overwritten.
         """
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve(stream)
+        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
         return self.mlp.forward(rows, ResidualStream(x), norm)
 
 

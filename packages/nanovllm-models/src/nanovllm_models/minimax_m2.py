@@ -84,6 +84,7 @@ class MiniMaxM2Attention(LlamaAttention):
 
     def __init__(self, config: LlamaConfig, index: int, build: BuildContext):
         super().__init__(config, index, build)
+        build = build.for_attention()
         self._parallel = build.parallel
         if build.parallel.size <= config.num_key_value_heads:
             # Additional heads of zeros would change the mean squares.
@@ -133,7 +134,7 @@ class MiniMaxM2Layer(nn.Module):
     def after_attention(self, attended: Tensor, x: Tensor) -> ResidualStream:
         """See `LlamaLayer.after_attention`."""
         stream = self.self_attn.o_proj.forward(attended, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve(stream)
+        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
         return self.block_sparse_moe.forward(rows, ResidualStream(x), norm)
 
 

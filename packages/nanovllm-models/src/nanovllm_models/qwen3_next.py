@@ -149,6 +149,7 @@ class GatedAttention(nn.Module):
 
     def __init__(self, config: Qwen3NextConfig, cache_index: int, build: BuildContext, name: str):
         super().__init__()
+        build = build.for_attention()
         qkv_quantization = find_quantization(config.quantization, name, "q_proj", "k_proj", "v_proj")
         o_quantization = find_quantization(config.quantization, name, "o_proj")
         num_heads, num_kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -298,7 +299,8 @@ class Qwen3NextLayer(nn.Module):
         x: residual stream before the layer; may be overwritten.
         """
         out_proj = self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj
-        x, rows, norm = self.post_attention_layernorm.resolve(out_proj.forward(mixed, ResidualStream(x)))
+        stream = out_proj.forward(mixed, ResidualStream(x))
+        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
         if norm is not None and not self._is_norm_fused:
             rows, norm = norm.forward(rows), None
         return self.mlp.forward(rows, ResidualStream(x), norm)

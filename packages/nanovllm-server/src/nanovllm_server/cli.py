@@ -125,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
         (
             "tensor_parallel_size",
             "expert_parallel",
+            "dp_attention",
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",

@@ -159,11 +159,11 @@ def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *,
     if has_recurrent_layers or isinstance(attention, MLASpec):
         return min_size
     fastest_size = best_page_size(attention.head_dim, config.torch_kv_cache_dtype, config.attention_backend)
-    return fastest_size if config.max_num_seqs + fastest_size <= config.max_num_batched_tokens else min_size
+    return fastest_size if config.max_seqs_per_group + fastest_size <= config.max_tokens_per_group else min_size
 
 
 def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> CacheSize:
-    """Choose the size of the cache: `config.num_blocks` blocks if set, else as many as fit into `free_bytes`.
+    """Choose the size of one rank's cache: `config.num_blocks` blocks if set, else as many as fit into `free_bytes`.
 
     Without prefix caching, the cache gets at most the blocks that all running requests use at full length.
     Raises ConfigError if the cache is too small for one request, or for one state slot per running request.
@@ -174,7 +174,7 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
     if num_state_slots:
         free_bytes -= (num_state_slots + 1) * slot_bytes
     if config.num_blocks is None:
-        max_used_blocks = blocks_per_request * config.max_num_seqs
+        max_used_blocks = blocks_per_request * config.max_seqs_per_group
         max_blocks = max(max_used_blocks, MAX_CACHED_BLOCKS) if config.prefix_caching else max_used_blocks
         num_blocks = min(max(free_bytes // layout.block_bytes - 1, 0), max_blocks)
     else:
@@ -192,24 +192,24 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
     # Each running request needs a slot. A starting request also needs the slot of the checkpoint from which it starts.
-    min_slots = config.max_num_seqs + config.prefix_caching
+    min_slots = config.max_seqs_per_group + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:
             raise ConfigError(
-                f"num_state_slots is {config.num_state_slots}, but must be at least {min_slots}, for max_num_seqs "
-                f"{config.max_num_seqs}"
+                f"num_state_slots is {config.num_state_slots}, but must be at least {min_slots} per rank, "
+                f"for max_num_seqs {config.max_num_seqs}"
             )
         return config.num_state_slots
     min_bytes = (min_slots + 1) * slot_bytes
     if min_bytes > free_bytes:
         raise ConfigError(
-            f"the states of max_num_seqs {config.max_num_seqs} requests take {min_bytes / GIB:.2f} GiB, "
+            f"the states of max_num_seqs {config.max_num_seqs} requests take {min_bytes / GIB:.2f} GiB per rank, "
             f"but there are {free_bytes / GIB:.2f} GiB for the cache: lower max_num_seqs, or give the cache more "
             "memory (gpu_memory_utilization, cpu_cache_gib)"
         )
     if not config.prefix_caching:
         return min_slots
-    max_slots = config.max_num_seqs * (1 + CHECKPOINT_SLOTS_PER_REQUEST)
+    max_slots = config.max_seqs_per_group * (1 + CHECKPOINT_SLOTS_PER_REQUEST)
     return max(min_slots, min(max_slots, int(free_bytes * STATE_MEMORY_SHARE) // slot_bytes - 1))
 
 

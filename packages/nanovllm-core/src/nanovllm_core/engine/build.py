@@ -53,7 +53,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     step_time_model = StepTimeModel()
     try:
         runner = await _run_on_thread(executor, ranks, partial(_start_rank_0, spec, resolved, ranks))
-        token_limits = resolved.max_num_batched_tokens, runner.max_model_len
+        token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
     except BaseException:
@@ -118,16 +118,19 @@ def _make_scheduler(
     spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
-    cache = CacheManager(
-        runner.cache.num_blocks,
-        block_size,
-        prefix_caching=config.prefix_caching,
-        hash_algorithm=config.prefix_hash,
-        watermark=config.watermark,
-        state_pool=StatePool(num_state_slots, config.max_num_seqs, block_size) if num_state_slots else None,
-    )
+    caches = [
+        CacheManager(
+            runner.cache.num_blocks,
+            block_size,
+            prefix_caching=config.prefix_caching,
+            hash_algorithm=config.prefix_hash,
+            watermark=config.watermark,
+            state_pool=StatePool(num_state_slots, config.max_seqs_per_group, block_size) if num_state_slots else None,
+        )
+        for _ in range(config.num_request_groups)
+    ]
     limits = StepLimits(
-        max_tokens=config.max_num_batched_tokens,
+        max_tokens=config.max_tokens_per_group,
         target_s=None if config.target_step_ms is None else config.target_step_ms / 1e3,
         prompt_step_limit_s=PROMPT_STEP_LIMIT_S[config.device],
         mixed_step_limit_s=MIXED_STEP_LIMIT_S[config.device],
@@ -135,7 +138,7 @@ def _make_scheduler(
         padded_token_counts=runner.graphs.mixed_tokens,
     )
     return Scheduler(
-        cache,
+        caches,
         max_num_seqs=config.max_num_seqs,
         limits=limits,
         max_model_len=runner.max_model_len,

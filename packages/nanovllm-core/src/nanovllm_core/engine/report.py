@@ -13,6 +13,7 @@ from nanovllm_kernels.platform import describe_arithmetic
 
 def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> EngineInfo:
     """The constant properties of an engine."""
+    cache, num_caches = runner.cache, config.num_request_groups
     return EngineInfo(
         model=spec.name,
         device=runner.device_name,
@@ -21,12 +22,12 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
         max_model_len=runner.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=runner.cache.layout.block_size,
-        num_blocks=runner.cache.num_blocks,
+        block_size=cache.layout.block_size,
+        num_blocks=num_caches * cache.num_blocks,
         kv_cache_dtype=str(config.torch_kv_cache_dtype).removeprefix("torch."),
-        kv_cache_bytes=runner.cache.kv_bytes,
-        num_state_slots=runner.cache.num_state_slots,
-        state_bytes=runner.cache.state_bytes,
+        kv_cache_bytes=num_caches * cache.kv_bytes,
+        num_state_slots=num_caches * cache.num_state_slots,
+        state_bytes=num_caches * cache.state_bytes,
         prefix_caching=config.prefix_caching,
         attention_backend=config.attention_backend,
         supports_grammars=spec.vocabulary is not None,
@@ -37,15 +38,16 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
 
 def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
     """All statistics except the number of waiting requests, which the event loop's thread counts."""
-    pool, states = scheduler.cache.pool, scheduler.cache.state_pool
+    pools = [cache.pool for cache in scheduler.caches]
+    slot_pools = [cache.state_pool.slots for cache in scheduler.caches if cache.state_pool is not None]
     counters, step_time_model = scheduler.counters, scheduler.step_time_model
     return EngineStats(
         num_requests_running=scheduler.rows.num_running,
-        num_blocks=pool.num_blocks,
-        num_free_blocks=pool.num_free,
-        num_cached_blocks=pool.num_cached,
-        num_free_state_slots=0 if states is None else states.slots.num_free,
-        num_checkpoints=0 if states is None else states.slots.num_cached,
+        num_blocks=sum(pool.num_blocks for pool in pools),
+        num_free_blocks=sum(pool.num_free for pool in pools),
+        num_cached_blocks=sum(pool.num_cached for pool in pools),
+        num_free_state_slots=sum(slots.num_free for slots in slot_pools),
+        num_checkpoints=sum(slots.num_cached for slots in slot_pools),
         num_steps=counters.num_steps,
         num_preemptions=counters.num_preemptions,
         prefix_cache_queries=counters.num_queried_tokens,

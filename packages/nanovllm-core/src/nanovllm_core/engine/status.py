@@ -11,6 +11,8 @@ GRAMMARS_UNSUPPORTED = (
 class EngineInfo:
     """Properties of an engine that do not change. Settings: see `EngineConfig`.
 
+    If ranks have different requests, numbers of blocks, slots and bytes are sums over ranks.
+
     num_blocks: number of cache blocks, not counting the null block, which padding uses.
     num_state_slots: number of state slots, not counting the null slot; 0 for a model without recurrent layers.
     num_ranks: number of processes that share the model.

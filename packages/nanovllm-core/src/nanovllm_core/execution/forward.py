@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm_core.cache.memory import CacheMemory
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.inputs import DeviceRows
-from nanovllm_core.execution.request_table import RequestTable
+from nanovllm_core.execution.request_table import RequestTable, StepInputs
 from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
@@ -35,17 +36,17 @@ class BatchBounds(NamedTuple):
     has_only_whole_prompts: bool
 
     @classmethod
-    def from_plan(cls, plan: StepPlan) -> "BatchBounds":
-        """The bounds of a step without padding."""
-        lengths, shape = plan.scheduled.num_tokens, plan.shape
-        num_decodes = int(np.count_nonzero(lengths == 1))
-        return cls(shape.num_tokens, num_decodes, int(lengths.max()), plan.max_seq_len, shape.has_only_whole_prompts)
+    def from_plan(cls, plan: StepPlan, query_lens: NDArray[np.int64]) -> "BatchBounds":
+        """The bounds of a step that is not padded to a captured shape. query_lens: see `StepInputs`."""
+        shape, num_decodes = plan.shape, int(np.count_nonzero(query_lens == 1))
+        max_query_len = int(query_lens.max(initial=1))
+        return cls(shape.num_tokens, num_decodes, max_query_len, plan.max_seq_len, shape.has_only_whole_prompts)
 
 
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
-    logits: [n, vocab], logits of the last token of each request in this rank's share of the requests (`own_rows`);
+    logits: [n, vocab], logits of the last token of each request for which this rank chooses tokens (`own_requests`);
         empty if the step samples no token.
     seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
@@ -120,7 +121,8 @@ class ForwardPass:
 
     def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
         """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""
-        return self.compute_logits_of_own_rows(hidden.index_select(0, batch.last_token_indices))
+        last_hidden = hidden.index_select(0, batch.last_token_indices)
+        return self.compute_logits_of_own_rows(self._parallel.gather_requests(last_hidden))
 
     def compute_logits_of_own_rows(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab] of this rank's share of the rows of `hidden`, which is equal on all ranks.
@@ -150,13 +152,14 @@ class ForwardPass:
             has_only_whole_prompts=bounds.has_only_whole_prompts,
         )
 
-    def replan_attention(self, output: ForwardOutput, rows: DeviceRows, plan: StepPlan) -> AttentionBatch:
+    def replan_attention(self, output: ForwardOutput, step: StepInputs, plan: StepPlan) -> AttentionBatch:
         """Plan the attention that runs between the CUDA graphs (pieces) of a replayed step.
 
         output: result of the captured forward pass.
         """
         # The step's keys and values are not kept between the pieces, so attention reads them from the cache.
-        bounds = BatchBounds.from_plan(plan)._replace(has_only_whole_prompts=False)
+        rows = step.device_rows
+        bounds = BatchBounds.from_plan(plan, step.query_lens)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
         lengths = (output.seq_lens[:num_reqs], rows.query_start_loc)
         return self.plan_attention(output.block_tables[:num_reqs, :max_blocks], *lengths, bounds)

@@ -69,6 +69,11 @@ class CapturedStep:
     output: ForwardOutput
     sampling_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
+    @property
+    def num_reqs(self) -> int:
+        """The number of requests, including padding."""
+        return len(self.output.seq_lens)
+
     def replay(self, num_tokens: int, plan_attention: Callable[[ForwardOutput], AttentionBatch]) -> None:
         """Run the forward pass for a batch of `num_tokens`. plan_attention: plans attention from `output`."""
         first_piece, *next_pieces = self.pieces

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nanovllm_core.cache.memory import order_slot_copies
 from nanovllm_core.execution.inputs import DeviceRows, Int32Array, StepBuffer, upload
+from nanovllm_core.execution.rank_requests import RankRequests
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.request_state import MAX_CHECKPOINTS
 from nanovllm_core.sampling_params import (
     MAX_FORBIDDEN_SEQUENCE_TOKENS,
@@ -19,7 +21,7 @@ from nanovllm_core.sampling_params import (
     MAX_STOP_TOKENS,
     SamplingParams,
 )
-from nanovllm_core.scheduling.plan import NewRow, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_kernels.sampling import IN_PROMPT_BIT
 
 _MAX_POSITION = np.iinfo(np.int32).max
@@ -49,14 +51,20 @@ class SamplingOps(IntFlag):
 class StepInputs:
     """Inputs of a step.
 
-    device_rows: the step's requests, without padding.
-    sampling_indices: int64 [n], indices of the step's requests that sample, rising.
-    sampling_ops: `SamplingOps` of the requests that sample, combined, without MASK. An int is faster than an enum flag.
+    If ranks have different requests, an index of a request counts the requests of all ranks in the order of
+    `ParallelContext.gather_requests`. Otherwise each rank has all requests.
+
+    device_rows: this rank's requests; without padding, unless ranks have different requests.
+    query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
+    sampling_indices: int64 [n], indices of the requests that sample, in the plan's order.
+    sampling_ops: `SamplingOps` of this rank's requests that sample, combined, without MASK. An int is faster than an
+        enum flag.
     num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
     state_copies: (source slots, target slots), int64 [m] each, of recurrent states to copy before the step, or None.
     """
 
     device_rows: DeviceRows
+    query_lens: NDArray[np.int64]
     sampling_indices: NDArray[np.int64]
     sampling_ops: int
     num_logprobs: NDArray[np.int64]
@@ -65,8 +73,10 @@ class StepInputs:
 
 
 class RequestTable:
-    """Tables with one row per request.
+    """Tables with one row per request of this rank.
 
+    num_rows: number of rows.
+    requests: selects this rank's part of a plan.
     num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks].
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
@@ -85,9 +95,12 @@ class RequestTable:
         device: torch.device,
         *,
         has_recurrent_layers: bool = False,
+        parallel: ParallelContext | None = None,
     ):
         self.device = device
         self.num_rows = num_rows
+        parallel = parallel or ParallelContext()
+        self.requests = RankRequests(parallel, num_rows)
         self._has_recurrent_layers = has_recurrent_layers
         self.vocab_size = vocab_size
 
@@ -118,28 +131,36 @@ class RequestTable:
         self._ops = np.zeros(num_rows, np.uint8)
         # For each row, the `SamplingOps` for which tables hold values, perhaps values of a finished request.
         self._written_ops = np.zeros(num_rows, np.uint8)
-        self._num_logprobs = np.full(num_rows, -1, np.int64)
+        # Indices are the rows of the plan, which counts the rows of all ranks.
+        self._num_logprobs = np.full(parallel.count_gathered(num_rows), -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
         self._last_step: tuple[ScheduledRows, StepInputs] | None = None
 
-    def apply_plan(self, plan: StepPlan) -> StepInputs:
-        """Update the tables with `plan`, and return the inputs of its step."""
+    def apply_plan(self, plan: StepPlan, num_reqs: int = 0) -> StepInputs:
+        """Update the tables with this rank's part of `plan`, and return the inputs of its step.
+
+        num_reqs: number of requests that each rank computes, including padding, if ranks have different requests;
+            otherwise ignored.
+        """
+        requests = self.requests
+        blocks = requests.select_blocks(plan.new_blocks)
         if self._last_step is not None and plan.scheduled is self._last_step[0] and not plan.new_rows:
-            if plan.new_blocks.rows:
-                self._write_changes(plan)
+            if blocks.rows:
+                self._write_changes([], blocks)
             return self._last_step[1]
-        rows, lengths, is_sampled = plan.scheduled
-        if plan.new_rows or plan.new_blocks.rows:
-            self._write_changes(plan)
-        state_copies = self._write_states(plan.new_rows) if self._has_recurrent_layers and plan.new_rows else None
-        self.step_buffer.write(rows, lengths, is_sampled)
-        sampling_indices = np.flatnonzero(is_sampled)
-        sampling_rows = rows[sampling_indices]
-        num_logprobs = self._num_logprobs[sampling_rows]
+        rows, query_lens, is_sampled = requests.select_scheduled(plan.scheduled)
+        new_rows = requests.select_new_rows(plan.new_rows)
+        self._record_logprobs(plan.new_rows)
+        if new_rows or blocks.rows:
+            self._write_changes(new_rows, blocks)
+        state_copies = self._write_states(new_rows) if self._has_recurrent_layers and new_rows else None
+        self.step_buffer.write(rows, query_lens, is_sampled)
+        num_logprobs = self._num_logprobs[plan.scheduled.rows[plan.scheduled.is_sampled]]
         inputs = StepInputs(
-            device_rows=self.step_buffer.first_rows(len(rows)),
-            sampling_indices=sampling_indices,
-            sampling_ops=int(np.bitwise_or.reduce(self._ops[sampling_rows], initial=0)),
+            device_rows=self.step_buffer.first_rows(requests.count_padded(len(rows), num_reqs)),
+            query_lens=query_lens,
+            sampling_indices=requests.find_sampling_indices(plan.scheduled, num_reqs),
+            sampling_ops=int(np.bitwise_or.reduce(self._ops[rows[is_sampled]], initial=0)),
             num_logprobs=num_logprobs,
             max_num_logprobs=int(num_logprobs.max(initial=-1)),
             state_copies=state_copies,
@@ -172,26 +193,28 @@ class RequestTable:
         self.checkpoints[rows] = flat_checkpoints.view(-1, MAX_CHECKPOINTS, 2)
         return (sources.view(torch.int64), targets.view(torch.int64)) if len(copies) else None
 
-    def _write_changes(self, plan: StepPlan) -> None:
-        blocks = plan.new_blocks
+    def _write_changes(self, new_rows: Sequence[NewRow], blocks: NewBlocks) -> None:
         row_starts = np.array(blocks.rows, np.int64) * self.block_table.shape[1]
         flat_indices = row_starts + np.array(blocks.entries, np.int64)
         arrays = [flat_indices.view(np.int32), np.array(blocks.block_ids, np.int32)]
-        if plan.new_rows:
-            self._record_options(plan.new_rows)
-            arrays += self._make_row_arrays(plan.new_rows)
+        if new_rows:
+            self._record_ops(new_rows)
+            arrays += self._make_row_arrays(new_rows)
         flat_block_indices, block_ids, *row_tensors = upload(arrays, self.device)
-        if plan.new_blocks.rows:
+        if blocks.rows:
             self.block_table.view(-1).index_copy_(0, flat_block_indices.view(torch.int64), block_ids)
-        if plan.new_rows:
+        if new_rows:
             self._write_rows(row_tensors)
-            self._write_optional_tables(plan.new_rows)
+            self._write_optional_tables(new_rows)
 
-    def _record_options(self, new_rows: Sequence[NewRow]) -> None:
+    def _record_logprobs(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             logprobs = new.sampling.logprobs
-            self._ops[new.row] = _find_ops(new.sampling)
             self._num_logprobs[new.row] = -1 if logprobs is None else logprobs
+
+    def _record_ops(self, new_rows: Sequence[NewRow]) -> None:
+        for new in new_rows:
+            self._ops[new.row] = _find_ops(new.sampling)
 
     def _make_row_arrays(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         """Flat arrays with the values of new rows, in the order of `_write_rows`."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nanovllm_core.cache.memory import CacheLayout, CacheMemory, CacheSize, measure_free_bytes, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
-from nanovllm_core.execution.graphs import GraphShape, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import CapturedStep, GraphShape, StepGraphs, graph_shapes
 from nanovllm_core.execution.host_copy import HostCopyRing
 from nanovllm_core.execution.plan_messages import PlanPublisher
 from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tokens
@@ -65,13 +65,14 @@ class Runner:
         if isinstance(attention, PagedSpec):
             self.attention_estimator = make_attention_estimator(attention.num_heads, attention.num_kv_heads, device)
         self._table = RequestTable(
-            config.max_num_seqs,
+            config.max_seqs_per_group,
             config.max_model_len,
             layout.block_size,
             spec.vocab_size,
             len(spec.eos_token_ids),
             device,
             has_recurrent_layers=bool(layout.state_specs),
+            parallel=parallel,
         )
         self._token_chooser = TokenChooser(self._table, parallel, compiles=config.compile)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
@@ -79,7 +80,7 @@ class Runner:
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
-        batch_limits = (config.max_num_seqs, config.max_num_batched_tokens)
+        batch_limits = (config.max_seqs_per_group, config.max_tokens_per_group)
         min_whole_tokens = min_graph_tokens_for_step_keys(self.cache.kv_caches[0], config.attention_backend)
         self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, min_whole_tokens=min_whole_tokens))
 
@@ -98,8 +99,8 @@ class Runner:
         """Compile kernels by running steps of several shapes."""
         if self._config.attention_backend != "torch":
             self._table.step_buffer.clear()
-            num_tokens = min(COMPILED_ROWS, self._config.max_num_batched_tokens)
-            largest_shape = GraphShape(min(num_tokens, self._config.max_num_seqs), num_tokens, num_tokens, "none")
+            num_tokens = min(COMPILED_ROWS, self._config.max_tokens_per_group)
+            largest_shape = GraphShape(min(num_tokens, self._config.max_seqs_per_group), num_tokens, num_tokens, "none")
             whole_prompts_shape = largest_shape._replace(has_only_whole_prompts=True)
             shapes = (largest_shape, whole_prompts_shape, GraphShape(1, 1, 1, "none"))
             for shape in tqdm(shapes, desc="compiling", disable=None):
@@ -140,7 +141,11 @@ class Runner:
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
-        """Measure the seconds of a step with one chunk, after `context_len` cached tokens. Call before any request."""
+        """Measure the seconds of a step with one chunk per group of requests. Call before any request.
+
+        num_tokens: number of tokens of each chunk.
+        context_len: number of cached tokens before each chunk.
+        """
         # The first run may compile or allocate, so run twice.
         greedy = SamplingParams(temperature=0.0)
         durations_s = [self._run_dummy_step([num_tokens], greedy, context_len=context_len) for _ in range(2)]
@@ -171,34 +176,42 @@ class Runner:
         host_slot = None if self._host_copies is None else self._host_copies.next_slot()
         if host_slot is not None:
             host_slot.begin_event.record(host_slot.stream)
-        step = self._table.apply_plan(plan)
+        captured = self.graphs.dispatch(plan.shape, allows_graph=not plan.prompt_logprobs_ranges)
+        step = self._table.apply_plan(plan, plan.shape.num_reqs if captured is None else captured.num_reqs)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
-        output, graphs, prompt_scores = self._run_model(plan, step)
+        output, graphs, prompt_scores = self._run_model(plan, step, captured)
         return self._token_chooser.choose(step, output, num_masks, host_slot, graphs, prompt_scores)
 
     def _run_model(
-        self, plan: StepPlan, step: StepInputs
+        self, plan: StepPlan, step: StepInputs, captured: CapturedStep | None
     ) -> tuple[ForwardOutput, SamplingGraphs | None, Sequence[PromptScores]]:
-        """Run the forward pass. Returns its output, the sampling graphs of a replayed step, and the prompt scores."""
+        """Run the forward pass. Returns its output, the sampling graphs of a replayed step, and the prompt scores.
+
+        captured: the step to replay; None to launch kernels.
+        """
         forward = self._forward
-        captured = self.graphs.dispatch(plan.shape, allows_graph=not plan.prompt_logprobs_ranges)
         if captured is not None:
-            captured.replay(
-                plan.shape.num_tokens, lambda output: forward.replan_attention(output, step.device_rows, plan)
-            )
+            captured.replay(plan.shape.num_tokens, lambda output: forward.replan_attention(output, step, plan))
             return captured.output, captured.sampling_graphs, ()
-        hidden, batch = forward.run(step.device_rows, BatchBounds.from_plan(plan))
-        prompt_scores = [self._score_prompt(prompt_range, hidden) for prompt_range in plan.prompt_logprobs_ranges]
+        hidden, batch = forward.run(step.device_rows, BatchBounds.from_plan(plan, step.query_lens))
+        prompt_scores = [
+            self._score_prompt(prompt_range, plan.scheduled, hidden) for prompt_range in plan.prompt_logprobs_ranges
+        ]
         logits = forward.compute_last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
         return ForwardOutput(logits, batch.seq_lens, batch.block_tables), None, prompt_scores
 
-    def _score_prompt(self, prompt_range: PromptLogprobsRange, hidden: Tensor) -> PromptScores:
-        row, start, num_tokens, num_top, first_logits_index = prompt_range
+    def _score_prompt(
+        self, prompt_range: PromptLogprobsRange, scheduled: ScheduledRows, hidden: Tensor
+    ) -> PromptScores:
+        owner, own_range = self._table.requests.locate_prompt(prompt_range, scheduled)
+        row, start, num_tokens, num_top, first_logits_index = own_range
         # The kernels need aligned memory, so copy the tokens.
         tokens = self._table.tokens[row, start : start + num_tokens].clone()
         hidden = hidden[first_logits_index : first_logits_index + num_tokens]
+        # All ranks compute logits, so all ranks need the rows of the rank that has the prompt.
+        hidden, tokens = (self._parallel.share_rows(x, owner) for x in (hidden, tokens))
         return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_logits_of_own_rows, self._parallel)
 
     def _run_padded_forward(
@@ -215,7 +228,7 @@ class Runner:
     def _run_largest_step(self) -> None:
         """Run a step with the full token budget, in which all rows sample with all options."""
         config = self._config
-        token_budget, num_rows = config.max_num_batched_tokens, config.max_num_seqs
+        token_budget, num_rows = config.max_tokens_per_group, config.max_seqs_per_group
         max_length = min(token_budget - (num_rows - 1), config.max_model_len)
         lengths = [max_length]
         while len(lengths) < num_rows and (num_remaining := token_budget - sum(lengths)) > 0:
@@ -243,14 +256,20 @@ class Runner:
     ) -> float:
         """Run a step of prompts that reads and writes the null block only. Returns the step's seconds.
 
+        Each group of requests has the same prompts.
+
         lengths: numbers of tokens to compute, one per prompt, in rising order. context_len: number of cached tokens
             before each prompt.
         """
         prompts = [np.zeros(context_len + length, np.int32) for length in lengths]
-        new_rows = [NewRow(row, ids, len(ids), context_len, sampling, 0, ()) for row, ids in enumerate(prompts)]
-        num_rows = len(lengths)
-        scheduled = ScheduledRows(np.arange(num_rows), np.array(lengths), np.ones(num_rows, np.bool_))
-        shape = BatchShape(num_rows, sum(lengths), None, has_only_whole_prompts=context_len == 0)
+        num_groups, num_prompts = self._parallel.num_request_groups, len(lengths)
+        rows = np.add.outer(np.arange(num_groups) * self._table.num_rows, np.arange(num_prompts)).reshape(-1)
+        new_rows = [
+            NewRow(row, ids, len(ids), context_len, sampling, 0, ())
+            for row, ids in zip(rows.tolist(), prompts * num_groups, strict=True)
+        ]
+        scheduled = ScheduledRows(rows, np.array(lengths * num_groups), np.ones(len(rows), np.bool_))
+        shape = BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=context_len == 0)
         max_seq_len = context_len + max(lengths)
         handle = self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*logprobs_ranges]))
         handle.wait()

@@ -46,7 +46,7 @@ class TokenChooser:
     def __init__(self, table: RequestTable, parallel: ParallelContext, *, compiles: bool):
         self._table = table
         self._parallel = parallel
-        self._constraints = Constraints(table.num_rows, table.vocab_size, table.device)
+        self._constraints = Constraints(parallel.count_gathered(table.num_rows), table.vocab_size, table.device)
         self._gather_columns = compile_for_rows(gather_columns, min_rows=1) if compiles else gather_columns
 
     def begin_step(self, plan: StepPlan) -> int:
@@ -107,20 +107,26 @@ class TokenChooser:
         return mask_buffer.share(num_masks, self._parallel)
 
     def choose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
-        """Choose tokens int32 [rows] for all rows of the step buffer, including padding. Graphs capture this method."""
+        """Choose tokens for all rows of the step buffer, including padding. Graphs capture this method.
+
+        Returns the tokens of the requests of all ranks, int32 [n].
+        """
         count = output.seq_lens.shape[0]
-        masks = self._constraints.mask_buffer.first_masks(count) if ops & _MASK else None
+        masks = None
+        if ops & _MASK:
+            masks = self._constraints.mask_buffer.first_masks(self._parallel.count_gathered(count))
         return self._choose_and_write(ops, output, self._table.step_buffer.first_rows(count), masks)
 
     def _choose_and_write(self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None) -> Tensor:
         parallel, count = self._parallel, rows.table_rows.shape[0]
-        own_rows, own_positions = map(parallel.own_rows, (rows.table_rows, output.seq_lens[:count]))
+        own_rows, own_positions = map(parallel.own_requests, (rows.table_rows, output.seq_lens[:count]))
         own_masks = None if masks is None else _select_own_masks(masks, len(own_rows), parallel)
         own_tokens = choose_tokens(
             output.logits, own_rows, own_positions, self._table, ops, self._gather_columns, own_masks
         )
-        tokens = parallel.gather_rows(own_tokens, count)
-        self._write_tokens(rows, tokens, ops)
+        tokens = parallel.gather_rows(own_tokens, parallel.count_gathered(count))
+        # The tables have this rank's requests only, if ranks have different requests.
+        self._write_tokens(rows, own_tokens if parallel.splits_requests else tokens, ops)
         return tokens
 
     def _write_tokens(self, rows: DeviceRows, tokens: Tensor, ops: int) -> None:
@@ -131,7 +137,7 @@ class TokenChooser:
 
 
 def _select_own_masks(masks: Masks, num_own_rows: int, parallel: ParallelContext) -> Masks:
-    """The masks of this rank's share of rows (`own_rows`). Masks of other ranks' rows become unused."""
+    """The masks of the requests for which this rank chooses tokens. Masks of other requests become unused."""
     if parallel.size == 1:
         return masks
     own_indices = masks.rows - parallel.rank * num_own_rows
@@ -191,7 +197,8 @@ def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs, parallel:
     tokens: [n]. May have padding at the end.
     logits: this rank's share of [n, vocab], without penalties and temperature.
     """
-    indices, count = step.sampling_indices[step.num_logprobs >= 0], len(step.device_rows.table_rows)
+    indices = step.sampling_indices[step.num_logprobs >= 0]
+    count = parallel.count_gathered(len(step.device_rows.table_rows))
     selected = None
     if indices.size < count:
         selected = stage_upload(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)

@@ -16,15 +16,22 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    The ranks share the vocabulary. The table ends with padding rows of zeros, so that all shares are equal.
+    The ranks share the vocabulary. The table ends with padding rows of zeros, so that all shares are equal. If ranks
+    have different requests, each rank has the whole table.
+
+    weight: [rows of this rank, hidden_size].
+    head_weight: the rows for which this rank computes logits, if the output head has the same weight.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
         super().__init__(build)
-        self._parallel = build.parallel
+        self._parallel = build.for_attention().parallel
         self._shape = (vocab_size, hidden_size)
-        self._rows_per_rank = -(-vocab_size // build.parallel.size)
+        rows_per_head = -(-vocab_size // build.parallel.size)
+        self._rows_per_rank = rows_per_head * build.parallel.num_request_groups
         self.weight = self.allocate(self._rows_per_rank, hidden_size).zero_()
+        is_whole = build.parallel.splits_requests
+        self.head_weight = self.weight[own_slice(build.parallel, rows_per_head)] if is_whole else self.weight
         self._out_dtype = residual_dtype(build.dtype, build.device, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -64,7 +71,7 @@ class LMHead(WeightedModule):
         if tied_embedding is None:
             self.weight = self.allocate(-(-vocab_size // build.parallel.size), hidden_size).zero_()
         else:
-            self.weight = tied_embedding.weight
+            self.weight = tied_embedding.head_weight
         self._packed = PackedWeight(self.weight, in_onednn_layout=False)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class GatedDeltaNet(WeightedModule):
         in_quantization: BlockFP8 | None = None,
         out_quantization: BlockFP8 | None = None,
     ):
+        build = build.for_attention()
         super().__init__(build)
         self._shape = shape
         self._cache_index = cache_index

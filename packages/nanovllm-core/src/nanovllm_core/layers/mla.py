@@ -119,6 +119,7 @@ class LatentAttention(WeightedModule):
         quantization: BlockFP8 | None = None,
         name: str = "self_attn",
     ):
+        build = build.for_attention()
         super().__init__(build)
         self._shape = shape
         self._cache_index = cache_index

@@ -34,7 +34,7 @@ class RMSNorm(WeightedModule):
         self._own_elements = slice(0, size) if own_elements is None else own_elements
         size = self._own_elements.stop - self._own_elements.start
         self.eps = eps
-        self._communicator = build.parallel.communicator
+        self._parallel = build.parallel
         self.weight = torch.empty(size, device=self.device) if zero_centred else self.allocate(size)
         self.packed_weight = self.weight
         self._zero_centred = zero_centred
@@ -49,21 +49,31 @@ class RMSNorm(WeightedModule):
         Returns (residual stream [T, size], input [T, size], norm). The next layer must still apply `norm` to the input;
         None if the input is already normalised.
         """
-        if stream.partial is None:
-            return stream.residual, stream.residual, self
-        residual, rows = self._add_and_normalize(stream)
+        parallel = self._parallel
+        if stream.partial is None or parallel.splits_requests:
+            residual = stream.complete(parallel)
+            return residual, residual, self
+        if parallel.communicator is None:
+            raise ValueError("a residual stream has partial sums only if there are several ranks")
+        residual, rows = parallel.communicator.all_reduce_norm(
+            stream.partial, stream.residual, self.packed_weight, self.eps, self.dtype
+        )
         return residual, rows, None
+
+    def resolve_for_all_ranks(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
+        """Like `resolve`, but for a layer that computes the requests of all ranks: a feed-forward layer.
+
+        The rows are [size * T, size] if ranks have different requests, see `ParallelContext.gather_requests`.
+        """
+        residual, rows, norm = self.resolve(stream)
+        if norm is None or not self._parallel.splits_requests:
+            return residual, rows, norm
+        return residual, self._parallel.gather_requests(norm.forward(rows)), None
 
     def normalize(self, stream: ResidualStream) -> Tensor:
         """Add the ranks' partial results to a residual stream, and return the normalised stream [T, size]."""
-        return self.forward(stream.residual) if stream.partial is None else self._add_and_normalize(stream)[1]
-
-    def _add_and_normalize(self, stream: ResidualStream) -> tuple[Tensor, Tensor]:
-        if self._communicator is None or stream.partial is None:
-            raise ValueError("a residual stream has partial sums only if there are several ranks")
-        return self._communicator.all_reduce_norm(
-            stream.partial, stream.residual, self.packed_weight, self.eps, self.dtype
-        )
+        _, rows, norm = self.resolve(stream)
+        return rows if norm is None else norm.forward(rows)
 
     def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:
         """Yield the slot that loads the weight."""

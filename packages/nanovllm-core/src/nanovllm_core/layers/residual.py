@@ -13,9 +13,10 @@ class ResidualStream(NamedTuple):
 
     The next norm adds the sum, because one kernel can add, normalise and exchange the ranks' parts (`RMSNorm.resolve`).
 
-    residual: equal on all ranks.
-    partial: this rank's part of the results since the last norm; None if there are no such results. With one rank,
-        results are added to `residual` at once.
+    residual: equal on all ranks, unless the ranks have different requests.
+    partial: this rank's part of the results since the last norm; None if there are no such results. A layer that
+        computes its results alone adds them to `residual` at once. If ranks have different requests, `partial` has
+        the rows of all ranks' requests (`ParallelContext.gather_requests`).
     """
 
     residual: Tensor
@@ -35,4 +36,4 @@ class ResidualStream(NamedTuple):
         """Return the sum [T, hidden] of the residual stream and all ranks' parts, for callers without a norm."""
         if self.partial is None:
             return self.residual
-        return self.residual + parallel.all_reduce(self.partial).to(self.residual.dtype)
+        return self.residual + parallel.sum_for_requests(self.partial).to(self.residual.dtype)

@@ -15,12 +15,16 @@ class ParallelContext:
 
     communicator: exchanges tensors with the other ranks; None if and only if `size` is 1.
     shares_whole_experts: each rank has some experts as a whole (expert parallelism), instead of a part of each expert.
+    splits_requests: each request belongs to one rank, which alone computes the request's attention and alone holds its
+        KV cache. In a step, all ranks compute equal numbers of tokens and requests, including padding. Otherwise all
+        ranks compute all requests.
     """
 
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
     shares_whole_experts: bool = False
+    splits_requests: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -49,6 +53,44 @@ class ParallelContext:
         group = self.rank * num_groups // self.size
         return slice(group, group + 1)
 
+    @property
+    def num_request_groups(self) -> int:
+        """The number of disjoint groups of requests, each of which belongs to one rank or to all ranks together."""
+        return self.size if self.splits_requests else 1
+
+    def for_attention(self) -> "ParallelContext":
+        """The ranks that share the attention of one request: a single rank if ranks have different requests."""
+        return ParallelContext() if self.splits_requests else self
+
+    def gather_requests(self, x: Tensor) -> Tensor:
+        """The rows of the requests of all ranks, from rows `x` [n, ...] of this rank's requests.
+
+        Returns [size * n, ...] in the order of ranks if ranks have different requests, else `x`.
+        """
+        if self.communicator is None or not self.splits_requests:
+            return x
+        return self.communicator.all_gather(x.contiguous())
+
+    def sum_for_requests(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, without the rows of other ranks' requests: the inverse of `gather_requests`.
+
+        x: [size * n, ...] if ranks have different requests; may be overwritten.
+        """
+        if self.communicator is None or not self.splits_requests:
+            return self.all_reduce(x)
+        return self.communicator.reduce_scatter(x.contiguous())
+
+    def count_gathered(self, count: int) -> int:
+        """The number of rows of `gather_requests` for `count` rows."""
+        return self.num_request_groups * count
+
+    def share_rows(self, x: Tensor, owner: int) -> Tensor:
+        """The `x` of rank `owner` if ranks have different requests, else `x`. All ranks pass `x` of one shape."""
+        if self.splits_requests:
+            x = x.clone()
+            self.broadcast(x, owner)
+        return x
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks."""
         return x if self.communicator is None else self.communicator.all_reduce(x)
@@ -60,6 +102,13 @@ class ParallelContext:
         num_own_rows = -(-x.shape[0] // self.size)
         own = x[self.rank * num_own_rows : (self.rank + 1) * num_own_rows]
         return _pad_rows(own, num_own_rows)
+
+    def own_requests(self, x: Tensor) -> Tensor:
+        """The rows of `x` [n, ...], one per request of this rank's tables, for which this rank chooses tokens.
+
+        If ranks have different requests, these are all rows, else this rank's share (`own_rows`).
+        """
+        return x if self.splits_requests else self.own_rows(x)
 
     def gather_rows(self, own: Tensor, num_rows: int) -> Tensor:
         """The inverse of `own_rows`: [num_rows, ...] from the shares of all ranks."""
@@ -74,10 +123,10 @@ class ParallelContext:
             return x
         return self.communicator.exchange_columns(_pad_rows(x, -(-x.shape[0] // self.size) * self.size))
 
-    def broadcast(self, x: Tensor) -> None:
-        """Overwrite `x` on every rank by the values of rank 0."""
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """Overwrite `x` on every rank by the values of rank `source`."""
         if self.communicator is not None:
-            self.communicator.broadcast(x)
+            self.communicator.broadcast(x, source)
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The minimum of `value` over all ranks. The host waits for the ranks. device: device of the rank."""

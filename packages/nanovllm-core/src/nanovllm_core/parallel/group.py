@@ -62,7 +62,7 @@ class RankGroup:
         if group is None:
             raise RuntimeError("torch.distributed has no default group after init_process_group")
         self._communicator = Communicator(group, device)
-        self.context = ParallelContext(rank, size, self._communicator, config.expert_parallel)
+        self.context = ParallelContext(rank, size, self._communicator, config.expert_parallel, config.dp_attention)
 
     def leave(self) -> None:
         """Disconnect. All ranks call this method after the last step, when no graph exists."""

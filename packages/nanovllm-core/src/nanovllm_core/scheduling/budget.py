@@ -23,11 +23,13 @@ _MAX_IDLE_SHARE = 0.2
 class StepLimits(NamedTuple):
     """Limits of every step.
 
+    max_tokens: maximum number of tokens of each group of requests (see `Scheduler`).
     target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_limit_s` and
         MIN_MIXED_DECODE_STEPS usual decode steps.
     prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
     attention_estimator: estimates how long the attention of chunks takes.
-    padded_token_counts: token counts, ascending, to which steps with prompts are padded. Larger steps are not padded.
+    padded_token_counts: token counts per group, ascending, to which steps with prompts are padded. Larger steps are not
+        padded.
     """
 
     max_tokens: int
@@ -50,13 +52,21 @@ class StepLimits(NamedTuple):
 
 
 class StepBudget:
-    """The tokens and the time that a step has left for prompts.
+    """The tokens and the time that a step has left for prompts of one group of requests (see `Scheduler`).
 
-    decode_work: the step's work without prompts.
+    decode_work: the group's work without prompts.
+    num_decodes: number of decodes of all groups.
     chunk_unit: a chunk that does not finish its prompt ends at a multiple of this many tokens.
     """
 
-    def __init__(self, limits: StepLimits, step_time_model: StepTimeModel, decode_work: StepWork, chunk_unit: int):
+    def __init__(
+        self,
+        limits: StepLimits,
+        step_time_model: StepTimeModel,
+        decode_work: StepWork,
+        num_decodes: int,
+        chunk_unit: int,
+    ):
         self._limits = limits
         self._model = step_time_model
         self._chunk_unit = chunk_unit
@@ -66,7 +76,7 @@ class StepBudget:
         self._chunks: list[tuple[int, int]] = []
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
-        self._limit_s = usable_share * limits.time_limit_s(decode_work.num_tokens, decode_step_s)
+        self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
         # A chunk that leaves its prompt unfinished delays prompts that finish in the step, so its limit is lower.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False

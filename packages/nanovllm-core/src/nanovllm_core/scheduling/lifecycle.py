@@ -2,6 +2,7 @@
 
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.cache.manager import CacheManager
@@ -41,10 +42,11 @@ class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
     A preempted or finished request is unreleased while a step in flight still uses its row and blocks.
+    caches: the cache of each group of requests (see `Scheduler`).
     """
 
-    def __init__(self, cache: CacheManager, rows: RowTable):
-        self.cache = cache
+    def __init__(self, caches: Sequence[CacheManager], rows: RowTable):
+        self.caches = caches
         self.rows = rows
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
@@ -62,6 +64,10 @@ class RequestLifecycle:
         """Whether a request is unfinished, or still holds a row and blocks."""
         return bool(self._unfinished_by_key) or self.num_finished_unreleased > 0
 
+    def cache_of(self, request: RequestState) -> CacheManager:
+        """The cache with the blocks of a request that has a row."""
+        return self.caches[self.rows.group_of(request.row)]
+
     def find(self, key: int) -> RequestState | None:
         """The unfinished request with this key, or None."""
         return self._unfinished_by_key.get(key)
@@ -71,16 +77,17 @@ class RequestLifecycle:
         self._unfinished_by_key[request.key] = request
         self.waiting.push(request)
 
-    def start(self, request: RequestState, num_cached_tokens: int) -> None:
-        """Give a row to a waiting request. num_cached_tokens: result of `CacheManager.admit`."""
+    def start(self, request: RequestState, group: int, num_cached_tokens: int) -> None:
+        """Give a row of `group` to a waiting request. num_cached_tokens: result of `CacheManager.admit`."""
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
-        self.rows.assign(request, num_cached_tokens, len(request.block_ids) * self.cache.block_size)
+        cache = self.caches[group]
+        self.rows.assign(request, group, num_cached_tokens, len(request.block_ids) * cache.block_size)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled_time = time.monotonic()
             self.counters.num_prompt_tokens += request.num_prompt_tokens
-            if self.cache.prefix_caching:
+            if cache.prefix_caching:
                 self.counters.num_queried_tokens += request.num_prompt_tokens
                 self.counters.num_cached_tokens += num_cached_tokens
 
@@ -109,12 +116,13 @@ class RequestLifecycle:
         if request.row >= 0:
             if self.rows.num_steps_in_flight[request.row] > 0:
                 return
-            if self.cache.prefix_caching:
+            cache = self.cache_of(request)
+            if cache.prefix_caching:
                 # The hash of a block needs all token ids of the block on the host.
                 num_computed = self.rows.num_computed_tokens[request.row]
-                self.cache.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
+                cache.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
             self.rows.release(request)
-            self.cache.release(request)
+            cache.release(request)
         if request.status is RequestStatus.FINISHED:
             self.num_finished_unreleased -= 1
         else:

@@ -20,6 +20,8 @@ RowIndices = NDArray[np.int64]
 class BatchShape(NamedTuple):
     """The shape of a step's batch.
 
+    num_reqs: number of requests in the group with the most requests (see `Scheduler`).
+    num_tokens: number of tokens in the group with the most tokens.
     query_len: number of tokens per request if equal for all requests; else None.
     has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
     """

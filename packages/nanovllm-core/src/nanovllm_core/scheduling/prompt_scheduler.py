@@ -1,5 +1,6 @@
 """Divides a step's budget among prompts."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,9 @@ MIN_OLDEST_SHARE = 0.25
 # After this many admissions of other requests, only requests of earlier service classes may still overtake a request
 # that waits for free blocks.
 MAX_BYPASSES = 32
+# A request starts in the group that has cached the longest part of its prompt, unless this group runs more than this
+# number of requests in addition to those of the emptiest group. Steps take as long as the largest group needs.
+MAX_GROUP_IMBALANCE = 4
 
 
 class PromptChunk(NamedTuple):
@@ -43,7 +47,8 @@ class ScheduledPrompts(NamedTuple):
 class _Candidate(NamedTuple):
     """A prompt that the step may compute.
 
-    start: number of computed tokens; for a waiting request, the estimated number of cached tokens.
+    start: number of computed tokens; for a waiting request, the estimated number of cached tokens in the group with the
+        most.
     end: number of tokens of the prompt.
     """
 
@@ -58,11 +63,12 @@ class PromptScheduler:
     def __init__(self, lifecycle: RequestLifecycle, limits: StepLimits, step_time_model: StepTimeModel):
         self._lifecycle = lifecycle
         self._limits = limits
-        self._cache = lifecycle.cache
+        self._caches = lifecycle.caches
         self._rows = lifecycle.rows
         self._step_time_model = step_time_model
-        # Estimated numbers of cached tokens of waiting requests, by request key.
-        self._cached_tokens_by_key: dict[int, int] = {}
+        self._chunk_unit = min(self._caches[0].block_size, CHUNK_UNIT_TOKENS)
+        # Estimated numbers of cached tokens of waiting requests in each group, by request key.
+        self._cached_tokens_by_key: dict[int, list[int]] = {}
         # For each request that lacked blocks: the number of free blocks that its admission needs, by request key.
         self._needed_blocks_by_key: dict[int, int] = {}
         self._num_candidate_searches = 0
@@ -72,15 +78,22 @@ class PromptScheduler:
         # Number of consecutive steps in which the oldest prompt got less than its share.
         self._num_unfair_steps = 0
 
-    def schedule(self, decode_work: StepWork, prompts: ScheduledPrompts, *, may_admit: bool) -> None:
-        """Add chunks to `prompts`. may_admit: whether waiting requests may start."""
+    def schedule(self, decode_works: Sequence[StepWork], prompts: ScheduledPrompts, *, may_admit: bool) -> None:
+        """Add chunks to `prompts`.
+
+        decode_works: the work of each group's decodes.
+        may_admit: whether waiting requests may start.
+        """
         candidates = self._running_candidates()
         if may_admit and self._rows.num_free_rows:
             candidates += self._waiting_candidates()
         if not candidates:
             return
-        chunk_unit = min(self._cache.block_size, CHUNK_UNIT_TOKENS)
-        budget = StepBudget(self._limits, self._step_time_model, decode_work, chunk_unit)
+        num_decodes = sum(work.num_tokens for work in decode_works)
+        budgets = [
+            StepBudget(self._limits, self._step_time_model, work, num_decodes, self._chunk_unit)
+            for work in decode_works
+        ]
         candidates.sort(key=self._service_order)
         first_class = request_class(candidates[0].request)
         oldest = min(
@@ -90,29 +103,70 @@ class PromptScheduler:
         if self._num_unfair_steps >= 1 / MIN_OLDEST_SHARE - 1:
             candidates.remove(oldest)
             candidates.insert(0, oldest)
-        chunk_times_s = [self._schedule_chunk(candidate, budget, prompts) for candidate in candidates]
+        chunk_times_s = [self._schedule_chunk(candidate, budgets, prompts) for candidate in candidates]
         is_served = any(chunk.row == oldest.request.row for chunk in prompts.chunks)
-        is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * sum(chunk_times_s)
+        group = self._rows.group_of(oldest.request.row)
+        group_time_s = sum(
+            seconds
+            for candidate, seconds in zip(candidates, chunk_times_s, strict=True)
+            if self._rows.group_of(candidate.request.row) == group
+        )
+        is_fair = is_served and chunk_times_s[candidates.index(oldest)] >= MIN_OLDEST_SHARE * group_time_s
         self._num_unfair_steps = 0 if is_fair else self._num_unfair_steps + 1
         # After a burst of short prompts, a step may have space for more than MAX_WAITING_CANDIDATES requests.
-        while may_admit and not budget.is_full and self._rows.num_free_rows:
+        while may_admit and not all(budget.is_full for budget in budgets) and self._rows.num_free_rows:
             num_admitted = len(prompts.new_rows)
             for candidate in sorted(self._waiting_candidates(), key=self._service_order):
-                self._schedule_chunk(candidate, budget, prompts)
+                self._schedule_chunk(candidate, budgets, prompts)
             if len(prompts.new_rows) == num_admitted:
                 break
 
-    def _schedule_chunk(self, candidate: _Candidate, budget: StepBudget, prompts: ScheduledPrompts) -> float:
+    def _schedule_chunk(self, candidate: _Candidate, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
         """Add a chunk of the candidate if possible, and return the chunk's predicted seconds."""
-        num_tokens = budget.size_chunk(candidate.start, candidate.end)
+        request, start, end = candidate
+        if request.row < 0:
+            return self._start(request, budgets, prompts)
+        budget = budgets[self._rows.group_of(request.row)]
+        num_tokens = budget.size_chunk(start, end)
         if num_tokens == 0:
             return 0.0
-        if candidate.request.row >= 0:
-            prompts.chunks.append(PromptChunk(candidate.request.row, num_tokens))
-            return budget.add_chunk(candidate.start, candidate.end, num_tokens)
-        if self._rows.num_free_rows and not self._must_wait(candidate.request):
-            return self._admit(candidate.request, budget, prompts)
+        prompts.chunks.append(PromptChunk(request.row, num_tokens))
+        return budget.add_chunk(start, end, num_tokens)
+
+    def _start(self, request: RequestState, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
+        """Admit a waiting request if possible, and return the predicted seconds of its first chunk."""
+        num_needed_blocks: list[int] = []
+        for group in self._rank_groups(request, budgets):
+            num_cached_tokens = self._cached_tokens_by_key[request.key][group]
+            # A cached prefix is worth waiting for, so do not try groups that have cached less.
+            if budgets[group].size_chunk(num_cached_tokens, request.num_tokens) == 0 or self._must_wait(request):
+                return 0.0
+            result = self._admit(request, group, budgets[group], prompts)
+            if not isinstance(result, BlockShortage):
+                return result
+            num_needed_blocks.append(result.num_blocks)
+        if num_needed_blocks:
+            self._needed_blocks_by_key[request.key] = min(num_needed_blocks)
+            if self._blocked_request is None:
+                self._blocked_request, self._num_bypasses = request, 0
         return 0.0
+
+    def _rank_groups(self, request: RequestState, budgets: Sequence[StepBudget]) -> list[int]:
+        """The groups with a free row, in the order in which a waiting request should try to start."""
+        rows = self._rows
+        groups = [group for group in range(len(budgets)) if rows.count_free_rows(group)]
+        if len(groups) < 2:
+            return groups
+        num_running = {group: len(rows.running_rows(group)) for group in groups}
+        max_running = min(num_running.values()) + MAX_GROUP_IMBALANCE
+        num_cached_tokens = self._cached_tokens_by_key[request.key]
+
+        def order(group: int) -> tuple[bool, int, bool, int, int]:
+            num_free_blocks = self._caches[group].pool.num_free
+            is_overloaded, is_full = num_running[group] > max_running, budgets[group].is_full
+            return is_overloaded, -num_cached_tokens[group], is_full, num_running[group], -num_free_blocks
+
+        return sorted(groups, key=order)
 
     def _running_candidates(self) -> list[_Candidate]:
         rows = self._rows
@@ -127,7 +181,12 @@ class PromptScheduler:
             self._blocked_request = None
         last_estimates = self._cached_tokens_by_key
         estimates = {
-            request.key: self._cache.estimate_cached_tokens(request, last_estimates.get(request.key))
+            request.key: [
+                cache.estimate_cached_tokens(request, last_estimate)
+                for cache, last_estimate in zip(
+                    self._caches, last_estimates.get(request.key, [None] * len(self._caches)), strict=True
+                )
+            ]
             for request in requests
         }
         self._num_candidate_searches += 1
@@ -141,7 +200,7 @@ class PromptScheduler:
         }
         self._cached_tokens_by_key = estimates
         return [
-            _Candidate(request, estimates[request.key], request.num_tokens)
+            _Candidate(request, max(estimates[request.key]), request.num_tokens)
             for request in requests
             if not self._must_wait(request)
         ]
@@ -155,27 +214,30 @@ class PromptScheduler:
         """Whether `request` must wait for free blocks, or for a request that too many others have overtaken."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
         # `num_blocks` includes the watermark, which must stay free only while requests run.
-        if self._cache.pool.num_free < num_blocks and self._rows.num_running > 0:
+        if num_blocks and all(
+            cache.pool.num_free < num_blocks and len(self._rows.running_rows(group))
+            for group, cache in enumerate(self._caches)
+        ):
             return True
         blocked = self._blocked_request
         if blocked is None or request is blocked or self._num_bypasses < MAX_BYPASSES:
             return False
         return request_class(request) >= request_class(blocked)
 
-    def _admit(self, request: RequestState, budget: StepBudget, prompts: ScheduledPrompts) -> float:
-        """Admit a waiting request if possible, and return the predicted seconds of its first chunk."""
-        num_cached_tokens = self._cache.admit(request, keep_watermark=self._rows.num_running > 0)
+    def _admit(
+        self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts
+    ) -> float | BlockShortage:
+        """Admit a waiting request to `group` if possible, and return the predicted seconds of its first chunk."""
+        cache = self._caches[group]
+        num_cached_tokens = cache.admit(request, keep_watermark=len(self._rows.running_rows(group)) > 0)
         if isinstance(num_cached_tokens, BlockShortage):
-            self._needed_blocks_by_key[request.key] = num_cached_tokens.num_blocks
-            if self._blocked_request is None:
-                self._blocked_request, self._num_bypasses = request, 0
-            return 0.0
+            return num_cached_tokens
         num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
         if num_tokens == 0:
-            self._cache.release(request)
+            cache.release(request)
             return 0.0
         self._num_bypasses += 1
-        self._lifecycle.start(request, num_cached_tokens)
+        self._lifecycle.start(request, group, num_cached_tokens)
         prompts.new_rows.append(_make_new_row(request, num_cached_tokens))
         prompts.new_blocks.add(request.row, 0, request.block_ids)
         prompts.chunks.append(PromptChunk(request.row, num_tokens))

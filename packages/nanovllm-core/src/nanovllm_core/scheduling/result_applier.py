@@ -18,8 +18,9 @@ class ResultApplier:
 
     def __init__(self, lifecycle: RequestLifecycle):
         self._lifecycle = lifecycle
-        self._cache = lifecycle.cache
         self._rows = lifecycle.rows
+        self._prefix_caching = lifecycle.caches[0].prefix_caching
+        self._block_size = lifecycle.caches[0].block_size
 
     def apply(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
         """Apply the results of a finished step and return its outputs.
@@ -31,7 +32,7 @@ class ResultApplier:
         failures = self._finish_failed_requests(scheduled, results)
         # Requests may have finished after the step was scheduled: discard their results.
         is_finished = rows.is_finished[scheduled.rows]
-        if self._cache.prefix_caching:
+        if self._prefix_caching:
             self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
         prompt_logprobs = [
             (int(rows.keys[prompt_range.row]), logprobs)
@@ -55,12 +56,12 @@ class ResultApplier:
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], is_finished: NDArray[np.bool_]
     ) -> None:
         """Register the blocks that a step filled."""
-        block_size, num_tokens = self._cache.block_size, scheduled.num_tokens
+        block_size, num_tokens = self._block_size, scheduled.num_tokens
         interval = np.where(num_tokens == 1, max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
         indices = np.flatnonzero((num_computed_tokens % interval < num_tokens) & ~is_finished)
         requests = self._rows.requests_of(scheduled.rows[indices])
         for request, num_computed in zip(requests, num_computed_tokens[indices].tolist(), strict=True):
-            self._cache.commit(request, num_computed)
+            self._lifecycle.cache_of(request).commit(request, num_computed)
 
     def _finish_failed_requests(self, scheduled: ScheduledRows, results: StepResults) -> list[RequestFailure]:
         """Finish the requests whose grammar failed."""

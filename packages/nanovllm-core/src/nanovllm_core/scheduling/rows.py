@@ -15,6 +15,8 @@ _NO_TOKEN = -1
 class RowTable:
     """Rows 0..num_rows-1. A request keeps its row until no step in flight refers to the row.
 
+    Each group of requests has num_rows / num_groups consecutive rows (see `Scheduler`).
+
     requests: the request of each row; None for a free row.
     is_running: bool [rows], whether the request may be scheduled.
     is_finished: bool [rows], whether the request has finished.
@@ -26,7 +28,7 @@ class RowTable:
     capacity: number of tokens that the request's blocks hold.
     """
 
-    def __init__(self, num_rows: int, num_eos_tokens: int):
+    def __init__(self, num_rows: int, num_eos_tokens: int, num_groups: int = 1):
         self.requests: list[RequestState | None] = [None] * num_rows
         self.keys, self.num_prompt_tokens, self.num_host_tokens, self.num_tokens = np.zeros((4, num_rows), np.int64)
         self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
@@ -38,21 +40,49 @@ class RowTable:
         # For each token id, whether any request so far had this stop token. The last entry, False, is for larger ids.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._rows_per_group = num_rows // num_groups
+        self._free_rows_by_group = [
+            list(range(first_row + self._rows_per_group - 1, first_row - 1, -1))
+            for first_row in range(0, num_rows, self._rows_per_group)
+        ]
 
     @property
     def num_free_rows(self) -> int:
         """The number of rows without a request."""
-        return len(self._free_rows)
+        return sum(map(len, self._free_rows_by_group))
 
     @property
     def num_running(self) -> int:
         """The number of requests that may be scheduled."""
         return int(np.count_nonzero(self.is_running))
 
-    def assign(self, request: RequestState, num_computed_tokens: int, capacity: int) -> None:
-        """Give `request` a free row. The caller checks `num_free_rows`."""
-        request.row = row = self._free_rows.pop()
+    def group_of(self, row: int) -> int:
+        """The group whose requests use `row`."""
+        return row // self._rows_per_group
+
+    def split_by_group(self, rows: RowIndices) -> list[RowIndices]:
+        """The rows of each group. rows: rising."""
+        num_groups = len(self._free_rows_by_group)
+        if num_groups == 1:
+            return [rows]
+        return np.split(rows, np.searchsorted(rows, [group * self._rows_per_group for group in range(1, num_groups)]))
+
+    def count_free_rows(self, group: int) -> int:
+        """The number of rows of `group` without a request."""
+        return len(self._free_rows_by_group[group])
+
+    def running_rows(self, group: int) -> RowIndices:
+        """The rows of requests of `group` that may be scheduled."""
+        first_row = group * self._rows_per_group
+        return first_row + np.flatnonzero(self.is_running[first_row : first_row + self._rows_per_group])
+
+    def count_unreleased(self, group: int) -> int:
+        """The number of preempted and finished requests of `group` that still hold a row and blocks."""
+        return self._rows_per_group - self.count_free_rows(group) - len(self.running_rows(group))
+
+    def assign(self, request: RequestState, group: int, num_computed_tokens: int, capacity: int) -> None:
+        """Give `request` a free row of `group`. The caller checks `count_free_rows`."""
+        request.row = row = self._free_rows_by_group[group].pop()
         self.requests[row] = request
         self.keys[row] = request.key
         self.num_prompt_tokens[row] = request.num_prompt_tokens
@@ -72,7 +102,7 @@ class RowTable:
         row = request.row
         self.requests[row] = None
         self.is_running[row] = False
-        self._free_rows.append(row)
+        self._free_rows_by_group[self.group_of(row)].append(row)
         request.row = -1
 
     def requests_of(self, rows: RowIndices) -> list[RequestState]:

@@ -33,12 +33,16 @@ MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 class Scheduler:
     """Schedules requests from arrival to the last token. A step may contain prompt chunks and decodes.
 
+    Each running request belongs to a group with its own cache and its own rows. There are several groups if ranks have
+    different requests: one group per rank. A step takes as long as the largest group needs, so that the limits of a
+    step apply to each group.
+
     Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
     """
 
     def __init__(
         self,
-        cache: CacheManager,
+        caches: Sequence[CacheManager],
         *,
         max_num_seqs: int,
         limits: StepLimits,
@@ -48,9 +52,9 @@ class Scheduler:
         step_time_model: StepTimeModel | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
-        self.cache = cache
-        self.rows = RowTable(max_num_seqs, len(self._eos_token_ids))
-        self._lifecycle = RequestLifecycle(cache, self.rows)
+        self.caches = caches
+        self.rows = RowTable(max_num_seqs, len(self._eos_token_ids), len(caches))
+        self._lifecycle = RequestLifecycle(caches, self.rows)
         self.counters = self._lifecycle.counters
         self._result_applier = ResultApplier(self._lifecycle)
         self.limits = limits
@@ -87,7 +91,7 @@ class Scheduler:
             request.stop_ids |= self._eos_token_ids
         request.seed = self._seed_generator.getrandbits(63) if sampling.seed is None else sampling.seed
         # Hash the prompt now, not in `schedule`, because the device may be idle during `schedule`.
-        self.cache.hash_prompt(request)
+        self.caches[0].hash_prompt(request)
         self._lifecycle.add(request)
 
     def abort(self, key: int) -> bool:
@@ -103,16 +107,17 @@ class Scheduler:
         num_preemptions_before = self.counters.num_preemptions
         prompts = ScheduledPrompts([], [], NewBlocks())
         decode_rows = self._schedule_decodes(prompts.new_blocks)
-        decode_work = StepWork(
-            len(decode_rows), int(self.rows.num_computed_tokens[decode_rows].sum()) + len(decode_rows)
-        )
+        decode_works = [
+            StepWork(len(rows), int(self.rows.num_computed_tokens[rows].sum()) + len(rows))
+            for rows in self.rows.split_by_group(decode_rows)
+        ]
         # Free blocks go to preempted requests first, so admit no request while a preempted row is unreleased.
         has_preempted = self.counters.num_preemptions > num_preemptions_before
         has_preempted |= self._lifecycle.num_preempted_unreleased > 0
-        self._prompt_scheduler.schedule(decode_work, prompts, may_admit=not has_preempted)
+        self._prompt_scheduler.schedule(decode_works, prompts, may_admit=not has_preempted)
         if not len(decode_rows) and not prompts.chunks:
             return None
-        return self._make_step(decode_rows, decode_work.decode_context, prompts)
+        return self._make_step(decode_rows, decode_works, prompts)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """Fit the step-time model to the device time of a finished step."""
@@ -131,15 +136,27 @@ class Scheduler:
         can_decode = (num_tokens - rows.num_computed_tokens == 1) & (num_tokens < rows.max_total_tokens)
         decode_rows = np.flatnonzero(rows.is_running & can_decode)
         # Each decode computes one token, so it lacks at most one block.
-        growing_rows = decode_rows[num_tokens[decode_rows] > rows.capacity[decode_rows]]
+        if not (num_tokens[decode_rows] > rows.capacity[decode_rows]).any():
+            return decode_rows
+        return np.concatenate(
+            [
+                self._allocate_decodes(cache, group_rows, new_blocks)
+                for cache, group_rows in zip(self.caches, rows.split_by_group(decode_rows), strict=True)
+            ]
+        )
+
+    def _allocate_decodes(self, cache: CacheManager, decode_rows: RowIndices, new_blocks: NewBlocks) -> RowIndices:
+        """Allocate the blocks of one group's decodes. Returns the rows that can decode."""
+        rows = self.rows
+        growing_rows = decode_rows[rows.num_tokens[decode_rows] > rows.capacity[decode_rows]]
         if not len(growing_rows):
             return decode_rows
         rows_near_capacity = self._rows_near_capacity(decode_rows)
-        if len(rows_near_capacity) * MIN_FREE_BLOCKS_PER_EARLY_BLOCK <= self.cache.pool.num_free:
+        if len(rows_near_capacity) * MIN_FREE_BLOCKS_PER_EARLY_BLOCK <= cache.pool.num_free:
             growing_rows = rows_near_capacity
-        if self._add_blocks(rows.requests_of(growing_rows), new_blocks):
+        if self._add_blocks(cache, rows.requests_of(growing_rows), new_blocks):
             return decode_rows
-        return self._select_decodes_by_urgency(decode_rows, new_blocks)
+        return self._select_decodes_by_urgency(cache, decode_rows, new_blocks)
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
         """The rows that will need another block within `block_size` steps.
@@ -150,21 +167,23 @@ class Scheduler:
         capacity = rows.capacity[decode_rows]
         # The last output token is not computed, so it needs no place in a block.
         needs_more = capacity < rows.max_total_tokens[decode_rows] - 1
-        return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.cache.block_size)]
+        return decode_rows[needs_more & (capacity - rows.num_tokens[decode_rows] < self.caches[0].block_size)]
 
-    def _add_blocks(self, requests: Sequence[RequestState], new_blocks: NewBlocks) -> bool:
+    def _add_blocks(self, cache: CacheManager, requests: Sequence[RequestState], new_blocks: NewBlocks) -> bool:
         """Give each request one more block. Returns False and changes nothing if too few blocks are free."""
-        block_ids = self.cache.grow(requests)
+        block_ids = cache.grow(requests)
         if block_ids is None:
             return False
         rows = [request.row for request in requests]
-        self.rows.capacity[rows] += self.cache.block_size
+        self.rows.capacity[rows] += cache.block_size
         new_blocks.rows.extend(rows)
         new_blocks.entries.extend([len(request.block_ids) - 1 for request in requests])
         new_blocks.block_ids.extend(block_ids)
         return True
 
-    def _select_decodes_by_urgency(self, decode_rows: RowIndices, new_blocks: NewBlocks) -> RowIndices:
+    def _select_decodes_by_urgency(
+        self, cache: CacheManager, decode_rows: RowIndices, new_blocks: NewBlocks
+    ) -> RowIndices:
         """The rows that can decode when too few blocks are free. The most urgent requests get blocks first."""
         rows = self.rows
         selected_rows: set[int] = set()
@@ -173,18 +192,22 @@ class Scheduler:
             # An earlier iteration may have preempted this request.
             if request.status is RequestStatus.RUNNING and (
                 rows.num_tokens[row] <= rows.capacity[row]
-                or self._add_block_or_preempt(request, selected_rows, new_blocks)
+                or self._add_block_or_preempt(cache, request, selected_rows, new_blocks)
             ):
                 selected_rows.add(row)
         return np.array(sorted(selected_rows), np.int64)
 
-    def _add_block_or_preempt(self, request: RequestState, selected_rows: set[int], new_blocks: NewBlocks) -> bool:
-        """Give a request a block, preempting other requests if needed. Returns False if the request must wait."""
-        while not self._add_blocks([request], new_blocks):
+    def _add_block_or_preempt(
+        self, cache: CacheManager, request: RequestState, selected_rows: set[int], new_blocks: NewBlocks
+    ) -> bool:
+        """Give a request a block, preempting others of its group if needed. Returns False if the request must wait."""
+        group = self.rows.group_of(request.row)
+        while not self._add_blocks(cache, [request], new_blocks):
             # A step in flight will soon release blocks: preempt no further request until then.
-            if self._lifecycle.num_preempted_unreleased or self._lifecycle.num_finished_unreleased:
+            if self.rows.count_unreleased(group):
                 return False
-            candidates = (running for running in self.running_requests if running.row not in selected_rows)
+            running_requests = self.rows.requests_of(self.rows.running_rows(group))
+            candidates = (running for running in running_requests if running.row not in selected_rows)
             victim = max(candidates, key=self._preemption_order)
             self._lifecycle.preempt(victim)
             if victim is request:
@@ -195,8 +218,10 @@ class Scheduler:
         is_prefilling = self.rows.num_tokens[request.row] - self.rows.num_computed_tokens[request.row] > 1
         return preemption_order(request, is_prefilling=bool(is_prefilling))
 
-    def _make_step(self, decode_rows: RowIndices, decode_context: int, prompts: ScheduledPrompts) -> ScheduledStep:
-        """Make the plan, and count its tokens as computed and sampled. decode_context: see `StepWork`."""
+    def _make_step(
+        self, decode_rows: RowIndices, decode_works: Sequence[StepWork], prompts: ScheduledPrompts
+    ) -> ScheduledStep:
+        """Make the plan, and count its tokens as computed and sampled. decode_works: of each group."""
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
         if chunks:
@@ -205,14 +230,13 @@ class Scheduler:
             scheduled, decode_columns = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
         chunk_ranges = [(int(rows.num_computed_tokens[row]), num_tokens) for row, num_tokens in chunks]
-        attention_pairs = self.limits.attention_estimator.estimate_pairs(chunk_ranges)
         has_only_whole_prompts = bool(chunks) and not any(start for start, length in chunk_ranges if length > 1)
         row_indices, tokens_per_row, is_sampled = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
         rows.num_computed_tokens[row_indices] = num_computed_tokens
         rows.num_tokens[row_indices] += is_sampled
         rows.num_steps_in_flight[row_indices] += 1
-        num_tokens = len(decode_rows) + sum(chunk.num_tokens for chunk in chunks)
+        max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
         is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
         query_len = int(tokens_per_row[0]) if is_uniform else None
         plan = StepPlan(
@@ -220,14 +244,36 @@ class Scheduler:
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(len(row_indices), num_tokens, query_len, has_only_whole_prompts),
+            shape=BatchShape(max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
-        self.counters.count_step(num_tokens)
-        work = StepWork(self.limits.pad(num_tokens) if chunks else num_tokens, decode_context, attention_pairs)
+        self.counters.count_step(int(tokens_per_row.sum()))
+        if chunks:
+            work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
         return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s)
+
+    def _measure_largest_group(
+        self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
+    ) -> tuple[int, StepWork]:
+        """The number of requests, and each number of `StepWork` without padding, in the group where it is largest.
+
+        chunk_ranges: (first position, number of tokens) of each chunk.
+        """
+        num_reqs, works = [work.num_tokens for work in decode_works], [*decode_works]
+        if chunks:
+            ranges_by_group: list[list[tuple[int, int]]] = [[] for _ in works]
+            for chunk, chunk_range in zip(chunks, chunk_ranges, strict=True):
+                ranges_by_group[self.rows.group_of(chunk.row)].append(chunk_range)
+            for group, ranges in enumerate(ranges_by_group):
+                num_tokens, decode_context, _ = works[group]
+                num_reqs[group] += len(ranges)
+                num_tokens += sum(length for _, length in ranges)
+                works[group] = StepWork(
+                    num_tokens, decode_context, self.limits.attention_estimator.estimate_pairs(ranges)
+                )
+        return max(num_reqs), StepWork(*map(max, *works)) if len(works) > 1 else works[0]
 
     def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:
         # The kernels expect rows with one token first, and prompts without computed tokens last.

@@ -42,13 +42,14 @@ def plan_states(
     checkpoints: int32 [B, S, 2], S pairs (position, slot) per request. After `position` tokens, the layer also writes
         the request's state to `slot`. Positions are multiples of CHECKPOINT_INTERVAL. An unused pair has position 0.
     seq_lens: int32 [B], number of each request's tokens, including this step's.
-    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
+        request may have no tokens.
     num_decodes: number of requests with one token in this step. They come first. None: unknown. A captured graph then
         supports any query lengths up to `max_query_len`. "torch" does not allow None.
     max_query_len: maximum number of tokens of a request in the step.
     num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
-        never waits, and allows requests without tokens.
+        never waits.
     """
     torch_plan = None
     if backend == "torch":

@@ -21,12 +21,12 @@ def build_inputs(
     """Gather the inputs of a step for B requests. Never waits for the device.
 
     table_rows: int32 [B], each request's row in the tables.
-    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. On CUDA
-        a request may have no tokens.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
+        request may have no tokens.
     page_table: int32 [R, max_pages], page numbers of each table row.
     page_size: tokens per page.
-    num_tokens: number of tokens in the step. On CUDA it may include padding tokens, which become token 0 at position 0
-        in cache slot 0.
+    num_tokens: number of tokens in the step. May include padding tokens, which become token 0 at position 0 in cache
+        slot 0.
     num_page_columns: number of columns of `page_table` to copy, enough for every token. None: all columns.
     """
     num_page_columns = page_table.shape[1] if num_page_columns is None else num_page_columns

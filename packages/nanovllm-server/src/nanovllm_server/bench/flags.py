@@ -27,7 +27,10 @@ SHARED_ENGINE_SETTINGS = (
     *("device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     *("state_dtype", "tensor_parallel_size", "expert_parallel"),
 )
-UNSHARED_ENGINE_SETTINGS = ("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace")
+UNSHARED_ENGINE_SETTINGS = (
+    *("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace"),
+    "dp_attention",
+)
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -45,8 +45,9 @@ def plan_batch(
     block_tables: int32 [B, max_blocks], page numbers of each request, in order. Entries past a request's last page must
         be valid page numbers, but these pages are not read.
     seq_lens: int32 [B], tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. If request b
-        has n queries, query i of request b has position seq_lens[b] - n + i, and sees the tokens up to this position.
+    query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. A request may
+        have no query. If request b has n queries, query i of request b has position seq_lens[b] - n + i, and sees the
+        tokens up to this position.
     num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
         graph can then be replayed for any lengths within the bounds. "torch" does not allow None.
     max_query_len: upper bound on the queries of a request. Launches depend on this bound.
@@ -54,8 +55,8 @@ def plan_batch(
     num_heads: number of query heads.
     kv_cache: the cache of any layer; only shape, dtype and device matter.
     backend: "torch" runs everywhere, but waits for the device on CUDA. Other backends need CUDA (or Triton's
-        interpreter), never wait, and allow requests without a query. "flash" needs the package's extra flash-attn, and
-        does not read FP8 caches. "cutedsl" needs the package's extra cutedsl.
+        interpreter), and never wait. "flash" needs the package's extra flash-attn, and does not read FP8 caches.
+        "cutedsl" needs the package's extra cutedsl.
     dtype: dtype of the queries. None: dtype of the cache.
     num_tokens: upper bound on the tokens of the step. None: B * max_query_len.
     has_only_whole_prompts: whether every request with several queries has all of its tokens in this step. If so,

@@ -15,9 +15,12 @@ from nanovllm_kernels.attention.plan.gathers import DecodeGroup, GatherPlan, Pre
 def paged_attention(
     q: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, gather_plan: GatherPlan, scale: float
 ) -> Tensor:
-    """Compute grouped-query attention for all requests of `gather_plan`. q: [T, Hq, D]."""
+    """Compute grouped-query attention for all requests of `gather_plan`. q: [T, Hq, D].
+
+    The results of tokens that belong to no request are undefined.
+    """
     decode_groups, prefills = gather_plan
-    if len(decode_groups) == 1 and not prefills:
+    if len(decode_groups) == 1 and not prefills and decode_groups[0].end == len(q):
         return _attend_decodes(q, kv_cache, kv_scales, decode_groups[0], scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in decode_groups:

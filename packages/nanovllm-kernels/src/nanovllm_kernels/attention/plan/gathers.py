@@ -62,7 +62,7 @@ def plan_gathers(
 ) -> GatherPlan:
     """Plan the copies of cached tokens for a step.
 
-    num_decodes: number of leading requests with exactly one query.
+    num_decodes: number of leading requests with exactly one query. Other requests may have no query.
     dtype: dtype of the masks. None: float32. If the queries have another dtype, every layer converts the masks.
     """
     dtype = dtype or torch.float32
@@ -76,6 +76,8 @@ def plan_gathers(
         starts: list[int] = query_start_loc.tolist()
         for request in range(num_decodes, len(lengths)):
             begin, end, length = starts[request], starts[request + 1], lengths[request]
+            if begin == end:
+                continue
             mask = None
             if end - begin != length:
                 mask = torch.full((end - begin, length), -torch.inf, dtype=dtype, device=seq_lens.device)
