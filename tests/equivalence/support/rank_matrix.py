@@ -36,6 +36,7 @@ RANK_SETTINGS = {
         {"kv_cache_dtype": "fp8", **AMPLE_CACHE},
         {**OWN_REQUESTS, **WHOLE_EXPERTS},
     ),
+    "own requests, whole experts, preempted": (SCARCE_CACHE, {**OWN_REQUESTS, **WHOLE_EXPERTS}),
 }
 
 
