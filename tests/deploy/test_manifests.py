@@ -101,6 +101,19 @@ def test_compose_waits_for_the_drain():
     assert override["services"].keys() == compose["services"].keys()
 
 
+def test_ranks_have_shared_memory_and_a_writable_tmp(pod):
+    """Several GPUs need both. Containers have 64 MiB of shared memory by default."""
+    override = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["server"]
+    assert override["shm_size"] == "1gb"
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
+    assert any(mount.startswith("/tmp") for mount in compose["tmpfs"])
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (container,) = pod["containers"]
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert "emptyDir" in mounts["/tmp"]
+
+
 def test_containerfile_has_no_lint():
     check = run(PROGRAMS / "hadolint", DEPLOY / "Containerfile")
     assert check.returncode == 0, check.stdout

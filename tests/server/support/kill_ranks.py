@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -64,9 +65,9 @@ def find_ranks(server_pid: int, num_ranks: int) -> list[int]:
     return [engine, *sorted(others)]
 
 
-def find_files() -> set[str]:
-    """Names in the directories in which servers and ranks create files."""
-    return {str(path) for directory in ("/dev/shm", "/tmp") for path in Path(directory).glob("nanovllm*")}
+def find_files(directory: str) -> list[str]:
+    """Names of the files that a server has left in its directory for temporary files, and of its shared memory."""
+    return [str(path) for path in (*Path(directory).iterdir(), *Path("/dev/shm").glob("nanovllm*"))]
 
 
 async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
@@ -103,9 +104,19 @@ def read_health(url: str) -> int | None:
 
 async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
     """Start a server, and kill `rank` while it streams. Returns the measured times as text."""
-    files_before = find_files()
+    with tempfile.TemporaryDirectory() as directory:
+        report = await _kill_once(command, rank, num_ranks, directory)
+        assert not (files := find_files(directory)), f"left: {files}"
+    return report
+
+
+async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: str) -> str:
+    """Do the same, with `directory` for temporary files."""
     server = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": directory},
     )
     assert server.stdout is not None
     output = ""
@@ -138,7 +149,6 @@ async def kill_once(command: list[str], rank: int, num_ranks: int) -> str:
     assert health in (503, None), f"/health says {health}"
     assert status == 1, f"exit status {status}"
     assert not left
-    assert not (files := find_files() - files_before), f"left: {files}"
     health_text = "no answer, the server has ended" if health is None else str(health)
     return f"errors after {error_s:.2f} s, /health {health_text}, all processes ended after {end_s:.2f} s"
 
