@@ -26,12 +26,13 @@ RANK_SETTINGS = {
         SPLIT_EXPERTS,
     ),
     "whole experts, preempted": (SCARCE_CACHE, WHOLE_EXPERTS),
-    "own requests": (AMPLE_CACHE, OWN_REQUESTS),
+    "own requests, whole experts, preempted": (SCARCE_CACHE, {**OWN_REQUESTS, **WHOLE_EXPERTS}),
+    "own requests, preempted, chunked": ({"max_num_batched_tokens": 48, **SCARCE_CACHE}, OWN_REQUESTS),
     "own requests, chunked, depth 2": (
         {"max_num_batched_tokens": 48, "depth": 2, **AMPLE_CACHE},
         OWN_REQUESTS,
     ),
-    "own requests, preempted, chunked": ({"max_num_batched_tokens": 48, **SCARCE_CACHE}, OWN_REQUESTS),
+    "own requests": (AMPLE_CACHE, OWN_REQUESTS),
     "own requests, whole experts, FP8 cache": (
         {"kv_cache_dtype": "fp8", **AMPLE_CACHE},
         {**OWN_REQUESTS, **WHOLE_EXPERTS},

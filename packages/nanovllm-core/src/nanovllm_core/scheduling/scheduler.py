@@ -248,7 +248,7 @@ class Scheduler:
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
-        self.counters.count_step(int(tokens_per_row.sum()))
+        self.counters.count_step(len(decode_rows) + sum(chunk.num_tokens for chunk in chunks))
         if chunks:
             work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
@@ -273,7 +273,7 @@ class Scheduler:
                 works[group] = StepWork(
                     num_tokens, decode_context, self.limits.attention_estimator.estimate_pairs(ranges)
                 )
-        return max(num_reqs), StepWork(*map(max, *works)) if len(works) > 1 else works[0]
+        return max(num_reqs), StepWork(*map(max, zip(*works, strict=True)))
 
     def _scheduled_rows(self, decode_rows: RowIndices, chunks: list[PromptChunk]) -> ScheduledRows:
         # The kernels expect rows with one token first, and prompts without computed tokens last.
