@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from nanovllm_core.errors import ConfigError
 
@@ -16,11 +16,16 @@ KVCacheDtype = Literal["auto", "fp8"]
 BlockSize = Literal[16, 32, 64, 128]
 HashAlgorithm = Literal["fast", "sha256"]
 StateDtype = Literal["float32", "bfloat16"]
+DraftMethod = Literal["ngram"]
 GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
+# With at most this many drafts, a decode fills at most one new block.
+MAX_DRAFTS = BLOCK_SIZES[0] - 1
+# A step with drafts may have this number of tokens, even if `max_num_seqs` is smaller.
+MIN_DRAFT_STEP_TOKENS = 64
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps.
 PROMPT_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
@@ -73,6 +78,12 @@ class IndependentSettings:
         "each rank computes the attention of its own requests and holds their KV cache; ranks share only feed-forward "
         "layers and the output head",
     ] = False
+    speculate: Annotated[
+        DraftMethod | None,
+        "speculative decoding, which verifies several proposed tokens (drafts) in one step, and never changes an "
+        "answer; ngram: propose the tokens that followed the last tokens earlier in the request",
+    ] = None
+    num_speculative_tokens: Annotated[int, "maximum number of drafts per request and step"] = 5
     check_ranks: Annotated[
         bool, "for debugging: fail if ranks have different hidden states after a step; waits for each step"
     ] = False
@@ -145,6 +156,16 @@ class ResolvedConfig(IndependentSettings):
         return -(-self.max_num_batched_tokens // self.num_request_groups)
 
     @property
+    def max_drafts(self) -> int:
+        """The maximum number of drafts per request and step; 0 without speculation."""
+        return 0 if self.speculate is None else self.num_speculative_tokens
+
+    @property
+    def max_draft_step_tokens(self) -> int:
+        """The maximum number of tokens of a step with drafts. The logits of all these tokens are in memory at once."""
+        return min(max(self.max_seqs_per_group, MIN_DRAFT_STEP_TOKENS), self.max_tokens_per_group)
+
+    @property
     def torch_dtype(self) -> "torch.dtype":
         """The dtype of weights and activations."""
         return _torch_dtype(self.dtype)
@@ -200,6 +221,7 @@ def resolve(
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
     _require(0 <= config.watermark < 1, "watermark", config.watermark, "at least 0 and below 1")
     _require(config.depth in (None, 1, 2), "depth", config.depth, "1 or 2")
+    _check_speculation(config)
     preferred_dtype = (cuda_dtype if device == "cuda" else None) or model_dtype
     dtype = config.dtype or str(preferred_dtype).removeprefix("torch.")
     _require(dtype in ("float32", "bfloat16", "float16"), "dtype", dtype, "'float32', 'bfloat16' or 'float16'")
@@ -242,6 +264,15 @@ def _resolve_attention_backend(
                 "'triton'"
             )
     return backend
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    methods = get_args(DraftMethod)
+    _require(config.speculate in (None, *methods), "speculate", config.speculate, f"None or one of {methods}")
+    num_drafts = config.num_speculative_tokens
+    _require(1 <= num_drafts <= MAX_DRAFTS, "num_speculative_tokens", num_drafts, f"1..{MAX_DRAFTS}")
+    if config.speculate is not None and config.dp_attention:
+        raise ConfigError("speculate does not support dp_attention yet: leave out one of these settings")
 
 
 def _check_kv_cache_dtype(config: EngineConfig, device: Device, backend: AttentionBackend, has_fp8: bool) -> None:

@@ -75,11 +75,13 @@ class RequestStart(NamedTuple):
 
 
 class RequestFinish(NamedTuple):
-    """Reports that a step has a request's last output token. stop_token: token that stopped the request, or None."""
+    """Reports that a step has a request's last output token. Fields: see `RequestOutput`."""
 
     key: int
     reason: FinishReason
     stop_token: int | None
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 class RequestFailure(NamedTuple):
@@ -111,7 +113,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one request since its previous `RequestOutput`.
 
-    new_token_ids: id of one token, or ids of several tokens if the reader was slow.
+    new_token_ids: id of one token, or ids of several tokens if the reader was slow or drafts were accepted.
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     logprobs: one entry per new token; None if not requested.
     finish_reason: None except on the last output.
@@ -119,6 +121,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: log-probabilities of all prompt tokens except the first. None in all outputs but the first, and
         if not requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
+    num_accepted_drafts, num_rejected_drafts: drafts of speculative decoding that the output has and has not. 0 in all
+        outputs but the last.
     """
 
     id: str
@@ -131,3 +135,5 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_token: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
     scheduled_time: float = 0.0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0

@@ -42,6 +42,7 @@ class RequestState:
     max_total_tokens: number of prompt and output tokens at which the request finishes.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     scheduled_time: value of `time.monotonic` at the first admission.
+    num_accepted_drafts, num_rejected_drafts: totals of verified drafts.
     num_scheduled_prompt_logprobs: number of prompt tokens whose log-probabilities a step has computed or will compute.
     row: index of the request in the tables of the scheduler and of the device; -1 while not running.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
@@ -62,6 +63,8 @@ class RequestState:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     scheduled_time: float = 0.0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     num_scheduled_prompt_logprobs: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list[int])

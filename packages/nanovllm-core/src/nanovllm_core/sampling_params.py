@@ -81,6 +81,11 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     reasoning_budget: ReasoningBudget | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on how often each token occurs before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError if a value is invalid."""
         self._validate_numbers()

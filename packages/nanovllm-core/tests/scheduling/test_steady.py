@@ -54,7 +54,7 @@ def test_calls_of_a_decode_step_do_not_depend_on_the_number_of_requests(prefix_c
         scheduler = make_decoding_scheduler(num_requests, prefix_caching=prefix_caching)
         counts[num_requests] = [count_calls(run_step, scheduler, num_requests) for _ in range(8)]
     for of_few, of_many in zip(counts[FEW_REQUESTS], counts[MANY_REQUESTS], strict=True):
-        assert of_few["call"] == of_many["call"] < 100
+        assert of_few["call"] == of_many["call"] < 110
         assert of_few["c_call"] == of_many["c_call"]
 
 

@@ -16,7 +16,15 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.plan import NewRow, NewState, PromptLogprobsRange, StepPlan, StepResults
+from nanovllm_core.scheduling.drafting import DraftLimits
+from nanovllm_core.scheduling.plan import (
+    DraftResults,
+    NewRow,
+    NewState,
+    PromptLogprobsRange,
+    StepPlan,
+    StepResults,
+)
 from nanovllm_core.scheduling.scheduler import Scheduler
 
 VOCAB = 50
@@ -39,6 +47,7 @@ class Device:
     slots: digest by cache slot. tables: block id by entry, by row. tokens: tokens by row. computed: number of computed
         tokens by row.
     states: digest by state slot; None for a model without recurrent layers. state_of: `NewState` by row.
+    max_drafts: number of drafts that are proposed after each sampled token. drafts: by row.
     """
 
     block_size: int
@@ -49,6 +58,9 @@ class Device:
     computed: dict[int, int] = field(default_factory=dict)
     states: dict[int, int] | None = None
     state_of: dict[int, NewState] = field(default_factory=dict)
+    max_drafts: int = 0
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def restore_states(self, new_rows: Sequence[NewRow]) -> None:
         assert self.states is not None
@@ -81,7 +93,7 @@ class Device:
         """Compute `count` tokens of a row. Returns (row, position, digest of the tokens so far) of each token."""
         prefix_digest, hidden_states = 1, []
         end = self.computed[row] + count
-        for position, token in enumerate(self.tokens[row][:end]):
+        for position, token in enumerate((self.tokens[row] + self.drafts.get(row, []))[:end]):
             previous_digest, prefix_digest = prefix_digest, digest(prefix_digest, token)
             slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
             if position >= self.computed[row]:
@@ -97,6 +109,29 @@ class Device:
     def sample(self, row: int, prefix_digest: int) -> int:
         self.tokens[row].append(next_token(prefix_digest, self.eos_rate))
         return self.tokens[row][-1]
+
+    def verify(self, row: int, hidden_states: list[tuple[int, int, int]]) -> list[int]:
+        """Sample after the last token and after each draft; keep the drafts that are right, and one token."""
+        drafts = self.drafts[row][: len(hidden_states) - 1]
+        self.computed[row] -= len(drafts)
+        tokens = [self.sample(row, hidden_states[0][2])]
+        for draft, (_, _, prefix_digest) in zip(drafts, hidden_states[1:], strict=True):
+            if tokens[-1] != draft:
+                break
+            self.computed[row] += 1
+            tokens.append(self.sample(row, prefix_digest))
+        return tokens
+
+    def propose(self, row: int) -> int:
+        """Propose drafts, of which some are right. Returns their number, beyond which the drafts are left over."""
+        *_, prefix_digest = accumulate(self.tokens[row], digest, initial=1)
+        drafts: list[int] = []
+        for _ in range(self.max_drafts):
+            right = next_token(prefix_digest, self.eos_rate)
+            drafts.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
+            prefix_digest = digest(prefix_digest, drafts[-1])
+        self.drafts[row] = drafts
+        return self.rng.randrange(self.max_drafts + 1)
 
     def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
         """Stand-ins for log-probabilities: digests of a prompt token and of all tokens that the device saw before."""
@@ -116,15 +151,34 @@ def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> 
     blocks = plan.new_blocks
     for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
         devices[row // rows_per_group].tables[row][entry] = block
-    sampled_tokens, hidden_states = [], []
+    sampled_tokens, hidden_states, num_tokens, num_proposed = [], [], [], []
     for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
         device = devices[row // rows_per_group]
-        hidden_states += device.compute(row, count)
-        assert samples == (device.computed[row] == len(device.tokens[row]))
+        if not (device.max_drafts and plan.shape.has_drafts):
+            device.drafts[row] = []
+        row_states = device.compute(row, count)
+        hidden_states += row_states
+        if plan.shape.has_drafts:
+            assert samples
+            assert len(row_states) == count <= 1 + device.max_drafts
+            new_tokens = device.verify(row, row_states)
+        else:
+            assert samples == (device.computed[row] == len(device.tokens[row]))
+            new_tokens = [device.sample(row, row_states[-1][2])] if samples else []
         if samples:
-            sampled_tokens.append(device.sample(row, hidden_states[-1][2]))
+            sampled_tokens += new_tokens
+            num_tokens.append(len(new_tokens))
+            num_proposed.append((row, device.propose(row)))
+    drafts = None
+    if devices[0].max_drafts:
+        first_drafts = [devices[row // rows_per_group].drafts[row][0] for row, _ in num_proposed]
+        drafts = DraftResults(
+            np.array(num_tokens, np.int64),
+            np.array([count for _, count in num_proposed], np.int64),
+            np.array(first_drafts, np.int32),
+        )
     scores = [devices[part.row // rows_per_group].score(part, hidden_states) for part in plan.prompt_logprobs_ranges]
-    return StepResults(np.array(sampled_tokens, np.int32), (), (), scores)
+    return StepResults(np.array(sampled_tokens, np.int32), (), (), scores, drafts)
 
 
 def expected_output(request: RequestState, limit: int, eos_rate: int) -> list[int]:
@@ -173,6 +227,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, decodes: set[int], budget: 
     for group, count in zip(groups, counts, strict=True):
         tokens_by_group[group] += count
     assert plan.shape.num_tokens == max(tokens_by_group.values()) <= budget
+    assert not plan.shape.has_drafts or set(rows) <= decodes
     assert plan.shape.num_reqs == max(Counter(groups).values())
     new_groups = {scheduler.rows.group_of(new.row) for new in plan.new_rows}
     group_decodes = {row for row in decodes if scheduler.rows.group_of(row) in new_groups}
@@ -197,6 +252,8 @@ class Trace:
             "hash_algorithm": rng.choice(["fast", "sha256"]),
             "watermark": rng.choice([0, 0.1]),
         }
+        # A decode with drafts may fill at most one new block.
+        max_drafts = 0 if is_recurrent or num_groups > 1 else rng.choice([0, 1, self.block_size - 1])
         num_slots = max_num_seqs + prefix_caching * rng.choice([1, 3, 20]) if is_recurrent else 0
         caches = [
             CacheManager(
@@ -213,10 +270,12 @@ class Trace:
             limits=StepLimits(self.budget),
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS],
+            draft_limits=DraftLimits(max_drafts, self.budget),
         )
         self.rows_per_group = max_num_seqs
         self.devices = [
-            Device(self.block_size, self.eos_rate, states={} if is_recurrent else None) for _ in range(num_groups)
+            Device(self.block_size, self.eos_rate, states={} if is_recurrent else None, max_drafts=max_drafts)
+            for _ in range(num_groups)
         ]
         self.prefixes = [
             [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if is_recurrent else 2)
@@ -226,7 +285,7 @@ class Trace:
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
         self.scores: dict[int, list[int]] = {}
-        self.num_resumed_midway = self.num_restored = 0
+        self.num_resumed_midway = self.num_restored = self.num_accepted = self.num_rejected = 0
         self.in_flight: deque = deque()
 
     def submit(self) -> None:
@@ -283,11 +342,13 @@ class Trace:
             for key, token in zip(outputs.keys, outputs.tokens, strict=True):
                 assert key not in self.aborted
                 assert key not in self.reasons, "an output after the last one"
-                assert (key in {start.key for start in outputs.starts}) == (not self.outputs[key])
+                assert self.outputs[key] or key in {start.key for start in outputs.starts}
                 self.outputs[key].append(token)
-            for key, reason, stop_token in outputs.finishes:
-                assert stop_token == (self.outputs[key][-1] if reason == "stop" else None)
-                self.reasons[key] = reason
+            for finish in outputs.finishes:
+                assert finish.stop_token == (self.outputs[finish.key][-1] if finish.reason == "stop" else None)
+                self.reasons[finish.key] = finish.reason
+                self.num_accepted += finish.num_accepted_drafts
+                self.num_rejected += finish.num_rejected_drafts
         for group, cache in enumerate(scheduler.caches):
             rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
             check_ownership(cache, [request for request in rows if request is not None])
@@ -342,7 +403,7 @@ class Trace:
 
 @pytest.mark.parametrize(("block_of_seeds", "num_groups"), [*((block, 1) for block in range(8)), (0, 2), (1, 3)])
 def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds: int, num_groups: int):
-    num_preemptions = num_hits = num_resumed = num_restored = 0
+    num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = 0
     for seed in range(block_of_seeds * 250, (block_of_seeds + 1) * 250):
         trace = Trace(seed, num_groups)
         try:
@@ -353,8 +414,11 @@ def test_every_request_finishes_with_the_expected_tokens_and_releases_everything
         num_hits += trace.scheduler.counters.num_cached_tokens
         num_resumed += trace.num_resumed_midway
         num_restored += trace.num_restored
+        num_accepted += trace.num_accepted
+        num_rejected += trace.num_rejected
     # Otherwise the traces would not cover the difficult cases.
     assert num_preemptions > 100
     assert num_hits > 1000
     assert num_resumed > 2
     assert num_restored > 20
+    assert num_groups > 1 or min(num_accepted, num_rejected) > 100

@@ -35,6 +35,8 @@ class OutputBuffer:
     scheduled_time: float = 0.0
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     failure: str | None = None
     _num_output_tokens: int = 0
 
@@ -64,6 +66,8 @@ class OutputBuffer:
             self.stop_token,
             prompt_logprobs,
             self.scheduled_time,
+            self.num_accepted_drafts,
+            self.num_rejected_drafts,
         )
 
 
@@ -118,15 +122,16 @@ class OutputBuffers:
             buffer.prompt_logprobs.append(prompt_logprobs)
         for buffer, logprobs in self._with_buffers(outputs.logprobs):
             buffer.logprobs.append(logprobs)
-        for key, reason, stop_token in outputs.finishes:
+        for key, reason, stop_token, num_accepted, num_rejected in outputs.finishes:
             if (buffer := buffers.get(key)) is not None:
                 buffer.finish_reason, buffer.stop_token = reason, stop_token
+                buffer.num_accepted_drafts, buffer.num_rejected_drafts = num_accepted, num_rejected
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
             if (buffer := buffers.get(key)) is not None:
                 buffer.tokens.append(token)
                 buffer.listener.wake()
-        for key, _, _ in outputs.finishes:
-            buffers.pop(key, None)
+        for finish in outputs.finishes:
+            buffers.pop(finish.key, None)
         for key, failure in outputs.failures:
             if (buffer := buffers.pop(key, None)) is not None:
                 buffer.failure = failure

@@ -304,7 +304,7 @@ def _find_ops(sampling: SamplingParams) -> SamplingOps:
         ops |= SamplingOps.RANDOM
         if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
             ops |= SamplingOps.FILTER
-    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
+    if sampling.has_penalties:
         ops |= SamplingOps.PENALTY
     if sampling.logit_bias or sampling.min_tokens:
         ops |= SamplingOps.BIAS

@@ -22,14 +22,18 @@ class BatchShape(NamedTuple):
 
     num_reqs: number of requests in the group with the most requests (see `Scheduler`).
     num_tokens: number of tokens in the group with the most tokens.
-    query_len: number of tokens per request if equal for all requests; else None.
+    query_len: number of tokens per request if equal for all requests; else None. With drafts, the maximum number that
+        any step with drafts has.
     has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
+    has_drafts: whether each request decodes, and its tokens after the first are drafts. The step then samples a token
+        after every token.
     """
 
     num_reqs: int
     num_tokens: int
     query_len: int | None
     has_only_whole_prompts: bool = False
+    has_drafts: bool = False
 
 
 class ScheduledRows(NamedTuple):
@@ -37,7 +41,7 @@ class ScheduledRows(NamedTuple):
 
     rows: int64 [n].
     num_tokens: int64 [n], number of tokens that the step computes for each row.
-    is_sampled: bool [n], whether the step samples a token for the row.
+    is_sampled: bool [n], whether the step samples a token for the row, or several tokens if the step has drafts.
     """
 
     rows: RowIndices
@@ -134,7 +138,8 @@ class RequestColumns(NamedTuple):
 class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
-    num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step.
+    num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step, if no draft of this
+        step and of earlier steps in flight is rejected.
     decode_columns: the rows and requests of a step without prompts; None for a step with prompts.
     predicted_s: predicted time; 0 for a step without prompts.
     """
@@ -146,16 +151,40 @@ class ScheduledStep(NamedTuple):
     predicted_s: float
 
 
+class DraftResults(NamedTuple):
+    """What an engine with speculation knows about the sampled rows of a finished step, in the plan's order.
+
+    num_tokens: int64 [n], number of new tokens of each row: the accepted drafts and one token.
+    num_proposed: int64 [n], number of drafts that are proposed for the row's next step.
+    first_drafts: int32 [n], the first of these drafts; meaningless if there is none.
+    """
+
+    num_tokens: NDArray[np.int64]
+    num_proposed: NDArray[np.int64]
+    first_drafts: NDArray[np.int32]
+
+
 class StepResults(NamedTuple):
     """The results of a step.
 
-    tokens: int32 [n], one per sampled row, in the plan's order.
+    tokens: int32 [m], the new tokens of the sampled rows, in the plan's order. Each row has one token, unless `drafts`
+        says otherwise.
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that ask for log-probabilities.
-    grammar_failures: pairs (index into `tokens`, reason). The token of a row whose grammar failed is meaningless.
+    grammar_failures: pairs (index among the sampled rows, reason). The tokens of a row whose grammar failed are
+        meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
+    drafts: None without speculation.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[tuple[int, TokenLogprobs]]
     grammar_failures: Sequence[tuple[int, str]] = ()
     prompt_logprobs: Sequence[PromptLogprobs] = ()
+    drafts: DraftResults | None = None
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64] | None:
+        """Number of new tokens of each sampled row, int64 [n]; None if each has one."""
+        if self.drafts is None or len(self.tokens) == len(self.drafts.num_tokens):
+            return None
+        return self.drafts.num_tokens

@@ -1,11 +1,13 @@
 """Applies the results of a finished step: appends tokens, registers full blocks, finishes requests."""
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.outputs import RequestFailure, RequestFinish, RequestStart, StepOutputs, TokenLogprobs
+from nanovllm_core.scheduling.drafting import DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, ScheduledStep, StepResults
 
@@ -13,11 +15,25 @@ from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, Schedul
 COMMIT_INTERVAL_TOKENS = 64
 
 
-class ResultApplier:
-    """Applies step results to the requests of `lifecycle`."""
+class NewTokens(NamedTuple):
+    """The new tokens of a step's unfinished requests.
 
-    def __init__(self, lifecycle: RequestLifecycle):
+    columns: the requests.
+    tokens: int32 [m], the tokens of each request, in order.
+    num_tokens: int64 [n], number of tokens of each request; None if each has one.
+    """
+
+    columns: RequestColumns
+    tokens: NDArray[np.int32]
+    num_tokens: NDArray[np.int64] | None
+
+
+class ResultApplier:
+    """Applies step results to the requests of `lifecycle`. draft_planner: None without speculation."""
+
+    def __init__(self, lifecycle: RequestLifecycle, draft_planner: DraftPlanner | None = None):
         self._lifecycle = lifecycle
+        self._draft_planner = draft_planner
         self._rows = lifecycle.rows
         self._prefix_caching = lifecycle.caches[0].prefix_caching
         self._block_size = lifecycle.caches[0].block_size
@@ -29,37 +45,60 @@ class ResultApplier:
         """
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
+        if self._draft_planner is not None:
+            self._correct_bounds(step, results, self._draft_planner)
         failures = self._finish_failed_requests(scheduled, results)
         # Requests may have finished after the step was scheduled: discard their results.
         is_finished = rows.is_finished[scheduled.rows]
-        if self._prefix_caching:
-            self._register_full_blocks(scheduled, step.num_computed_tokens, is_finished)
         prompt_logprobs = [
             (int(rows.keys[prompt_range.row]), logprobs)
             for prompt_range, logprobs in zip(step.plan.prompt_logprobs_ranges, results.prompt_logprobs, strict=True)
             if not rows.is_finished[prompt_range.row]
         ]
-        logprobs = self._collect_logprobs(scheduled, results) if results.logprobs else []
-        if step.decode_columns is not None and not is_finished.any():
-            columns, tokens = step.decode_columns, results.tokens
-        else:
-            is_unfinished = ~is_finished[scheduled.is_sampled]
-            columns = rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
-            tokens = results.tokens[is_unfinished]
-        token_list = tokens.tolist()
-        starts, finishes = self._append_tokens(columns, tokens, token_list)
+        new_tokens, stopped_indices = self._cut_at_stop_tokens(self._select_new_tokens(step, results, is_finished))
+        logprobs = self._collect_logprobs(scheduled, results, new_tokens) if results.logprobs else []
+        starts, finishes = self._append_tokens(new_tokens, stopped_indices)
+        if self._prefix_caching:
+            self._register_full_blocks(step, results)
         for request in rows.requests_of(scheduled.rows[~rows.is_running[scheduled.rows]]):
             self._lifecycle.release_when_idle(request)
-        return StepOutputs(columns.keys, token_list, logprobs, starts, finishes, failures, prompt_logprobs)
+        keys = new_tokens.columns.keys
+        if new_tokens.num_tokens is not None:
+            keys = np.repeat(keys, new_tokens.num_tokens).tolist()
+        return StepOutputs(keys, new_tokens.tokens.tolist(), logprobs, starts, finishes, failures, prompt_logprobs)
 
-    def _register_full_blocks(
-        self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], is_finished: NDArray[np.bool_]
-    ) -> None:
-        """Register the blocks that a step filled."""
-        block_size, num_tokens = self._block_size, scheduled.num_tokens
-        interval = np.where(num_tokens == 1, max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
-        indices = np.flatnonzero((num_computed_tokens % interval < num_tokens) & ~is_finished)
-        requests = self._rows.requests_of(scheduled.rows[indices])
+    def _correct_bounds(self, step: ScheduledStep, results: StepResults, planner: DraftPlanner) -> None:
+        """Subtract rejected drafts from the numbers of tokens, and let the planner learn from the step."""
+        if results.drafts is None:
+            raise ValueError("with speculation, the results of each step need `drafts`")
+        rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
+        sampled_rows = scheduled.rows[scheduled.is_sampled]
+        num_drafts = scheduled.num_tokens - 1 if step.plan.shape.has_drafts else np.zeros(len(sampled_rows), np.int64)
+        num_rejected = num_drafts + 1 - num_tokens
+        rows.num_tokens[sampled_rows] -= num_rejected
+        rows.num_computed_tokens[sampled_rows] -= num_rejected
+        for index in np.flatnonzero(num_drafts):
+            (request,) = rows.requests_of(sampled_rows[index : index + 1])
+            request.num_accepted_drafts += int(num_tokens[index]) - 1
+            request.num_rejected_drafts += int(num_rejected[index])
+        first_tokens = results.tokens[np.cumsum(num_tokens) - num_tokens]
+        planner.observe(sampled_rows, num_drafts, first_tokens, results.drafts)
+
+    def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
+        """Register the blocks that a step filled. Requests that have finished register theirs at the end."""
+        rows, block_size, scheduled = self._rows, self._block_size, step.plan.scheduled
+        # The last token of a decode is not computed yet.
+        num_computed_tokens = np.where(
+            scheduled.is_sampled, rows.num_host_tokens[scheduled.rows] - 1, step.num_computed_tokens
+        )
+        num_tokens = scheduled.num_tokens
+        if step.plan.shape.has_drafts and results.drafts is not None:
+            num_tokens = results.drafts.num_tokens
+        is_decode = step.decode_columns is not None
+        interval = np.where(is_decode | (num_tokens == 1), max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
+        is_full = (num_computed_tokens % interval < num_tokens) & ~rows.is_finished[scheduled.rows]
+        indices = np.flatnonzero(is_full)
+        requests = rows.requests_of(scheduled.rows[indices])
         for request, num_computed in zip(requests, num_computed_tokens[indices].tolist(), strict=True):
             self._lifecycle.cache_of(request).commit(request, num_computed)
 
@@ -75,36 +114,92 @@ class ResultApplier:
                     self._lifecycle.finish(request)
         return failures
 
-    def _collect_logprobs(self, scheduled: ScheduledRows, results: StepResults) -> list[tuple[int, TokenLogprobs]]:
-        """Pairs (request key, log-probabilities) of unfinished requests."""
-        sampled_rows = scheduled.rows[scheduled.is_sampled]
-        keys, is_finished = self._rows.keys[sampled_rows].tolist(), self._rows.is_finished[sampled_rows]
-        return [(keys[index], logprobs) for index, logprobs in results.logprobs if not is_finished[index]]
+    def _select_new_tokens(
+        self, step: ScheduledStep, results: StepResults, is_finished: NDArray[np.bool_]
+    ) -> NewTokens:
+        """The new tokens of the unfinished requests. is_finished: bool [n], for each scheduled row."""
+        num_tokens = results.num_tokens
+        if step.decode_columns is not None and not is_finished.any():
+            return NewTokens(step.decode_columns, results.tokens, num_tokens)
+        scheduled = step.plan.scheduled
+        is_unfinished = ~is_finished[scheduled.is_sampled]
+        columns = self._rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
+        if num_tokens is None:
+            return NewTokens(columns, results.tokens[is_unfinished], None)
+        tokens = results.tokens[np.repeat(is_unfinished, num_tokens)]
+        return NewTokens(columns, tokens, num_tokens[is_unfinished])
+
+    def _cut_at_stop_tokens(self, new_tokens: NewTokens) -> tuple[NewTokens, NDArray[np.int64]]:
+        """Drop the tokens after each request's first stop token. Returns also the indices of stopped requests."""
+        columns, tokens, num_tokens = new_tokens
+        token_rows = columns.rows if num_tokens is None else np.repeat(columns.rows, num_tokens)
+        is_stop = self._rows.are_stop_tokens(token_rows, tokens)
+        if num_tokens is None or not is_stop.any():
+            return new_tokens, np.flatnonzero(is_stop)
+        ends = np.cumsum(num_tokens)
+        firsts = ends - num_tokens
+        indices = np.arange(len(tokens))
+        first_stops = np.minimum.reduceat(np.where(is_stop, indices, len(tokens)), firsts)
+        num_kept = np.minimum(first_stops + 1, ends) - firsts
+        is_kept = indices - np.repeat(firsts, num_tokens) < np.repeat(num_kept, num_tokens)
+        return NewTokens(columns, tokens[is_kept], num_kept), np.flatnonzero(first_stops < ends)
+
+    def _collect_logprobs(
+        self, scheduled: ScheduledRows, results: StepResults, new_tokens: NewTokens
+    ) -> list[tuple[int, TokenLogprobs]]:
+        """Pairs (request key, log-probabilities) of the new tokens."""
+        keys = self._rows.keys[scheduled.rows[scheduled.is_sampled]]
+        num_kept = dict(zip(new_tokens.columns.keys, [1] * len(new_tokens.columns.keys), strict=True))
+        if new_tokens.num_tokens is not None and results.num_tokens is not None:
+            keys = np.repeat(keys, results.num_tokens)
+            num_kept = dict(zip(new_tokens.columns.keys, new_tokens.num_tokens.tolist(), strict=True))
+        collected: list[tuple[int, TokenLogprobs]] = []
+        for index, logprobs in results.logprobs:
+            key = int(keys[index])
+            if num_kept.get(key, 0) > 0:
+                num_kept[key] -= 1
+                collected.append((key, logprobs))
+        return collected
 
     def _append_tokens(
-        self, columns: RequestColumns, tokens: NDArray[np.int32], token_list: list[int]
+        self, new_tokens: NewTokens, stopped_indices: NDArray[np.int64]
     ) -> tuple[list[RequestStart], list[RequestFinish]]:
-        """Append one token to each request. Returns requests that got their first token, and finished requests."""
-        rows, (row_indices, requests, keys, output_ids) = self._rows, columns
-        # Append a token to every list without a Python loop. The deque discards the results of `append`.
-        deque(map(list.append, output_ids, token_list), maxlen=0)
+        """Append the tokens to the requests. Returns requests that got their first token, and finished requests.
+
+        stopped_indices: indices of the requests whose last token is a stop token.
+        """
+        rows, ((row_indices, requests, keys, output_ids), tokens, num_tokens) = self._rows, new_tokens
+        token_list = tokens.tolist()
+        if num_tokens is None:
+            # Append a token to every list without a Python loop. The deque discards the results of `append`.
+            deque(map(list.append, output_ids, token_list), maxlen=0)
+        else:
+            ends = np.cumsum(num_tokens)
+            for ids, first, end in zip(output_ids, (ends - num_tokens).tolist(), ends.tolist(), strict=True):
+                ids += token_list[first:end]
         num_host_tokens = rows.num_host_tokens[row_indices]
         first_token_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])
-        num_host_tokens += 1
+        num_host_tokens += 1 if num_tokens is None else num_tokens
         rows.num_host_tokens[row_indices] = num_host_tokens
-        is_stopped = rows.are_stop_tokens(row_indices, tokens)
-        finished_indices = np.flatnonzero(is_stopped | (num_host_tokens >= rows.max_total_tokens[row_indices]))
+        is_finished = num_host_tokens >= rows.max_total_tokens[row_indices]
+        is_finished[stopped_indices] = True
         self._lifecycle.counters.num_generated_tokens += len(token_list)
         starts = [
             RequestStart(keys[index], requests[index].num_cached_tokens, requests[index].scheduled_time)
             for index in first_token_indices.tolist()
         ]
-        finishes: list[RequestFinish] = []
-        for index in finished_indices.tolist():
+        stopped, finishes = set(stopped_indices.tolist()), list[RequestFinish]()
+        for index in np.flatnonzero(is_finished).tolist():
+            request = requests[index]
+            stop_token = request.output_ids[-1] if index in stopped else None
             finishes.append(
-                RequestFinish(keys[index], "stop", token_list[index])
-                if is_stopped[index]
-                else RequestFinish(keys[index], "length", None)
+                RequestFinish(
+                    keys[index],
+                    "length" if stop_token is None else "stop",
+                    stop_token,
+                    request.num_accepted_drafts,
+                    request.num_rejected_drafts,
+                )
             )
-            self._lifecycle.finish(requests[index])
+            self._lifecycle.finish(request)
         return starts, finishes

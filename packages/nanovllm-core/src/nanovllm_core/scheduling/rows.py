@@ -20,11 +20,14 @@ class RowTable:
     requests: the request of each row; None for a free row.
     is_running: bool [rows], whether the request may be scheduled.
     is_finished: bool [rows], whether the request has finished.
+    can_draft: bool [rows], whether the request may have drafts. Penalties count the tokens before a token, so the token
+        after a draft could not be chosen before the draft is verified.
 
     The other columns are int64 [rows]. keys: ids of requests. num_prompt_tokens, max_total_tokens: see `RequestState`.
     num_host_tokens: tokens that have reached the host.
-    num_tokens: tokens on the host plus tokens that steps in flight sample.
-    num_computed_tokens: tokens that are computed once all steps in flight have finished; at most num_tokens.
+    num_tokens: tokens on the host plus tokens that steps in flight sample, if they reject no draft.
+    num_computed_tokens: tokens that are computed once all steps in flight have finished, if they reject no draft; at
+        most num_tokens.
     capacity: number of tokens that the request's blocks hold.
     """
 
@@ -33,7 +36,7 @@ class RowTable:
         self.keys, self.num_prompt_tokens, self.num_host_tokens, self.num_tokens = np.zeros((4, num_rows), np.int64)
         self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
         self.capacity, self.num_steps_in_flight = np.zeros((2, num_rows), np.int64)
-        self.is_running, self.is_finished = np.zeros((2, num_rows), np.bool_)
+        self.is_running, self.is_finished, self.can_draft = np.zeros((3, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Largest number of stop tokens of any request so far.
         self._max_stop_ids = 1
@@ -91,6 +94,7 @@ class RowTable:
         self.max_total_tokens[row] = request.max_total_tokens
         self.capacity[row] = capacity
         self.is_running[row], self.is_finished[row] = True, False
+        self.can_draft[row] = not request.sampling.has_penalties
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(request.stop_ids)] = tuple(request.stop_ids)
         self._max_stop_ids = max(self._max_stop_ids, len(request.stop_ids))
@@ -124,6 +128,12 @@ class RowTable:
             scheduled = ScheduledRows(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.bool_))
             self._last_decode_batch = scheduled, self.columns_of(rows)
         return self._last_decode_batch
+
+    def draft_batch(self, rows: RowIndices, num_drafts: NDArray[np.int64]) -> tuple[ScheduledRows, RequestColumns]:
+        """The batch in which each of `rows` decodes with `num_drafts` drafts."""
+        order = np.argsort(num_drafts > 0, kind="stable")
+        rows, num_tokens = rows[order], 1 + num_drafts[order]
+        return ScheduledRows(rows, num_tokens, np.ones(len(rows), np.bool_)), self.columns_of(rows)
 
     def are_stop_tokens(self, rows: RowIndices, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Whether `tokens[i]` is a stop token of the request in `rows[i]`. tokens: int32 [n]."""

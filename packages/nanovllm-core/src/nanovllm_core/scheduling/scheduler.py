@@ -9,6 +9,7 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
+from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
@@ -50,15 +51,20 @@ class Scheduler:
         eos_token_ids: Sequence[int],
         seed: int = 0,
         step_time_model: StepTimeModel | None = None,
+        draft_limits: DraftLimits | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
         self.caches = caches
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids), len(caches))
         self._lifecycle = RequestLifecycle(caches, self.rows)
         self.counters = self._lifecycle.counters
-        self._result_applier = ResultApplier(self._lifecycle)
         self.limits = limits
         self.step_time_model = step_time_model or StepTimeModel()
+        self._draft_limits = draft_limits or DraftLimits()
+        self.draft_planner: DraftPlanner | None = None
+        if self._draft_limits.max_drafts:
+            self.draft_planner = DraftPlanner(self.rows, self._draft_limits, self.step_time_model)
+        self._result_applier = ResultApplier(self._lifecycle, self.draft_planner)
         self._prompt_scheduler = PromptScheduler(self._lifecycle, limits, self.step_time_model)
         self._max_model_len = max_model_len
         self._seed_generator = random.Random(seed)
@@ -117,7 +123,12 @@ class Scheduler:
         self._prompt_scheduler.schedule(decode_works, prompts, may_admit=not has_preempted)
         if not len(decode_rows) and not prompts.chunks:
             return None
-        return self._make_step(decode_rows, decode_works, prompts)
+        num_drafts = None
+        if self.draft_planner is not None and not prompts.chunks:
+            num_drafts = self.draft_planner.choose(decode_rows, decode_works[0])
+        if num_drafts is not None and not self._allocate_drafts(decode_rows, num_drafts, prompts.new_blocks):
+            num_drafts = None
+        return self._make_step(decode_rows, decode_works, prompts, num_drafts)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """Fit the step-time model to the device time of a finished step."""
@@ -157,6 +168,12 @@ class Scheduler:
         if self._add_blocks(cache, rows.requests_of(growing_rows), new_blocks):
             return decode_rows
         return self._select_decodes_by_urgency(cache, decode_rows, new_blocks)
+
+    def _allocate_drafts(self, decode_rows: RowIndices, num_drafts: RowIndices, new_blocks: NewBlocks) -> bool:
+        """Allocate the blocks of drafts. Returns False if too few blocks are free."""
+        rows = self.rows
+        growing_rows = decode_rows[rows.num_tokens[decode_rows] + num_drafts > rows.capacity[decode_rows]]
+        return not len(growing_rows) or self._add_blocks(self.caches[0], rows.requests_of(growing_rows), new_blocks)
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
         """The rows that will need another block within `block_size` steps.
@@ -219,13 +236,23 @@ class Scheduler:
         return preemption_order(request, is_prefilling=bool(is_prefilling))
 
     def _make_step(
-        self, decode_rows: RowIndices, decode_works: Sequence[StepWork], prompts: ScheduledPrompts
+        self,
+        decode_rows: RowIndices,
+        decode_works: Sequence[StepWork],
+        prompts: ScheduledPrompts,
+        num_drafts: RowIndices | None,
     ) -> ScheduledStep:
-        """Make the plan, and count its tokens as computed and sampled. decode_works: of each group."""
+        """Make the plan, and count its tokens as computed and sampled.
+
+        decode_works: of each group, without drafts.
+        num_drafts: of each of `decode_rows`; None for a step without drafts.
+        """
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
         if chunks:
             scheduled, decode_columns = self._scheduled_rows(decode_rows, chunks), None
+        elif num_drafts is not None:
+            scheduled, decode_columns = rows.draft_batch(decode_rows, num_drafts)
         else:
             scheduled, decode_columns = rows.decode_batch(decode_rows)
         prompt_logprobs_ranges = self._prompt_logprobs_ranges(chunks, len(decode_rows)) if chunks else []
@@ -234,21 +261,25 @@ class Scheduler:
         row_indices, tokens_per_row, is_sampled = scheduled
         num_computed_tokens = rows.num_computed_tokens[row_indices] + tokens_per_row
         rows.num_computed_tokens[row_indices] = num_computed_tokens
-        rows.num_tokens[row_indices] += is_sampled
+        rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
-        is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
-        query_len = int(tokens_per_row[0]) if is_uniform else None
+        if num_drafts is not None:
+            work = work._replace(num_tokens=int(tokens_per_row.sum()))
+            query_len = 1 + self._draft_limits.max_drafts
+        else:
+            is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
+            query_len = int(tokens_per_row[0]) if is_uniform else None
         plan = StepPlan(
             step_number=self.counters.num_steps,
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts),
+            shape=BatchShape(max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, num_drafts is not None),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
-        self.counters.count_step(len(decode_rows) + sum(chunk.num_tokens for chunk in chunks))
+        self.counters.count_step(int(tokens_per_row.sum()))
         if chunks:
             work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
