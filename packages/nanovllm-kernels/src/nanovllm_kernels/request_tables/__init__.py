@@ -75,7 +75,7 @@ def verify_drafts(
     accepted if it equals the token that was sampled after its predecessor, and if all earlier drafts are accepted.
     `num_computed` grows by the number of accepted drafts and one. At the new `num_computed` stands the request's last
     new token: the token that was sampled after the last accepted draft. It is not written if the request's row of
-    `tokens` is full. Rejected drafts stay in the row. The tensors are on a CPU.
+    `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with tokens have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
@@ -85,6 +85,8 @@ def verify_drafts(
 
     Returns int32 [B], number of each request's new tokens: accepted drafts and one, or 0 for a request without tokens.
     """
+    if table_rows.is_cuda:
+        return _verify_drafts_op(table_rows, query_start_loc, sampled, *tables, token_counts)
     return drafts_reference.verify_drafts(table_rows, query_start_loc, sampled, tables, token_counts)
 
 
@@ -97,7 +99,7 @@ def propose_ngrams(
     `min_match` to `max_match` known tokens that also ends at an earlier position e. The two occurrences may overlap.
     If a suffix has several earlier occurrences, the last occurrence counts. Draft i is the token at position
     e + 1 + i mod (n - e): after the last known token, drafts continue at e + 1 again. Drafts beyond the end of the
-    request's row of `tokens` are dropped. Without a match nothing is written. The tensors are on a CPU.
+    request's row of `tokens` are dropped. Without a match nothing is written. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with `is_sampled` have different rows.
     is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.
@@ -114,6 +116,8 @@ def propose_ngrams(
         raise ValueError(f"num_drafts is {num_drafts}: propose at least 1 draft")
     if not 1 <= min_match <= max_match:
         raise ValueError(f"min_match is {min_match}, max_match is {max_match}: 1 <= min_match <= max_match must hold")
+    if table_rows.is_cuda:
+        return _propose_ngrams_op(table_rows, is_sampled, *tables, num_drafts, min_match, max_match)
     return drafts_reference.propose_ngrams(table_rows, is_sampled, tables, num_drafts, min_match, max_match)
 
 
@@ -170,3 +174,59 @@ def _commit_tokens_op(
 
     tables = TokenTables(tokens, num_computed)
     triton_request_tables.commit_tokens(table_rows, query_start_loc, sampled, is_sampled, tables, token_counts)
+
+
+@torch.library.custom_op("nanovllm::verify_drafts", mutates_args=("tokens", "num_computed", "token_counts"))
+def _verify_drafts_op(
+    table_rows: Tensor,
+    query_start_loc: Tensor,
+    sampled: Tensor,
+    tokens: Tensor,
+    num_computed: Tensor,
+    token_counts: Tensor | None,
+) -> Tensor:
+    from nanovllm_kernels.request_tables import triton_drafts
+
+    tables = TokenTables(tokens, num_computed)
+    return triton_drafts.verify_drafts(table_rows, query_start_loc, sampled, tables, token_counts)
+
+
+@_verify_drafts_op.register_fake
+def _(
+    table_rows: Tensor,
+    _query_start_loc: Tensor,
+    _sampled: Tensor,
+    _tokens: Tensor,
+    num_computed: Tensor,
+    _token_counts: Tensor | None,
+) -> Tensor:
+    return num_computed.new_empty(table_rows.shape)
+
+
+@torch.library.custom_op("nanovllm::propose_ngrams", mutates_args=("tokens",))
+def _propose_ngrams_op(
+    table_rows: Tensor,
+    is_sampled: Tensor,
+    tokens: Tensor,
+    num_computed: Tensor,
+    num_drafts: int,
+    min_match: int,
+    max_match: int,
+) -> tuple[Tensor, Tensor]:
+    from nanovllm_kernels.request_tables import triton_drafts
+
+    tables = TokenTables(tokens, num_computed)
+    return triton_drafts.propose_ngrams(table_rows, is_sampled, tables, num_drafts, min_match, max_match)
+
+
+@_propose_ngrams_op.register_fake
+def _(
+    table_rows: Tensor,
+    _is_sampled: Tensor,
+    tokens: Tensor,
+    num_computed: Tensor,
+    num_drafts: int,
+    _min_match: int,
+    _max_match: int,
+) -> tuple[Tensor, Tensor]:
+    return tokens.new_empty((table_rows.shape[0], num_drafts)), num_computed.new_empty(table_rows.shape)

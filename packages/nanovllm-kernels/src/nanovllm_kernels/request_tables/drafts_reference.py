@@ -65,8 +65,8 @@ def propose_ngrams(
 def _find_last_occurrence(known: np.ndarray, min_match: int, max_match: int) -> int | None:
     """Return where the last earlier occurrence of the longest repeated suffix of `known` ends."""
     last = known.shape[0] - 1
-    longest, longest_length = None, 0
-    # Element i says whether the occurrence of length 1 that ends at i, and then of length L that begins at i, is equal.
+    longest_matches, longest_length = None, 0
+    # Element i says whether the `length` tokens from position i on equal the suffix of that length.
     is_equal = known[:last] == known[last]
     for length in range(1, min(max_match, last) + 1):
         if length > 1:
@@ -75,8 +75,8 @@ def _find_last_occurrence(known: np.ndarray, min_match: int, max_match: int) -> 
         if length >= min_match:
             if not is_equal.any():
                 break
-            longest, longest_length = is_equal, length
-    if longest is None:
+            longest_matches, longest_length = is_equal, length
+    if longest_matches is None:
         return None
-    begin = longest.shape[0] - 1 - int(longest[::-1].argmax())
+    begin = longest_matches.shape[0] - 1 - int(longest_matches[::-1].argmax())
     return begin + longest_length - 1
