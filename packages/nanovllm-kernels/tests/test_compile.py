@@ -18,6 +18,7 @@ INT32, INT64, FLOAT, BFLOAT, FP8, BYTES = "*i32", "*i64", "*fp32", "*bf16", "*fp
 STEP = dict.fromkeys(
     ["rows_ptr", "query_start_loc_ptr", "tokens_ptr", "num_computed_ptr", "block_table_ptr", "block_tables_ptr"], INT32
 ) | dict.fromkeys(["input_ids_ptr", "seq_lens_ptr", "sampled_ptr", "is_sampled_ptr", "counts_ptr"], INT32)
+DRAFTS = STEP | dict.fromkeys(["drafts_ptr", "num_proposed_ptr", "num_new_ptr"], INT32) | {"matches_ptr": INT64}
 SAMPLING = (
     dict.fromkeys(["logits_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr", "chunk_maxima_ptr", "masses_ptr"], FLOAT)
     | {"segment_maxima_ptr": FLOAT}
@@ -156,6 +157,16 @@ KERNELS = [
     ),
     ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": True, "BLOCK": 256}),
     ("request_tables.triton_request_tables", "_commit_tokens", 8, STEP, {"COUNTS_TOKENS": False, "BLOCK": 256}),
+    ("request_tables.triton_drafts", "_verify_drafts", 1, DRAFTS, {"COUNTS_TOKENS": True, "BLOCK": 32}),
+    ("request_tables.triton_drafts", "_verify_drafts", 1, DRAFTS, {"COUNTS_TOKENS": False, "BLOCK": 32}),
+    ("request_tables.triton_drafts", "_find_matches", 4, DRAFTS, {"MAX_MATCH": 8, "BLOCK": 1024}),
+    (
+        "request_tables.triton_drafts",
+        "_copy_drafts",
+        1,
+        DRAFTS,
+        {"NUM_DRAFTS": 5, "PADDED_DRAFTS": 8, "BLOCK": 128},
+    ),
     ("sampling.triton_adjust", "_apply_penalties", 4, PENALTIES, {"IN_PROMPT_BIT": 1 << 30, "BLOCK": 2048}),
     ("sampling.triton_adjust", "_apply_bias", 4, BIAS, {"BLOCK": 128}),
     (

@@ -93,6 +93,8 @@ def arguments():
         "plan_work": (integers([7, 9]), starts, 3, 4, 4, 64, 2, 1, 2, 512, 0, 32),
         "gather_requests": (integers([0, 2]), integers([7, 9]), starts, table, 3, 16),
         "commit_tokens": (rows, starts, integers([7, 8]), integers([0, 1]), tokens, computed, None),
+        "verify_drafts": (rows, starts, integers([7, 8, 9]), tokens, computed, torch.ones((3, 20), dtype=torch.int32)),
+        "propose_ngrams": (rows, integers([0, 1]), tokens, computed, 3, 1, 4),
         "apply_penalties": (logits, rows, torch.ones((3, 20), dtype=torch.int32), ones, ones, ones),
         "apply_bias": (logits, rows, integers([3, 4]), integers([[1], [2]]), torch.ones(2, 1), integers([[9], [9]])),
         "apply_masks": (logits, integers([1]), integers([[5]])),

@@ -18,6 +18,7 @@ import torch
 
 from nanovllm_kernels.ladder.attention import latent_cases, paged_cases
 from nanovllm_kernels.ladder.captured_attention import captured_cases
+from nanovllm_kernels.ladder.drafts import draft_cases
 from nanovllm_kernels.ladder.gemm import MODEL_WIDTHS, block_fp8_cases, linear_cases
 from nanovllm_kernels.ladder.linear_attention import delta_net_cases
 from nanovllm_kernels.ladder.moe import mixture_cases
@@ -45,6 +46,7 @@ def ladder() -> Iterator[BenchmarkCase]:
     yield from mixture_cases()  # Mixtures of experts.
     for batch, vocab_size in ((1, 151_936), (128, 131_072), (256, 151_936)):
         yield from sampling_cases(batch, vocab_size)
+    yield from draft_cases()  # Drafts of speculative decoding.
 
 
 def selected(name_part: str) -> list[BenchmarkCase]:

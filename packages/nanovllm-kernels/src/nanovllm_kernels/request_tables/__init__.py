@@ -1,12 +1,15 @@
-"""Builds a step's inputs on the device from tables of all requests, and records sampled tokens in the tables."""
+"""Builds a step's inputs on the device from tables of all requests, and records sampled tokens in the tables.
+
+For speculative decoding, a request's drafts stand in its row of the token table, after its last known token.
+"""
 
 import torch
 from torch import Tensor
 
-from nanovllm_kernels.request_tables import request_tables_reference
+from nanovllm_kernels.request_tables import drafts_reference, request_tables_reference
 from nanovllm_kernels.request_tables.tables import BatchInputs, TokenTables
 
-__all__ = ["BatchInputs", "TokenTables", "build_inputs", "commit_tokens"]
+__all__ = ["BatchInputs", "TokenTables", "build_inputs", "commit_tokens", "propose_ngrams", "verify_drafts"]
 
 
 def build_inputs(
@@ -63,6 +66,61 @@ def commit_tokens(
         request_tables_reference.commit_tokens(table_rows, query_start_loc, sampled, is_sampled, tables, token_counts)
 
 
+def verify_drafts(
+    table_rows: Tensor, query_start_loc: Tensor, sampled: Tensor, tables: TokenTables, token_counts: Tensor | None
+) -> Tensor:
+    """Accept each request's drafts up to the first that differs from the sampled token, and commit one more token.
+
+    The step computed q tokens of a request: the token at position `num_computed`, then q - 1 drafts. A draft is
+    accepted if it equals the token that was sampled after its predecessor, and if all earlier drafts are accepted.
+    `num_computed` grows by the number of accepted drafts and one. At the new `num_computed` stands the request's last
+    new token: the token that was sampled after the last accepted draft. It is not written if the request's row of
+    `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
+
+    table_rows: int32 [B], each request's row in the tables. Requests with tokens have different rows.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
+        request without tokens is padding, and changes nothing.
+    sampled: int32 [T], the token that was sampled after each token of the step. T may include padding tokens.
+    token_counts: int32 [R, V], occurrences of each token id, incremented for new tokens. None: nothing is counted.
+
+    Returns int32 [B], number of each request's new tokens: accepted drafts and one, or 0 for a request without tokens.
+    """
+    if table_rows.is_cuda:
+        return _verify_drafts_op(table_rows, query_start_loc, sampled, *tables, token_counts)
+    return drafts_reference.verify_drafts(table_rows, query_start_loc, sampled, tables, token_counts)
+
+
+def propose_ngrams(
+    table_rows: Tensor, is_sampled: Tensor, tables: TokenTables, *, num_drafts: int, min_match: int, max_match: int
+) -> tuple[Tensor, Tensor]:
+    """Write drafts after each request's last known token: the tokens that followed an earlier, equal sequence.
+
+    The last known token of a request stands at position n = `num_computed`. The operator takes the longest suffix of
+    `min_match` to `max_match` known tokens that also ends at an earlier position e. The two occurrences may overlap.
+    If a suffix has several earlier occurrences, the last occurrence counts. Draft i is the token at position
+    e + 1 + i mod (n - e): after the last known token, drafts continue at e + 1 again. Drafts beyond the end of the
+    request's row of `tokens` are dropped. Without a match nothing is written. Never waits for a GPU.
+
+    table_rows: int32 [B], each request's row in the tables. Requests with `is_sampled` have different rows.
+    is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.
+    num_drafts: number of drafts per request, at least 1.
+
+    Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the tokens that now stand after the last known token,
+    whether they are new or not; 0 beyond the end of the row and for skipped requests. num_proposed: int32 [B], number
+    of new drafts, 0 without a match.
+
+    Raises ValueError if `num_drafts` < 1, or not 1 <= `min_match` <= `max_match`.
+    Source: Saxena, "Prompt Lookup Decoding" (2023).
+    """
+    if num_drafts < 1:
+        raise ValueError(f"num_drafts is {num_drafts}: propose at least 1 draft")
+    if not 1 <= min_match <= max_match:
+        raise ValueError(f"min_match is {min_match}, max_match is {max_match}: 1 <= min_match <= max_match must hold")
+    if table_rows.is_cuda:
+        return _propose_ngrams_op(table_rows, is_sampled, *tables, num_drafts, min_match, max_match)
+    return drafts_reference.propose_ngrams(table_rows, is_sampled, tables, num_drafts, min_match, max_match)
+
+
 @torch.library.custom_op("nanovllm::build_inputs", mutates_args=())
 def _build_inputs_op(
     table_rows: Tensor,
@@ -116,3 +174,59 @@ def _commit_tokens_op(
 
     tables = TokenTables(tokens, num_computed)
     triton_request_tables.commit_tokens(table_rows, query_start_loc, sampled, is_sampled, tables, token_counts)
+
+
+@torch.library.custom_op("nanovllm::verify_drafts", mutates_args=("tokens", "num_computed", "token_counts"))
+def _verify_drafts_op(
+    table_rows: Tensor,
+    query_start_loc: Tensor,
+    sampled: Tensor,
+    tokens: Tensor,
+    num_computed: Tensor,
+    token_counts: Tensor | None,
+) -> Tensor:
+    from nanovllm_kernels.request_tables import triton_drafts
+
+    tables = TokenTables(tokens, num_computed)
+    return triton_drafts.verify_drafts(table_rows, query_start_loc, sampled, tables, token_counts)
+
+
+@_verify_drafts_op.register_fake
+def _(
+    table_rows: Tensor,
+    _query_start_loc: Tensor,
+    _sampled: Tensor,
+    _tokens: Tensor,
+    num_computed: Tensor,
+    _token_counts: Tensor | None,
+) -> Tensor:
+    return num_computed.new_empty(table_rows.shape)
+
+
+@torch.library.custom_op("nanovllm::propose_ngrams", mutates_args=("tokens",))
+def _propose_ngrams_op(
+    table_rows: Tensor,
+    is_sampled: Tensor,
+    tokens: Tensor,
+    num_computed: Tensor,
+    num_drafts: int,
+    min_match: int,
+    max_match: int,
+) -> tuple[Tensor, Tensor]:
+    from nanovllm_kernels.request_tables import triton_drafts
+
+    tables = TokenTables(tokens, num_computed)
+    return triton_drafts.propose_ngrams(table_rows, is_sampled, tables, num_drafts, min_match, max_match)
+
+
+@_propose_ngrams_op.register_fake
+def _(
+    table_rows: Tensor,
+    _is_sampled: Tensor,
+    tokens: Tensor,
+    num_computed: Tensor,
+    num_drafts: int,
+    _min_match: int,
+    _max_match: int,
+) -> tuple[Tensor, Tensor]:
+    return tokens.new_empty((table_rows.shape[0], num_drafts)), num_computed.new_empty(table_rows.shape)
