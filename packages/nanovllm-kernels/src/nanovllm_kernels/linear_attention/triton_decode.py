@@ -27,7 +27,7 @@ def decode(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with one token, and write their rows of `out`."""
-    sizes = layer_sizes(states, conv_states)
+    sizes = layer_sizes(weights, states, conv_states)
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     overlap = can_overlap_launches(qkvz.device)
