@@ -107,11 +107,10 @@ def gated_delta_net(
     check_drafts(layer_sizes(weights, states, conv_states), batch)
     if batch.torch_plan is not None:
         return linear_attention_reference.gated_delta_net(qkvz, ba, weights, states, conv_states, batch.torch_plan)
-    if batch.num_pending is not None:
-        raise ValueError('num_pending is set, but the backend is "triton": caches for drafts need "torch"')
     requests = batch.slots, batch.checkpoints, batch.seq_lens, batch.query_start_loc
     caches = states, conv_states
-    return _gated_delta_net_op(qkvz, ba, *weights, *caches, *requests, batch.num_decodes, batch.max_query_len)
+    bounds = batch.num_decodes, batch.max_query_len, batch.has_drafts
+    return _gated_delta_net_op(qkvz, ba, *weights, *caches, *requests, batch.num_pending, *bounds)
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -147,18 +146,21 @@ def _gated_delta_net_op(
     checkpoints: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    num_pending: Tensor | None,
     num_decodes: int | None,
     max_query_len: int,
+    has_drafts: bool,
 ) -> Tensor:
-    from nanovllm_kernels.linear_attention import triton_decode, triton_prefill
+    from nanovllm_kernels.linear_attention import triton_decode, triton_drafts, triton_prefill
 
     out = qkvz.new_empty((qkvz.shape[0], states.shape[1] * states.shape[2]))
     weights = DeltaWeights(conv_weight, decay_rate, dt_bias, norm_weight, eps)
     requests, num_tokens = (slots, checkpoints, seq_lens, query_start_loc), qkvz.shape[0]
-    batch = StateBatch(*requests, num_decodes, max_query_len, num_tokens, None, False, None)
-    if num_decodes != 0:
-        triton_decode.decode(qkvz, ba, weights, states, conv_states, batch, out)
-    if max_query_len > 1:
+    batch = StateBatch(*requests, num_decodes, max_query_len, num_tokens, num_pending, has_drafts, None)
+    decode = triton_decode.decode if num_pending is None else triton_drafts.decode
+    if has_drafts or num_decodes != 0:
+        decode(qkvz, ba, weights, states, conv_states, batch, out)
+    if max_query_len > 1 and not has_drafts:
         triton_prefill.prefill(qkvz, ba, weights, states, conv_states, batch, out)
     return out
 
