@@ -66,8 +66,8 @@ def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_dra
     """Return the shape of a slot of `conv_states`: (rows, width). Row p % rows holds the inputs at position p.
 
     Without drafts, the shape is (num_taps, num_channels). With drafts, a row also holds the token's `ba`, and there are
-    num_taps + 2 max_drafts rows. In bytes of a 16-bit model, Qwen3-Next's layer needs 64 KiB per slot without drafts,
-    and 226 KiB with 5 drafts.
+    num_taps + 2 max_drafts rows. With 16-bit inputs, a slot of one of Qwen3-Next's layers takes 64 KiB without drafts
+    and 226 KiB with 5 drafts. The layer's float32 state takes 2 MiB per slot.
     """
     if not max_drafts:
         return num_taps, num_channels
