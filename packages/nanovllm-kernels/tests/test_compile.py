@@ -41,15 +41,16 @@ ROPE_SIZES = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_DIM":
     "OVERLAP": True,
 }
 STATES = (
-    dict.fromkeys(["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr"], INT32)
+    dict.fromkeys(["slots_ptr", "checkpoints_ptr", "seq_lens_ptr", "query_start_loc_ptr", "num_pending_ptr"], INT32)
     | dict.fromkeys(
         ["conv_weight_ptr", "weight_ptr", "decay_rate_ptr", "dt_bias_ptr", "norm_ptr", "cumulative_log_decays_ptr"],
         FLOAT,
     )
-    | {"recurrent_ptr": FLOAT, "eps": "fp32"}
+    | {"recurrent_ptr": FLOAT, "raw_out_ptr": FLOAT, "eps": "fp32"}
 )
 DELTA_HEADS = {"HEADS": 32, "GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128}
 DELTA_STEP = DELTA_HEADS | {"PADDED_K": 128, "PADDED_V": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4, "OVERLAP": True}
+DRAFT_RING = {"RING_ROWS": 14, "RING_WIDTH": 8256}
 SCAN = {"MIN_TEMPERATURE": 1e-5, "SEGMENT_TOKENS": 16, "SEGMENTS_PER_CHUNK": 256}
 CHOOSE = SCAN | {"MAX_DRAWN_DISTANCE": 30.0, "PADDED_CHUNKS": 64, "MAX_CANDIDATE_SEGMENTS": 512, "BLOCK": 8192}
 
@@ -107,11 +108,25 @@ KERNELS = [
         DELTA_STEP | {"BLOCK_V": 16, "NUM_BLOCKS": 8, "STAGES": 4},
     ),
     (
+        "linear_attention.triton_drafts",
+        "_decode_requests",
+        4,
+        STATES,
+        DELTA_STEP | DRAFT_RING | {"BLOCK_V": 128, "NUM_BLOCKS": 1, "STAGES": 1},
+    ),
+    (
+        "linear_attention.triton_drafts",
+        "_decode_requests",
+        2,
+        STATES | {"recurrent_ptr": BFLOAT},
+        DELTA_STEP | DRAFT_RING | {"BLOCK_V": 16, "NUM_BLOCKS": 8, "STAGES": 4},
+    ),
+    (
         "linear_attention.triton_chunks",
         "_convolve_chunks",
         8,
         STATES,
-        {"GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4},
+        DRAFT_RING | {"GROUP_SIZE": 2, "K_DIM": 128, "V_DIM": 128, "PADDED": 128, "NUM_CHANNELS": 8192, "NUM_TAPS": 4},
     ),
     (
         "linear_attention.triton_chunks",
@@ -124,7 +139,8 @@ KERNELS = [
             "NUM_CHANNELS": 8192,
             "NUM_TAPS": 4,
             "CHANNEL_BLOCK": 1024,
-        },
+        }
+        | DRAFT_RING,
     ),
     (
         "linear_attention.triton_chunks",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.attention import AttentionBatch
-from nanovllm_kernels.linear_attention import StateBatch
+from nanovllm_kernels.linear_attention import StateBatch, conv_state_shape
 
 # Computes one layer's attention from the queries and the batch.
 AttentionFunction = Callable[[Tensor, AttentionBatch], Tensor]
@@ -52,12 +52,20 @@ class StateSpec(NamedTuple):
     recurrent: tuple[int, int, int]
     conv_inputs: tuple[int, int]
 
+    def with_drafts(self, max_drafts: int) -> "StateSpec":
+        """The shapes with space for the inputs of up to `max_drafts` drafts per step, see `conv_state_shape`."""
+        num_taps, num_channels = self.conv_inputs
+        return self._replace(conv_inputs=conv_state_shape(num_taps, num_channels, self.recurrent[0], max_drafts))
+
 
 CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """The states of a recurrent layer: [num_state_slots, *shape], where the layer's StateSpec gives each shape."""
+    """The states of a recurrent layer: [num_state_slots, *shape], where the layer's StateSpec gives each shape.
+
+    With speculative decoding, `StateSpec.with_drafts` gives the shapes.
+    """
 
     recurrent: Tensor
     conv_inputs: Tensor

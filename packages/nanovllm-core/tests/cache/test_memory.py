@@ -212,6 +212,17 @@ def test_state_caches_have_the_shapes_of_their_layers():
     assert len({states.data_ptr() for cache in caches for states in cache}) == 6
 
 
+def test_slots_have_space_for_the_inputs_of_drafts():
+    config = resolve(EngineConfig(), **MODEL_AND_MACHINE)
+    plain, drafted = (CacheLayout.from_specs([PAGED, *STATE_SPECS], config, max_drafts) for max_drafts in (0, 3))
+    assert plain.state_specs == tuple(STATE_SPECS)
+    # Two more rows per draft, and two gates per value head in each row.
+    assert [spec.conv_inputs for spec in drafted.state_specs] == [(10, 6 + 4), (8, 4 + 2), (10, 6 + 4)]
+    assert [spec.recurrent for spec in drafted.state_specs] == [spec.recurrent for spec in STATE_SPECS]
+    added_elements = 2 * (10 * 10 - 4 * 6) + (8 * 6 - 2 * 4)
+    assert drafted.slot_bytes - plain.slot_bytes == added_elements * 2
+
+
 def test_second_allocation_replaces_all_tensors():
     memory = CacheMemory(make_layout(PAGED, *STATE_SPECS), CPU)
     for num_blocks, num_state_slots in [(5, 2), (3, 4)]:

@@ -81,7 +81,7 @@ def arguments():
         "gated_delta_net": (
             *(torch.randn(3, 16), torch.randn(3, 4), torch.randn(2, 12), ones, ones, torch.ones(2), 1e-6),
             *(torch.zeros(3, 2, 2, 4), torch.zeros(3, 2, 12), integers([1, 2]), torch.zeros((2, 1, 2)).int()),
-            *(integers([1, 2]), starts, 1, 2),
+            *(integers([1, 2]), starts, None, 1, 2, False),
         ),
         "copy_states": (torch.randn(2, 4, 3, 5), integers([1, 2], torch.int64), integers([3, 1], torch.int64)),
         "quantize_groups": (torch.randn(3, 200),),

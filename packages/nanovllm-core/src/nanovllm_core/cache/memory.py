@@ -32,6 +32,7 @@ _CACHE_LINE_BYTES = 64  # alignment of caches on a CPU
 class CacheLayout:
     """Shapes and dtypes of a model's caches.
 
+    state_specs: with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
     """
@@ -44,13 +45,13 @@ class CacheLayout:
     conv_dtype: torch.dtype
 
     @classmethod
-    def from_specs(cls, specs: Sequence[CacheSpec], config: ResolvedConfig) -> "CacheLayout":
-        """The layout for a model's `cache_specs()`.
+    def from_specs(cls, specs: Sequence[CacheSpec], config: ResolvedConfig, max_drafts: int = 0) -> "CacheLayout":
+        """The layout for a model's `cache_specs()`. max_drafts: maximum number of drafts per request and step.
 
         Raises ValueError if attention layers differ, and ConfigError if the configured block size is too large.
         """
         attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
-        state_specs = tuple(spec for spec in specs if isinstance(spec, StateSpec))
+        state_specs = tuple(spec.with_drafts(max_drafts) for spec in specs if isinstance(spec, StateSpec))
         attention, *other_specs = dict.fromkeys(attention_specs)
         if other_specs:
             raise ValueError(

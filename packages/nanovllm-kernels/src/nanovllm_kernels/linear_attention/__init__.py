@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from nanovllm_kernels.linear_attention import linear_attention_reference
-from nanovllm_kernels.linear_attention.layer_inputs import CHECKPOINT_INTERVAL, DeltaWeights, StateBatch
+from nanovllm_kernels.linear_attention.layer_inputs import (
+    CHECKPOINT_INTERVAL,
+    DeltaWeights,
+    StateBatch,
+    check_drafts,
+    conv_state_shape,
+    layer_sizes,
+)
 
 __all__ = [
     "CHECKPOINT_INTERVAL",
     "Backend",
     "DeltaWeights",
     "StateBatch",
+    "conv_state_shape",
     "copy_states",
     "gated_delta_net",
     "plan_states",
@@ -34,6 +42,8 @@ def plan_states(
     max_query_len: int,
     num_tokens: int,
     backend: Backend,
+    num_pending: Tensor | None = None,
+    has_drafts: bool = False,
 ) -> StateBatch:
     """Prepare a step of B requests, once for all recurrent layers.
 
@@ -50,13 +60,24 @@ def plan_states(
     num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         never waits.
+    num_pending: int32 [B], for caches with drafts (see `gated_delta_net`): number of accepted drafts of the request's
+        previous step, 0 if that step had no drafts. Must be 0 for a request with several tokens in a step without
+        drafts. None: the caches have no drafts.
+    has_drafts: whether each request is a decode whose tokens after the first are drafts. `num_decodes` is then ignored.
+
+    Raises ValueError if `has_drafts` is set without `num_pending`, or if "torch" does not get `num_decodes`.
     """
+    if has_drafts and num_pending is None:
+        raise ValueError("has_drafts is set, but num_pending is None: pass the accepted drafts of the previous step")
     torch_plan = None
     if backend == "torch":
-        if num_decodes is None:
+        if num_decodes is None and not has_drafts:
             raise ValueError('num_decodes is None, but the backend "torch" needs it')
-        torch_plan = linear_attention_reference.plan_states(slots, checkpoints, seq_lens, query_start_loc, num_decodes)
-    return StateBatch(slots, checkpoints, seq_lens, query_start_loc, num_decodes, max_query_len, num_tokens, torch_plan)
+        torch_plan = linear_attention_reference.plan_states(
+            slots, checkpoints, seq_lens, query_start_loc, None if has_drafts else num_decodes, num_pending
+        )
+    requests = slots, checkpoints, seq_lens, query_start_loc
+    return StateBatch(*requests, num_decodes, max_query_len, num_tokens, num_pending, has_drafts, torch_plan)
 
 
 def gated_delta_net(
@@ -73,14 +94,23 @@ def gated_delta_net(
         then a gate z per value head.
     ba: [T, 2 Hv], dtype of `qkvz`. For each key head: b of its value heads, then a of its value heads.
     states: [num_state_slots, Hv, Dv, Dk], contiguous, 2 or 4 bytes per element: the matrices S, updated in place.
-    conv_states: [num_state_slots, W, C], contiguous, updated in place. Row p % W holds the input at position p.
+    conv_states: [num_state_slots, R, D], contiguous, updated in place. `conv_state_shape` gives R and D. Row p % R
+        holds the inputs at position p.
     Returns: [T, Hv * Dv] in the dtype of `qkvz`.
+
+    With caches for drafts (R > W), a decode has one token that counts, and drafts. The stored state then includes the
+    decode's first token, but no drafts, whose inputs are in `conv_states`. The next step of the request first applies
+    the drafts that have been accepted (`StateBatch.num_pending`), with the arithmetic and rounding of a first token.
+    Prompts are computed in chunks and leave no pending tokens.
+    Raises ValueError if the caches do not fit the step's drafts.
     """
+    check_drafts(layer_sizes(weights, states, conv_states), batch)
     if batch.torch_plan is not None:
         return linear_attention_reference.gated_delta_net(qkvz, ba, weights, states, conv_states, batch.torch_plan)
     requests = batch.slots, batch.checkpoints, batch.seq_lens, batch.query_start_loc
     caches = states, conv_states
-    return _gated_delta_net_op(qkvz, ba, *weights, *caches, *requests, batch.num_decodes, batch.max_query_len)
+    bounds = batch.num_decodes, batch.max_query_len, batch.has_drafts
+    return _gated_delta_net_op(qkvz, ba, *weights, *caches, *requests, batch.num_pending, *bounds)
 
 
 def copy_states(states: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -116,17 +146,21 @@ def _gated_delta_net_op(
     checkpoints: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    num_pending: Tensor | None,
     num_decodes: int | None,
     max_query_len: int,
+    has_drafts: bool,
 ) -> Tensor:
-    from nanovllm_kernels.linear_attention import triton_decode, triton_prefill
+    from nanovllm_kernels.linear_attention import triton_decode, triton_drafts, triton_prefill
 
     out = qkvz.new_empty((qkvz.shape[0], states.shape[1] * states.shape[2]))
     weights = DeltaWeights(conv_weight, decay_rate, dt_bias, norm_weight, eps)
-    batch = StateBatch(slots, checkpoints, seq_lens, query_start_loc, num_decodes, max_query_len, qkvz.shape[0], None)
-    if num_decodes != 0:
-        triton_decode.decode(qkvz, ba, weights, states, conv_states, batch, out)
-    if max_query_len > 1:
+    requests, num_tokens = (slots, checkpoints, seq_lens, query_start_loc), qkvz.shape[0]
+    batch = StateBatch(*requests, num_decodes, max_query_len, num_tokens, num_pending, has_drafts, None)
+    decode = triton_decode.decode if num_pending is None else triton_drafts.decode
+    if has_drafts or num_decodes != 0:
+        decode(qkvz, ba, weights, states, conv_states, batch, out)
+    if max_query_len > 1 and not has_drafts:
         triton_prefill.prefill(qkvz, ba, weights, states, conv_states, batch, out)
     return out
 

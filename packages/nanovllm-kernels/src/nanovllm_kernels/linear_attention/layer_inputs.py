@@ -29,7 +29,10 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head. The other fields are counts."""
+    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head. The other fields are counts.
+
+    ring_rows, ring_width: shape of a slot of `conv_states`, see `conv_state_shape`.
+    """
 
     num_k_heads: int
     num_v_heads: int
@@ -37,19 +40,41 @@ class LayerSizes(NamedTuple):
     v_dim: int
     num_channels: int
     num_taps: int
+    ring_rows: int
+    ring_width: int
 
     @property
     def group_size(self) -> int:
         """Number of value heads per key head."""
         return self.num_v_heads // self.num_k_heads
 
+    @property
+    def max_drafts(self) -> int:
+        """Maximum number of drafts per request and step."""
+        return (self.ring_rows - self.num_taps) // 2
 
-def layer_sizes(states: Tensor, conv_states: Tensor) -> LayerSizes:
-    """Derive a layer's sizes from its states [num_state_slots, Hv, Dv, Dk] and conv_states [num_state_slots, W, C]."""
+
+def layer_sizes(weights: DeltaWeights, states: Tensor, conv_states: Tensor) -> LayerSizes:
+    """Derive a layer's sizes from its weights and caches. `gated_delta_net` describes the caches."""
     _, num_v_heads, v_dim, k_dim = states.shape
-    _, num_taps, num_channels = conv_states.shape
+    num_taps, num_channels = weights.conv.shape
     num_k_heads = (num_channels - num_v_heads * v_dim) // (2 * k_dim)
-    return LayerSizes(num_k_heads, num_v_heads, k_dim, v_dim, num_channels, num_taps)
+    return LayerSizes(num_k_heads, num_v_heads, k_dim, v_dim, num_channels, num_taps, *conv_states.shape[1:])
+
+
+def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_drafts: int) -> tuple[int, int]:
+    """Return the shape of a slot of `conv_states`: (rows, width). Row p % rows holds the inputs at position p.
+
+    Without drafts, the shape is (num_taps, num_channels). With drafts, a row also holds the token's `ba`, and there are
+    num_taps + 2 max_drafts rows. With 16-bit inputs, a slot of one of Qwen3-Next's layers takes 64 KiB without drafts
+    and 226 KiB with 5 drafts. The layer's float32 state takes 2 MiB per slot.
+    """
+    if not max_drafts:
+        return num_taps, num_channels
+    # A step at position f reads inputs from f - pending - (num_taps - 1) on, and writes inputs up to f + drafts. With
+    # at most `max_drafts` pending tokens and drafts, these positions have different rows. So reads and writes may
+    # happen in any order, and rejected drafts overwrite no input that a later step reads.
+    return num_taps + 2 * max_drafts, num_channels + 2 * num_v_heads
 
 
 class Prefill(NamedTuple):
@@ -69,13 +94,49 @@ class Prefill(NamedTuple):
     checkpoints: tuple[tuple[int, int], ...]
 
 
+class TokenRound(NamedTuple):
+    """Holds at most one token per decode. All tokens have the same distance to the first tokens of their decodes.
+
+    offset: this distance, negative for pending tokens.
+    decodes: int64 [m], index of each token's decode.
+    rows: int64 [m], index of each token in the step; meaningless for pending tokens.
+    """
+
+    offset: int
+    decodes: Tensor
+    rows: Tensor
+
+
+class DraftPlan(NamedTuple):
+    """Holds the t tokens of all decodes, which come first in the step, for caches with drafts (plain torch path).
+
+    token_decodes: int64 [t], index of each token's decode.
+    token_offsets: int64 [t], number of the decode's tokens before the token in this step.
+    num_pending: int64 [n], number of pending tokens of each decode.
+    rounds: pending tokens and the step's tokens, in the order in which the states change.
+    """
+
+    token_decodes: Tensor
+    token_offsets: Tensor
+    num_pending: Tensor
+    rounds: tuple[TokenRound, ...]
+
+    @property
+    def max_query_len(self) -> int:
+        """Maximum number of tokens of a decode in the step."""
+        return self.rounds[-1].offset + 1
+
+
 class TorchPlan(NamedTuple):
-    """Holds a step's requests for the plain torch path: n decodes with one token each, then `prefills`.
+    """Holds a step's requests for the plain torch path: n decodes, then `prefills`.
+
+    A decode has one token, or one token and drafts.
 
     slots: int64 [n], state slot of each decode.
-    positions: int64 [n], position of each decode's token.
+    positions: int64 [n], position of each decode's first token.
     checkpoint_rows: int64 [m], indices of the decodes whose state is also saved to a checkpoint.
     checkpoint_slots: int64 [m], slots that receive the saved states.
+    drafts: None for caches without drafts.
     """
 
     slots: Tensor
@@ -83,6 +144,7 @@ class TorchPlan(NamedTuple):
     checkpoint_rows: Tensor
     checkpoint_slots: Tensor
     prefills: tuple[Prefill, ...]
+    drafts: DraftPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +161,21 @@ class StateBatch:
     num_decodes: int | None
     max_query_len: int
     num_tokens: int
+    num_pending: Tensor | None
+    has_drafts: bool
     torch_plan: TorchPlan | None
+
+
+def check_drafts(sizes: LayerSizes, batch: StateBatch) -> None:
+    """Raise ValueError if a layer's caches do not fit the step's drafts."""
+    has_ring = sizes.ring_rows > sizes.num_taps
+    if has_ring != (batch.num_pending is not None):
+        raise ValueError(
+            f"num_pending is {'set' if batch.num_pending is not None else 'None'}, but conv_states has "
+            f"{sizes.ring_rows} rows for {sizes.num_taps} taps: pass num_pending only with caches for drafts"
+        )
+    if batch.has_drafts and batch.max_query_len > 1 + sizes.max_drafts:
+        raise ValueError(
+            f"the step has up to {batch.max_query_len} tokens of a request, but the caches are for at most "
+            f"{sizes.max_drafts} drafts per request: propose fewer drafts, or allocate larger caches"
+        )

@@ -78,6 +78,8 @@ def compute_chunks(
         PADDED=max(padded_k, padded_v),
         NUM_CHANNELS=sizes.num_channels,
         NUM_TAPS=sizes.num_taps,
+        RING_ROWS=sizes.ring_rows,
+        RING_WIDTH=sizes.ring_width,
         num_warps=8,
     )
     _save_conv_inputs[(num_reqs, triton.cdiv(sizes.num_channels, CHANNEL_BLOCK))](
@@ -93,6 +95,8 @@ def compute_chunks(
         GATES_PER_KEY_HEAD=sizes.group_size * sizes.v_dim,  # columns of z
         NUM_CHANNELS=sizes.num_channels,
         NUM_TAPS=sizes.num_taps,
+        RING_ROWS=sizes.ring_rows,
+        RING_WIDTH=sizes.ring_width,
         CHANNEL_BLOCK=CHANNEL_BLOCK,
         num_warps=4,
     )
@@ -166,6 +170,8 @@ def _convolve_chunks(
     PADDED: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
+    RING_ROWS: tl.constexpr,
+    RING_WIDTH: tl.constexpr,
 ):
     """Apply convolution and SiLU to a query, key or value head of a chunk. Norm and scale queries, and norm keys."""
     request, first_token, first_position, seq_len, chunk_position = find_chunk(
@@ -183,7 +189,7 @@ def _convolve_chunks(
     column_mask = columns < head_dim
     positions = chunk_position + tl.arange(0, CHUNK)
     row_mask = (positions >= first_position) & (positions < seq_len)
-    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS)
+    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (RING_ROWS * RING_WIDTH)
     tokens = (first_token + positions - first_position).to(tl.int64)
     total = tl.zeros([CHUNK, PADDED], dtype=tl.float32)
     for lag in tl.static_range(NUM_TAPS):
@@ -194,7 +200,7 @@ def _convolve_chunks(
         if chunk_position < first_position + lag:
             is_stored = row_mask & (input_positions < first_position) & (input_positions >= 0)
             mask = is_stored[:, None] & column_mask[None, :]
-            offsets = (input_positions + NUM_TAPS) % NUM_TAPS * NUM_CHANNELS
+            offsets = (input_positions + RING_ROWS) % RING_ROWS * RING_WIDTH
             x += tl.load(slot_ptr + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
         weight = tl.load(weight_ptr + (NUM_TAPS - 1 - lag) * NUM_CHANNELS + channels, mask=column_mask, other=0.0)
         total += x.to(tl.float32) * weight[None, :]
@@ -224,6 +230,8 @@ def _save_conv_inputs(
     GATES_PER_KEY_HEAD: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
+    RING_ROWS: tl.constexpr,
+    RING_WIDTH: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
     """Store one request's last inputs in its slot, and the inputs before each checkpoint in the checkpoint's slot."""
@@ -239,16 +247,16 @@ def _save_conv_inputs(
     source_columns = channels + channels // CHANNELS_PER_KEY_HEAD * GATES_PER_KEY_HEAD
     # row_ptr + position * qkvz_stride is the address of the token at `position`.
     row_ptr = qkvz_ptr + (first_token - first_position).to(tl.int64) * qkvz_stride + source_columns
-    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (NUM_TAPS * NUM_CHANNELS) + channels
+    slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (RING_ROWS * RING_WIDTH) + channels
     for checkpoint_index in range(num_checkpoints):
         checkpoint_ptr = checkpoints_ptr + (request * num_checkpoints + checkpoint_index) * 2
         checkpoint_position = tl.load(checkpoint_ptr)
         if (checkpoint_position > first_position) & (checkpoint_position <= seq_len):
             checkpoint_slot = tl.load(checkpoint_ptr + 1).to(tl.int64)
-            checkpoint_slot_ptr = conv_ptr + checkpoint_slot * (NUM_TAPS * NUM_CHANNELS) + channels
+            checkpoint_slot_ptr = conv_ptr + checkpoint_slot * (RING_ROWS * RING_WIDTH) + channels
             for lag in tl.static_range(1, NUM_TAPS):
                 input_position = checkpoint_position - lag
-                offset = input_position % NUM_TAPS * NUM_CHANNELS
+                offset = input_position % RING_ROWS * RING_WIDTH
                 if input_position >= first_position:
                     x = tl.load(row_ptr + input_position.to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
                     tl.store(checkpoint_slot_ptr + offset, x.to(conv_ptr.dtype.element_ty), mask=mask)
@@ -259,7 +267,7 @@ def _save_conv_inputs(
     for lag in tl.static_range(1, NUM_TAPS):
         if lag <= num_new_tokens:
             x = tl.load(row_ptr + (seq_len - lag).to(tl.int64) * qkvz_stride, mask=mask, other=0.0)
-            tl.store(slot_ptr + (seq_len - lag) % NUM_TAPS * NUM_CHANNELS, x.to(conv_ptr.dtype.element_ty), mask=mask)
+            tl.store(slot_ptr + (seq_len - lag) % RING_ROWS * RING_WIDTH, x.to(conv_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

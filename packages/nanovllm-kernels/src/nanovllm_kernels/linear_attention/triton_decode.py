@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, StateBatch, layer_sizes
+from nanovllm_kernels.linear_attention.layer_inputs import DeltaWeights, LayerSizes, StateBatch, layer_sizes
 from nanovllm_kernels.linear_attention.triton_gates import L2_EPS, log_decay, silu
 from nanovllm_kernels.platform import INTERPRETER_SMS, can_overlap_launches, describe_device
 
@@ -27,13 +27,10 @@ def decode(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with one token, and write their rows of `out`."""
-    sizes = layer_sizes(states, conv_states)
+    sizes = layer_sizes(weights, states, conv_states)
     num_reqs = len(batch.slots) if batch.num_decodes is None else batch.num_decodes
-    padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
+    tiles, num_warps = choose_launch(sizes, num_reqs, states)
     overlap = can_overlap_launches(qkvz.device)
-    is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe_device(qkvz.device).num_sms or INTERPRETER_SMS)
-    block_v = min(BLOCK_ROWS_BY_BYTES[states.element_size()], padded_v) if is_large_launch else padded_v
-    num_warps = padded_k * block_v // (BLOCKED_ELEMENTS_PER_WARP if is_large_launch else ELEMENTS_PER_WARP)
     _decode_requests[(sizes.num_v_heads, num_reqs)](
         qkvz,
         ba,
@@ -52,17 +49,29 @@ def decode(
         GROUP_SIZE=sizes.group_size,
         K_DIM=sizes.k_dim,
         V_DIM=sizes.v_dim,
-        PADDED_K=padded_k,
-        PADDED_V=padded_v,
-        BLOCK_V=block_v,
-        NUM_BLOCKS=padded_v // block_v,
-        STAGES=BLOCKS_IN_FLIGHT if block_v < padded_v else 1,
+        **tiles,
         NUM_CHANNELS=sizes.num_channels,
         NUM_TAPS=sizes.num_taps,
         OVERLAP=overlap,
-        num_warps=max(1, min(8, num_warps)),
+        num_warps=num_warps,
         launch_pdl=overlap,
     )
+
+
+def choose_launch(sizes: LayerSizes, num_reqs: int, states: Tensor) -> tuple[dict[str, int], int]:
+    """Return the constants of the tiles of a program for one value head of one request, and the number of warps."""
+    padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
+    is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe_device(states.device).num_sms or INTERPRETER_SMS)
+    block_v = min(BLOCK_ROWS_BY_BYTES[states.element_size()], padded_v) if is_large_launch else padded_v
+    num_warps = padded_k * block_v // (BLOCKED_ELEMENTS_PER_WARP if is_large_launch else ELEMENTS_PER_WARP)
+    tiles = {
+        "PADDED_K": padded_k,
+        "PADDED_V": padded_v,
+        "BLOCK_V": block_v,
+        "NUM_BLOCKS": padded_v // block_v,
+        "STAGES": BLOCKS_IN_FLIGHT if block_v < padded_v else 1,
+    }
+    return tiles, max(1, min(8, num_warps))
 
 
 @triton.jit

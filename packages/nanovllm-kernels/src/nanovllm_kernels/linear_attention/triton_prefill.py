@@ -27,7 +27,7 @@ def prefill(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: Tensor, conv_states: Tensor, batch: StateBatch, out: Tensor
 ) -> None:
     """Compute the package's `gated_delta_net` for requests with several tokens, and write their rows of `out`."""
-    sizes = layer_sizes(states, conv_states)
+    sizes = layer_sizes(weights, states, conv_states)
     num_reqs = len(batch.slots)
     padded_k, padded_v = pad_to_tile(sizes.k_dim), pad_to_tile(sizes.v_dim)
     heads = {"HEADS": sizes.num_v_heads, "GROUP_SIZE": sizes.group_size, "K_DIM": sizes.k_dim, "V_DIM": sizes.v_dim}

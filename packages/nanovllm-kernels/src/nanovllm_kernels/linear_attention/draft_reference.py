@@ -1,0 +1,85 @@
+"""Computes decodes of Gated DeltaNet in plain torch, for caches with drafts: pending tokens, first tokens, drafts."""
+
+import torch
+from torch import Tensor
+
+from nanovllm_kernels.linear_attention.layer_inputs import (
+    DeltaWeights,
+    DraftPlan,
+    LayerSizes,
+    TokenRound,
+    TorchPlan,
+)
+from nanovllm_kernels.linear_attention.token_reference import apply_tokens, compute_gates, convolve_windows, split_heads
+
+
+def plan_drafts(query_lens: list[int], num_pending: Tensor) -> DraftPlan:
+    """Plan the decodes of a step.
+
+    query_lens: number of tokens of each decode, at least 1.
+    num_pending: int [n], number of pending tokens of each decode.
+    """
+    lens = num_pending.new_tensor(query_lens, dtype=torch.long)
+    decodes = torch.arange(len(lens), device=lens.device)
+    first_rows = lens.cumsum(0) - lens
+    token_decodes = decodes.repeat_interleave(lens)
+    num_pending = num_pending.long()
+    rounds: list[TokenRound] = []
+    for offset in range(-max(num_pending.tolist(), default=0), max(query_lens, default=0)):
+        round_decodes = decodes[(-num_pending <= offset) & (offset < lens)]
+        rounds.append(TokenRound(offset, round_decodes, first_rows[round_decodes] + offset))
+    token_offsets = torch.arange(len(token_decodes), device=lens.device) - first_rows[token_decodes]
+    return DraftPlan(token_decodes, token_offsets, num_pending, tuple(rounds))
+
+
+def decode(
+    inputs: Tensor,
+    weights: DeltaWeights,
+    sizes: LayerSizes,
+    states: Tensor,
+    conv_states: Tensor,
+    plan: TorchPlan,
+    drafts: DraftPlan,
+) -> Tensor:
+    """Compute the results of all decodes before norm and gate, float32 [t, Hv, Dv], and update their caches.
+
+    inputs: [t, C + 2 Hv], rows of the decodes' tokens for `conv_states`.
+    """
+    window_inputs = _update_inputs(inputs, sizes, conv_states, plan, drafts)
+    first_column = window_inputs.shape[1] - drafts.max_query_len
+    has_state = (plan.positions > drafts.num_pending).view(-1, 1, 1, 1)
+    rounded = torch.where(has_state, states[plan.slots], 0.0)
+    outs = torch.empty((len(inputs), sizes.num_v_heads, sizes.v_dim), device=inputs.device)
+    for offset, decodes, rows in drafts.rounds:
+        column = first_column + offset
+        windows = window_inputs[decodes, column - sizes.num_taps + 1 : column + 1]
+        heads = split_heads(convolve_windows(windows[..., : sizes.num_channels], weights.conv), sizes)
+        gates = compute_gates(windows[:, -1, sizes.num_channels :], weights, sizes)
+        rounded[decodes], out = apply_tokens(rounded[decodes].float(), *heads, gates, states.dtype)
+        if offset >= 0:
+            outs[rows] = out
+        if offset == 0:
+            # Later rounds apply drafts. The next step knows which of them count, and applies these drafts again.
+            states[plan.slots] = rounded
+            states[plan.checkpoint_slots] = rounded[plan.checkpoint_rows]
+    return outs
+
+
+def _update_inputs(
+    inputs: Tensor, sizes: LayerSizes, conv_states: Tensor, plan: TorchPlan, drafts: DraftPlan
+) -> Tensor:
+    """Store `inputs` in `conv_states`. Returns earlier and new inputs by position, [n, positions, C + 2 Hv].
+
+    The last columns are the positions of the longest decode in this step. Inputs before a request's first token are 0.
+    """
+    offsets = torch.arange(1 - sizes.num_taps - sizes.max_drafts, 0, device=inputs.device)
+    old_positions = plan.positions.unsqueeze(1) + offsets
+    old_inputs = conv_states[plan.slots.unsqueeze(1), old_positions % sizes.ring_rows]
+    # Rows for negative positions may hold inputs of another request.
+    old_inputs = torch.where((old_positions >= 0).unsqueeze(-1), old_inputs, 0.0)
+    new_inputs = old_inputs.new_zeros((len(plan.slots), drafts.max_query_len, sizes.ring_width))
+    new_inputs[drafts.token_decodes, drafts.token_offsets] = inputs
+    positions = plan.positions[drafts.token_decodes] + drafts.token_offsets
+    conv_states[plan.slots[drafts.token_decodes], positions % sizes.ring_rows] = inputs
+    conv_states[plan.checkpoint_slots] = conv_states[plan.slots[plan.checkpoint_rows]]
+    return torch.cat((old_inputs, new_inputs), 1)
