@@ -20,6 +20,7 @@ from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.scheduling.budget import StepLimits
+from nanovllm_core.scheduling.drafting import DraftLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_core.start_phases import log_phase
@@ -145,4 +146,5 @@ def _make_scheduler(
         eos_token_ids=spec.eos_token_ids,
         seed=config.seed,
         step_time_model=step_time_model,
+        draft_limits=DraftLimits(config.max_drafts, config.max_draft_step_tokens),
     )

@@ -26,7 +26,7 @@ class BatchBounds(NamedTuple):
     num_tokens: tokens of the step, including padding.
     num_decodes: number of requests with one token in the step, which come first; None if unknown.
     max_seq_len: maximum context length after the step, in tokens.
-    has_only_whole_prompts: see `BatchShape`.
+    has_only_whole_prompts, has_drafts: see `BatchShape`.
     """
 
     num_tokens: int
@@ -34,25 +34,33 @@ class BatchBounds(NamedTuple):
     max_query_len: int
     max_seq_len: int
     has_only_whole_prompts: bool
+    has_drafts: bool = False
 
     @classmethod
     def from_plan(cls, plan: StepPlan, query_lens: NDArray[np.int64]) -> "BatchBounds":
         """The bounds of a step that is not padded to a captured shape. query_lens: see `StepInputs`."""
         shape, num_decodes = plan.shape, int(np.count_nonzero(query_lens == 1))
         max_query_len = int(query_lens.max(initial=1))
-        return cls(shape.num_tokens, num_decodes, max_query_len, plan.max_seq_len, shape.has_only_whole_prompts)
+        return cls(shape.num_tokens, num_decodes, max_query_len, plan.max_seq_len, *shape[3:])
 
 
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
-    logits: [n, vocab], logits of the last token of each request for which this rank chooses tokens (`own_requests`);
-        empty if the step samples no token.
-    seq_lens: int32 [num_reqs], context lengths, which are the positions of the sampled tokens.
+    The step samples a token after the last token of each request, or after each token if the step has drafts. Padding
+    has samples too.
+
+    logits: [n, vocab], logits of the samples that this rank chooses (`own_requests`); empty if the step samples no
+        token.
+    table_rows: int32 [num_samples], row of each sample's request in the request table.
+    positions: int32 [num_samples], position of each sample.
+    seq_lens: int32 [num_reqs], context lengths.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
     """
 
     logits: Tensor
+    table_rows: Tensor
+    positions: Tensor
     seq_lens: Tensor
     block_tables: Tensor
 
@@ -119,10 +127,26 @@ class ForwardPass:
         digest = hidden.masked_fill(~is_token.unsqueeze(1), 0).view(torch.uint8).sum().view(1)
         return (self._parallel.gather_rows(digest, self._parallel.size) != digest).any()
 
-    def compute_last_logits(self, hidden: Tensor, batch: BatchInputs) -> Tensor:
-        """The logits of `ForwardOutput`. hidden: [num_tokens, hidden]."""
-        last_hidden = hidden.index_select(0, batch.last_token_indices)
-        return self.compute_logits_of_own_rows(self._parallel.gather_requests(last_hidden))
+    def make_output(
+        self, hidden: Tensor, rows: DeviceRows, batch: BatchInputs, *, has_drafts: bool, has_samples: bool = True
+    ) -> ForwardOutput:
+        """Compute the logits after the last token of each request, or after each token of a step with drafts.
+
+        hidden: [num_tokens, hidden].
+        has_samples: whether the step samples a token; otherwise no logits are computed.
+        """
+        if has_drafts:
+            # Padding tokens belong to the last request. Their samples are ignored.
+            ends, indices = rows.query_start_loc[1:], torch.arange(len(hidden), device=hidden.device, dtype=torch.int32)
+            requests = torch.searchsorted(ends, indices, right=True).clamp_(max=len(ends) - 1)
+            table_rows, positions = rows.table_rows.index_select(0, requests), batch.positions.int() + 1
+        else:
+            hidden = hidden.index_select(0, batch.last_token_indices)
+            table_rows, positions = rows.table_rows, batch.seq_lens
+        logits = hidden[:0]
+        if has_samples:
+            logits = self.compute_logits_of_own_rows(self._parallel.gather_requests(hidden))
+        return ForwardOutput(logits, table_rows, positions, batch.seq_lens, batch.block_tables)
 
     def compute_logits_of_own_rows(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab] of this rank's share of the rows of `hidden`, which is equal on all ranks.
@@ -165,13 +189,16 @@ class ForwardPass:
         return self.plan_attention(output.block_tables[:num_reqs, :max_blocks], *lengths, bounds)
 
     def _plan_states(self, rows: DeviceRows, seq_lens: Tensor, bounds: BatchBounds) -> StateBatch:
+        table = self._table
         return plan_states(
-            self._table.state_slots.index_select(0, rows.table_rows),
-            self._table.checkpoints.index_select(0, rows.table_rows),
+            table.state_slots.index_select(0, rows.table_rows),
+            table.checkpoints.index_select(0, rows.table_rows),
             seq_lens,
             rows.query_start_loc,
             num_decodes=bounds.num_decodes,
             max_query_len=bounds.max_query_len,
             num_tokens=bounds.num_tokens,
             backend="torch" if self._config.attention_backend == "torch" else "triton",
+            num_pending=None if table.num_pending is None else table.num_pending.index_select(0, rows.table_rows),
+            has_drafts=bounds.has_drafts,
         )

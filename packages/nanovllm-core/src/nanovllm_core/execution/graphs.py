@@ -36,10 +36,12 @@ MIN_FEW_REQUEST_TOKENS = 256
 class GraphShape(NamedTuple):
     """The padded shape of a captured step.
 
-    mode: "full_decode_only" (one graph, every request has max_query_len tokens), "full" (one graph for prompts and
-        decodes) or "piecewise" (several graphs for prompts and decodes).
+    mode: "full_decode_only" (one graph, only for decodes), "full" (one graph for prompts and decodes) or "piecewise"
+        (several graphs for prompts and decodes).
     has_only_whole_prompts: whether the shape serves only steps whose prompts are whole (none of their tokens is in the
         cache yet), see `BatchShape`.
+    has_drafts: whether the shape serves steps with drafts, and no other steps. A request then has at most max_query_len
+        tokens.
     """
 
     num_reqs: int
@@ -47,12 +49,13 @@ class GraphShape(NamedTuple):
     max_query_len: int
     mode: GraphMode
     has_only_whole_prompts: bool = False
+    has_drafts: bool = False
 
 
 # Runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
 RunForward = Callable[[GraphShape, LaunchAttention | None], ForwardOutput]
-# (`SamplingOps` as an integer, output) -> tokens.
-ChooseTokens = Callable[[int, ForwardOutput], Tensor]
+# (`SamplingOps` as an integer, output, whether the step has drafts) -> `ChosenTokens.packed`.
+ChooseTokens = Callable[[int, ForwardOutput, bool], Tensor]
 
 
 @dataclass(slots=True)
@@ -123,21 +126,31 @@ def graph_shapes(
     mode: GraphMode,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    query_lens: Sequence[int] = (1,),
+    *,
+    max_drafts: int = 0,
+    max_draft_step_tokens: int = 0,
     min_whole_tokens: int | None = None,
 ) -> list[GraphShape]:
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
-    query_lens: numbers of tokens per request in decode steps.
+    max_drafts: maximum number of drafts per request and step; 0 for no shapes with drafts.
+    max_draft_step_tokens: maximum number of tokens of a step with drafts.
     min_whole_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
     """
     if mode == "none":
         return []
     shapes = [
-        GraphShape(size, size * query_len, query_len, "full_decode_only")
-        for query_len in query_lens
-        for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens // query_len))
+        GraphShape(size, size, 1, "full_decode_only") for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens))
     ]
+    if max_drafts:
+        query_len = 1 + max_drafts
+        # One request with all drafts is the usual step at low load.
+        sizes = {query_len, *(size for size in decode_sizes(max_draft_step_tokens) if size > 1)}
+        shapes.extend(
+            GraphShape(min(size, max_num_seqs), size, query_len, "full_decode_only", has_drafts=True)
+            for size in sizes
+            if size <= max_draft_step_tokens
+        )
     if mode != "full_decode_only":
         sizes = mixed_sizes(max_num_batched_tokens)
         shapes.extend(GraphShape(max_num_seqs, size, size, mode) for size in sizes)
@@ -161,20 +174,18 @@ def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
 class StepGraphs:
     """The captured steps of one device.
 
-    num_steps: number of dispatched steps by graph mode ("none": without a graph) and kind ("decode" or "mixed").
+    num_steps: number of dispatched steps by graph mode ("none": without a graph) and kind ("decode", "draft" or "mixed").
     """
 
     def __init__(self, shapes: Sequence[GraphShape]):
         self.num_steps: Counter[tuple[GraphMode, str]] = Counter()
         self._shapes = shapes
-        # Shapes of uniform decodes by tokens per request, and shapes of mixed steps; smallest first.
-        self._decode_shapes: dict[int, list[GraphShape]] = {}
-        self._mixed_shapes: list[GraphShape] = []
-        for shape in sorted(shapes, key=_sort_key):
-            if shape.mode == "full_decode_only":
-                self._decode_shapes.setdefault(shape.max_query_len, []).append(shape)
-            else:
-                self._mixed_shapes.append(shape)
+        smallest_first = sorted(shapes, key=_sort_key)
+        self._draft_shapes = [shape for shape in smallest_first if shape.has_drafts]
+        self._mixed_shapes = [shape for shape in smallest_first if shape.mode != "full_decode_only"]
+        self._decode_shapes = [
+            shape for shape in smallest_first if shape.mode == "full_decode_only" and not shape.has_drafts
+        ]
         self._steps: dict[GraphShape, CapturedStep] = {}
 
     @property
@@ -184,9 +195,12 @@ class StepGraphs:
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
         """Count the step. Return the smallest captured step that holds the batch; None: launch without a graph."""
-        decode_shapes = None if batch.query_len is None else self._decode_shapes.get(batch.query_len)
-        kind = "decode" if batch.query_len == 1 or decode_shapes is not None else "mixed"
-        shapes = self._mixed_shapes if decode_shapes is None else decode_shapes
+        if batch.has_drafts:
+            kind, shapes = "draft", self._draft_shapes
+        elif batch.query_len == 1:
+            kind, shapes = "decode", self._decode_shapes or self._mixed_shapes
+        else:
+            kind, shapes = "mixed", self._mixed_shapes
         for shape in shapes if allows_graph else ():
             fits = batch.num_reqs <= shape.num_reqs and batch.num_tokens <= shape.num_tokens
             if fits and (batch.has_only_whole_prompts or not shape.has_only_whole_prompts) and shape in self._steps:
@@ -247,7 +261,7 @@ def _capture_step(
 ) -> CapturedStep:
     warm_up_output = run_forward(shape, None)
     for ops in CAPTURED_OPS:
-        choose_tokens(ops, warm_up_output)
+        choose_tokens(ops, warm_up_output, shape.has_drafts)
     del warm_up_output
     torch.cuda.current_stream().synchronize()
     with _Capture(pool) as capture:
@@ -256,7 +270,7 @@ def _capture_step(
     # `output` lives until the end of this function, so that sampling graphs do not reuse the memory of the logits.
     for ops in CAPTURED_OPS:
         with _Capture(pool) as capture:
-            tokens = choose_tokens(ops, output)
+            tokens = choose_tokens(ops, output, shape.has_drafts)
         step.sampling_graphs[ops] = capture.pieces[0], tokens
     return step
 

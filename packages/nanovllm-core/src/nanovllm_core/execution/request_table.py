@@ -56,7 +56,8 @@ class StepInputs:
 
     device_rows: this rank's requests; without padding, unless ranks have different requests.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
-    sampling_indices: int64 [n], indices of the requests that sample, in the plan's order.
+    sampling_indices: int64 [n], indices of the requests that sample, in the plan's order. In a step with drafts, the
+        index of each request's first token.
     sampling_ops: `SamplingOps` of this rank's requests that sample, combined, without MASK. An int is faster than an
         enum flag.
     num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
@@ -70,6 +71,20 @@ class StepInputs:
     num_logprobs: NDArray[np.int64]
     max_num_logprobs: int
     state_copies: tuple[Tensor, Tensor] | None = None
+    has_drafts: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """The number of tokens that the step samples for this rank's requests, see `ForwardOutput`."""
+        return int(self.query_lens.sum()) if self.has_drafts else len(self.device_rows.table_rows)
+
+    @property
+    def logprob_indices(self) -> NDArray[np.int64]:
+        """Indices of the samples of requests that ask for log-probabilities, int64 [n]."""
+        is_asked = self.num_logprobs >= 0
+        if not self.has_drafts:
+            return self.sampling_indices[is_asked]
+        return np.flatnonzero(np.repeat(is_asked, self.query_lens))
 
 
 class RequestTable:
@@ -83,6 +98,8 @@ class RequestTable:
     num_prompt_tokens: only valid for rows with forbidden sequences.
     state_slots: int32 [rows], index of the request's recurrent state.
     checkpoints: int32 [rows, MAX_CHECKPOINTS, 2], pairs (position, state slot) of recurrent states to save.
+    num_pending: int32 [rows], number of accepted drafts that the request's recurrent state does not include yet; None
+        without recurrent layers or without drafts.
     """
 
     def __init__(
@@ -95,6 +112,7 @@ class RequestTable:
         device: torch.device,
         *,
         has_recurrent_layers: bool = False,
+        max_drafts: int = 0,
         parallel: ParallelContext | None = None,
     ):
         self.device = device
@@ -107,8 +125,8 @@ class RequestTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # The additional column is for a token that a step in flight samples after its request has finished.
-        self.tokens = zeros(num_rows, max_model_len + 1)
+        # The additional columns are for tokens that a step in flight samples after its request has finished.
+        self.tokens = zeros(num_rows, max_model_len + 1 + max_drafts)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         # `_floats` holds six sampling options. The next line names them.
@@ -127,6 +145,8 @@ class RequestTable:
         self.num_prompt_tokens = zeros(num_rows)
         self.state_slots = zeros(num_rows)
         self.checkpoints = zeros(num_rows, MAX_CHECKPOINTS, 2)
+        self.max_drafts = max_drafts
+        self.num_pending = zeros(num_rows) if has_recurrent_layers and max_drafts else None
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
         # For each row, the `SamplingOps` for which tables hold values, perhaps values of a finished request.
@@ -156,14 +176,19 @@ class RequestTable:
         state_copies = self._write_states(new_rows) if self._has_recurrent_layers and new_rows else None
         self.step_buffer.write(rows, query_lens, is_sampled)
         num_logprobs = self._num_logprobs[plan.scheduled.rows[plan.scheduled.is_sampled]]
+        if plan.shape.has_drafts:
+            sampling_indices = query_lens.cumsum() - query_lens
+        else:
+            sampling_indices = requests.find_sampling_indices(plan.scheduled, num_reqs)
         inputs = StepInputs(
             device_rows=self.step_buffer.first_rows(requests.count_padded(len(rows), num_reqs)),
             query_lens=query_lens,
-            sampling_indices=requests.find_sampling_indices(plan.scheduled, num_reqs),
+            sampling_indices=sampling_indices,
             sampling_ops=int(np.bitwise_or.reduce(self._ops[rows[is_sampled]], initial=0)),
             num_logprobs=num_logprobs,
             max_num_logprobs=int(num_logprobs.max(initial=-1)),
             state_copies=state_copies,
+            has_drafts=plan.shape.has_drafts,
         )
         self._last_step = (plan.scheduled, inputs) if state_copies is None else None
         return inputs
@@ -245,6 +270,8 @@ class RequestTable:
         rows, num_computed, top_k, seeds, floats, token_indices, token_ids = row_tensors
         rows = rows.long()
         self.num_computed[rows] = num_computed
+        if self.num_pending is not None:
+            self.num_pending[rows] = 0
         self.top_k[rows] = top_k
         self.seeds[rows] = seeds.view(torch.int64)
         self._floats[:, rows] = floats.view(torch.float32).view(6, -1)

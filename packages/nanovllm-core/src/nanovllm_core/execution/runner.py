@@ -18,7 +18,7 @@ from nanovllm_core.execution.host_copy import HostCopyRing
 from nanovllm_core.execution.plan_messages import PlanPublisher
 from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
-from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.execution.step_handle import StepHandle, count_packed
 from nanovllm_core.execution.token_choice import SamplingGraphs, TokenChooser
 from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
@@ -52,13 +52,14 @@ class Runner:
         self._parallel = parallel
         self.device_name = describe_device(device).name
         self.is_asynchronous = device.type != "cpu"
-        self.cache = CacheMemory(CacheLayout.from_specs(model.cache_specs(), config), device)
+        self.cache = CacheMemory(CacheLayout.from_specs(model.cache_specs(), config, config.max_drafts), device)
         self._config = config
         self._model = model
         self._host_copies: HostCopyRing | None = None
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
-            self._host_copies = HostCopyRing(config.max_num_seqs, config.depth, stream)
+            max_ints = count_packed(config.max_num_seqs, config.max_draft_step_tokens, config.max_drafts)
+            self._host_copies = HostCopyRing(max_ints, config.depth, stream)
         layout = self.cache.layout
         attention = layout.attention_specs[0]
         self.attention_estimator = ESTIMATOR_WITHOUT_ROUNDS
@@ -72,9 +73,12 @@ class Runner:
             len(spec.eos_token_ids),
             device,
             has_recurrent_layers=bool(layout.state_specs),
+            max_drafts=config.max_drafts,
             parallel=parallel,
         )
-        self._token_chooser = TokenChooser(self._table, parallel, compiles=config.compile)
+        self._token_chooser = TokenChooser(
+            self._table, parallel, config.max_draft_step_tokens, compiles=config.compile
+        )
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
         # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
@@ -82,7 +86,15 @@ class Runner:
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_seqs_per_group, config.max_tokens_per_group)
         min_whole_tokens = min_graph_tokens_for_step_keys(self.cache.kv_caches[0], config.attention_backend)
-        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, min_whole_tokens=min_whole_tokens))
+        self.graphs = StepGraphs(
+            graph_shapes(
+                config.graph_mode,
+                *batch_limits,
+                max_drafts=config.max_drafts,
+                max_draft_step_tokens=config.max_draft_step_tokens,
+                min_whole_tokens=min_whole_tokens,
+            )
+        )
 
     @classmethod
     @torch.inference_mode()
@@ -102,9 +114,12 @@ class Runner:
             num_tokens = min(COMPILED_ROWS, self._config.max_tokens_per_group)
             largest_shape = GraphShape(min(num_tokens, self._config.max_seqs_per_group), num_tokens, num_tokens, "none")
             whole_prompts_shape = largest_shape._replace(has_only_whole_prompts=True)
-            shapes = (largest_shape, whole_prompts_shape, GraphShape(1, 1, 1, "none"))
+            shapes = [largest_shape, whole_prompts_shape, GraphShape(1, 1, 1, "none")]
+            if max_drafts := self._config.max_drafts:
+                shapes.append(GraphShape(1, 1 + max_drafts, 1 + max_drafts, "none", has_drafts=True))
             for shape in tqdm(shapes, desc="compiling", disable=None):
-                self._token_chooser.choose_padded(int(SamplingOps.RANDOM), self._run_padded_forward(shape))
+                output = self._run_padded_forward(shape)
+                self._token_chooser.choose_padded(int(SamplingOps.RANDOM), output, shape.has_drafts)
                 self._run_padded_forward(shape, num_decodes=0)
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
@@ -199,8 +214,11 @@ class Runner:
         prompt_scores = [
             self._score_prompt(prompt_range, plan.scheduled, hidden) for prompt_range in plan.prompt_logprobs_ranges
         ]
-        logits = forward.compute_last_logits(hidden, batch) if step.sampling_indices.size else hidden[:0]
-        return ForwardOutput(logits, batch.seq_lens, batch.block_tables), None, prompt_scores
+        has_samples = bool(step.sampling_indices.size)
+        output = forward.make_output(
+            hidden, step.device_rows, batch, has_drafts=step.has_drafts, has_samples=has_samples
+        )
+        return output, None, prompt_scores
 
     def _score_prompt(
         self, prompt_range: PromptLogprobsRange, scheduled: ScheduledRows, hidden: Tensor
@@ -219,11 +237,16 @@ class Runner:
     ) -> ForwardOutput:
         """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
         bounds = BatchBounds(
-            shape.num_tokens, num_decodes, shape.max_query_len, self._config.max_model_len, shape.has_only_whole_prompts
+            shape.num_tokens,
+            num_decodes,
+            shape.max_query_len,
+            self._config.max_model_len,
+            shape.has_only_whole_prompts,
+            shape.has_drafts,
         )
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
-        return ForwardOutput(self._forward.compute_last_logits(hidden, batch), batch.seq_lens, batch.block_tables)
+        return self._forward.make_output(hidden, rows, batch, has_drafts=shape.has_drafts)
 
     def _run_largest_step(self) -> None:
         """Run a step with the full token budget, in which all rows sample with all options."""

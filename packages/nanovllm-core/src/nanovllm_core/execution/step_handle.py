@@ -1,6 +1,9 @@
 """The handle of a launched step, with which the host waits for the step and reads its results."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,40 +13,97 @@ from torch import Tensor
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.prompt_scores import PromptScores
 from nanovllm_core.execution.request_table import StepInputs
+from nanovllm_core.execution.row_constraint import GrammarFailure
 from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
-from nanovllm_core.scheduling.plan import StepResults
+from nanovllm_core.scheduling.plan import DraftResults, StepResults
 from nanovllm_kernels.sampling import Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """The tokens that a step chose, and with speculation the drafts for the next step. In one tensor: one copy is fast.
+
+    packed: int32 [n], consecutive parts. Each part may have padding at its end.
+        samples: [num_samples], see `ForwardOutput`.
+        With speculation, drafts: [num_reqs, max_drafts], tokens after each request's last token, proposed now or
+        earlier; and [num_reqs], number of drafts that are proposed now.
+        In a step with drafts, [num_reqs], number of new tokens of each request.
+    """
+
+    packed: Tensor
+    num_reqs: int = 0
+    max_drafts: int = 0
+    has_drafts: bool = False
+
+    @property
+    def samples(self) -> Tensor:
+        """The samples, int32 [num_samples]."""
+        return self.packed[: len(self.packed) - self._num_other_ints]
+
+    @property
+    def _num_other_ints(self) -> int:
+        return count_packed(self.num_reqs, 0, self.max_drafts) - (0 if self.has_drafts else self.num_reqs)
+
+    def split(self, packed: NDArray[np.int32]) -> "SplitTokens":
+        """The parts of `packed` on the host."""
+        if not self.max_drafts:
+            return SplitTokens(packed, None, None, None)
+        num_drafts = self.num_reqs * self.max_drafts
+        starts = np.cumsum([len(packed) - self._num_other_ints, num_drafts, self.num_reqs])
+        samples, drafts, num_proposed, num_new = np.split(packed, starts)
+        return SplitTokens(
+            samples, drafts.reshape(-1, self.max_drafts), num_proposed, num_new if self.has_drafts else None
+        )
+
+
+class SplitTokens(NamedTuple):
+    """The parts of `ChosenTokens.packed`; None for a part that does not exist."""
+
+    samples: NDArray[np.int32]
+    drafts: NDArray[np.int32] | None
+    num_proposed: NDArray[np.int32] | None
+    num_new: NDArray[np.int32] | None
+
+
+NO_TOKENS = SplitTokens(np.zeros(0, np.int32), None, None, None)
+
+
+def count_packed(num_reqs: int, num_samples: int, max_drafts: int) -> int:
+    """The maximum length of `ChosenTokens.packed`."""
+    return max(num_reqs, num_samples) + num_reqs * (max_drafts + 2) if max_drafts else num_reqs
 
 
 class StepHandle:
     """A step in flight, whose results are being copied to the host.
 
-    tokens: int32, tokens of all requests of the step, perhaps with padding at the end; None if no request samples.
-    logprobs: log-probabilities for the requests that ask for them; None without such requests.
+    tokens: None if no request samples.
+    logprobs: log-probabilities of the samples of requests that ask for them; None without such requests.
     host_slot: the buffer for the tokens; None on a CPU. Later steps overwrite the buffer, see `HostCopyRing`.
-    failures: pairs (index among the requests that sample, reason) of requests that got no token.
+    failures: why requests can't sample a token.
     """
 
     def __init__(
         self,
         step: StepInputs,
-        tokens: Tensor | None,
+        tokens: ChosenTokens | None,
         logprobs: Logprobs | None,
         host_slot: HostCopySlot | None,
-        failures: Sequence[tuple[int, str]] = (),
+        failures: Sequence[GrammarFailure] = (),
         prompt_scores: Sequence[PromptScores] = (),
     ):
         self._failures = failures
         self._sampling_indices = step.sampling_indices
+        self._has_drafts = step.has_drafts
+        self._query_lens = step.query_lens
         self._num_logprobs = step.num_logprobs
-        self._token_array = np.zeros(0, np.int32)
+        self._tokens = NO_TOKENS
         if host_slot is None:
             if tokens is not None:
-                self._token_array = tokens.numpy()
+                self._tokens = tokens.split(tokens.packed.numpy())
         else:
             if tokens is not None:
-                self._token_array = host_slot.token_array
-                host_slot.first_tokens(len(tokens)).copy_(tokens, non_blocking=True)
+                self._tokens = tokens.split(host_slot.token_array[: len(tokens.packed)])
+                host_slot.first_tokens(len(tokens.packed)).copy_(tokens.packed, non_blocking=True)
             if logprobs is not None:
                 logprobs = Logprobs(*map(_copy_to_host, logprobs))
             prompt_scores = [PromptScores(*map(_copy_to_host, scores)) for scores in prompt_scores]
@@ -78,22 +138,80 @@ class StepHandle:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """Tokens int32 [n] of the requests that sample in a finished step."""
-        return self._token_array[self._sampling_indices]
+        """New tokens of the requests that sample in a finished step, int32 [m]. Number of each request: `num_tokens`."""
+        return self._tokens.samples[self._sampling_indices if self.num_tokens is None else self._new_sample_indices]
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64] | None:
+        """Number of new tokens of each request that samples in a finished step, int64 [n]; None if each has one."""
+        num_new = self._tokens.num_new
+        return None if num_new is None else num_new[: len(self._sampling_indices)].astype(np.int64)
+
+    @property
+    def draft_ids(self) -> NDArray[np.int32] | None:
+        """Tokens that stand after the last token of each request that samples, int32 [n, max_drafts], in a finished step.
+
+        None without speculation.
+        """
+        drafts = self._tokens.drafts
+        return None if drafts is None else drafts[self._request_indices]
 
     def read_results(self) -> StepResults:
         """The results of a finished step."""
         prompt_logprobs = [_pack_scores(scores) for scores in self._prompt_scores]
-        return StepResults(self.token_ids, self._read_logprobs(), self._failures, prompt_logprobs)
+        return StepResults(
+            self.token_ids, self._read_logprobs(), self._read_failures(), prompt_logprobs, self._read_draft_results()
+        )
+
+    @property
+    def _request_indices(self) -> NDArray[np.int64]:
+        """Indices of the requests that sample among all requests of the step, int64 [n]."""
+        return np.arange(len(self._sampling_indices)) if self._has_drafts else self._sampling_indices
+
+    @cached_property
+    def _new_sample_indices(self) -> NDArray[np.int64]:
+        """Indices of the samples that are new tokens, in a finished step with drafts."""
+        counts = self.num_tokens
+        assert counts is not None
+        first_outputs = np.cumsum(counts) - counts
+        return np.arange(int(counts.sum())) + np.repeat(self._sampling_indices - first_outputs, counts)
+
+    def _read_draft_results(self) -> DraftResults | None:
+        drafts, num_proposed = self._tokens.drafts, self._tokens.num_proposed
+        if drafts is None or num_proposed is None:
+            return None
+        requests, num_tokens = self._request_indices, self.num_tokens
+        if num_tokens is None:
+            num_tokens = np.ones(len(requests), np.int64)
+        return DraftResults(num_tokens, num_proposed[requests].astype(np.int64), drafts[requests, 0])
+
+    def _read_failures(self) -> Sequence[tuple[int, str]]:
+        if not self._failures:
+            return ()
+        num_tokens = self.num_tokens
+        return [
+            (failure.request_index, failure.reason)
+            for failure in self._failures
+            if num_tokens is None or num_tokens[failure.request_index] > failure.entry
+        ]
 
     def _read_logprobs(self) -> Sequence[tuple[int, TokenLogprobs]]:
         if self._logprobs is None:
             return ()
-        requested = [(index, num_top) for index, num_top in enumerate(self._num_logprobs.tolist()) if num_top >= 0]
-        columns = (column.tolist() for column in self._logprobs)
+        # The samples of the requests that ask: number of top tokens, and index among the new tokens or -1.
+        num_top, output_indices = self._num_logprobs, np.arange(len(self._num_logprobs))
+        if self._has_drafts:
+            num_top = np.repeat(num_top, self._query_lens)
+            output_indices = np.full(len(num_top), -1)
+            output_indices[self._new_sample_indices] = np.arange(len(self._new_sample_indices))
+        is_asked = num_top >= 0
+        columns = (output_indices[is_asked], num_top[is_asked], *self._logprobs)
         return [
             (index, TokenLogprobs(logprob, tuple(zip(top_ids, top_logprobs, strict=True))[:num_top]))
-            for (index, num_top), logprob, top_ids, top_logprobs in zip(requested, *columns, strict=True)
+            for index, num_top, logprob, top_ids, top_logprobs in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+            if index >= 0
         ]
 
 

@@ -12,14 +12,14 @@ from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import DeviceRows, Masks, stage_upload
 from nanovllm_core.execution.prompt_scores import PromptScores
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
-from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
-from nanovllm_kernels.request_tables import TokenTables, commit_tokens
+from nanovllm_kernels.request_tables import TokenTables, commit_tokens, propose_ngrams, verify_drafts
 
-# Sampling graphs of one shape, least work first. SamplingOps -> (graph, tensor to which it writes tokens).
+# Sampling graphs of one shape, least work first. SamplingOps -> (graph, tensor to which it writes `ChosenTokens.packed`).
 SamplingGraphs = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
 
 # The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
@@ -36,6 +36,9 @@ CAPTURED_OPS = (
 _RANDOM, _FILTER, _PENALTY = int(SamplingOps.RANDOM), int(SamplingOps.FILTER), int(SamplingOps.PENALTY)
 _BIAS, _FORBID, _MASK = int(SamplingOps.BIAS), int(SamplingOps.FORBID), int(SamplingOps.MASK)
 
+# Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
+_MIN_MATCH, _MAX_MATCH = 3, 8
+
 # Signature of `gather_columns`.
 GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
@@ -43,10 +46,12 @@ GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 class TokenChooser:
     """Chooses the tokens of all rows of a step with kernels or a captured graph."""
 
-    def __init__(self, table: RequestTable, parallel: ParallelContext, *, compiles: bool):
+    def __init__(self, table: RequestTable, parallel: ParallelContext, max_draft_step_tokens: int, *, compiles: bool):
         self._table = table
         self._parallel = parallel
-        self._constraints = Constraints(parallel.count_gathered(table.num_rows), table.vocab_size, table.device)
+        num_rows = parallel.count_gathered(table.num_rows)
+        num_masks = max(num_rows, max_draft_step_tokens) if table.max_drafts else num_rows
+        self._constraints = Constraints(num_rows, table.vocab_size, table.device, num_masks)
         self._gather_columns = compile_for_rows(gather_columns, min_rows=1) if compiles else gather_columns
 
     def begin_step(self, plan: StepPlan) -> int:
@@ -77,18 +82,19 @@ class TokenChooser:
             captured_ops = select_graph(graphs, ops)
             if masks is None and captured_ops & _MASK:
                 constraints.mask_buffer.clear()
-            graph, tokens = graphs[captured_ops]
+            graph, packed = graphs[captured_ops]
             graph.replay()
         elif step.sampling_indices.size:
-            tokens = self._choose_and_write(ops, output, step.device_rows, masks)
+            packed = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
         else:
             # No row samples, so the kernel does not read its `tokens` argument.
-            self._write_tokens(step.device_rows, step.device_rows.table_rows, ops)
-            tokens = None
+            self._write_tokens(step.device_rows, step.device_rows.table_rows, ops, has_drafts=False)
+            packed = None
+        tokens = None if packed is None else self._make_chosen(packed, output, has_drafts=step.has_drafts)
         # Graphs contain no log-probabilities, because few requests ask for them.
         token_logprobs = None
         if tokens is not None and step.max_num_logprobs >= 0:
-            token_logprobs = compute_logprobs(tokens, output.logits, step, self._parallel)
+            token_logprobs = compute_logprobs(tokens.samples, output.logits, step, self._parallel)
         handle = StepHandle(step, tokens, token_logprobs, host_slot, constraints.failures, prompt_scores)
         constraints.end_step(handle)
         return handle
@@ -106,34 +112,70 @@ class TokenChooser:
             mask_buffer.send([-1] * num_masks)
         return mask_buffer.share(num_masks, self._parallel)
 
-    def choose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
+    def choose_padded(self, ops: int, output: ForwardOutput, has_drafts: bool) -> Tensor:
         """Choose tokens for all rows of the step buffer, including padding. Graphs capture this method.
 
-        Returns the tokens of the requests of all ranks, int32 [n].
+        Returns `ChosenTokens.packed` for the requests of all ranks.
         """
-        count = output.seq_lens.shape[0]
         masks = None
         if ops & _MASK:
-            masks = self._constraints.mask_buffer.first_masks(self._parallel.count_gathered(count))
-        return self._choose_and_write(ops, output, self._table.step_buffer.first_rows(count), masks)
+            masks = self._constraints.mask_buffer.first_masks(self._parallel.count_gathered(len(output.positions)))
+        rows = self._table.step_buffer.first_rows(len(output.seq_lens))
+        return self._choose_and_write(ops, output, rows, masks, has_drafts=has_drafts)
 
-    def _choose_and_write(self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None) -> Tensor:
-        parallel, count = self._parallel, rows.table_rows.shape[0]
-        own_rows, own_positions = map(parallel.own_requests, (rows.table_rows, output.seq_lens[:count]))
+    def _choose_and_write(
+        self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None, *, has_drafts: bool
+    ) -> Tensor:
+        parallel, count = self._parallel, len(output.positions)
+        own_rows, own_positions = map(parallel.own_requests, (output.table_rows, output.positions))
         own_masks = None if masks is None else _select_own_masks(masks, len(own_rows), parallel)
         own_tokens = choose_tokens(
             output.logits, own_rows, own_positions, self._table, ops, self._gather_columns, own_masks
         )
         tokens = parallel.gather_rows(own_tokens, parallel.count_gathered(count))
         # The tables have this rank's requests only, if ranks have different requests.
-        self._write_tokens(rows, own_tokens if parallel.splits_requests else tokens, ops)
-        return tokens
+        results = self._write_tokens(
+            rows, own_tokens if parallel.splits_requests else tokens, ops, has_drafts=has_drafts
+        )
+        return torch.cat((tokens, *results)) if results else tokens
 
-    def _write_tokens(self, rows: DeviceRows, tokens: Tensor, ops: int) -> None:
+    def _write_tokens(self, rows: DeviceRows, tokens: Tensor, ops: int, *, has_drafts: bool) -> list[Tensor]:
+        """Write new tokens and drafts to the request table.
+
+        Returns the parts of `ChosenTokens.packed` after `samples`.
+        """
         table = self._table
         counts = table.token_counts if ops & _PENALTY else None
         tables = TokenTables(table.tokens, table.num_computed)
-        commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
+        num_new = None
+        if has_drafts:
+            num_new = verify_drafts(rows.table_rows, rows.query_start_loc, tokens, tables, counts)
+        else:
+            commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
+        if not table.max_drafts:
+            return []
+        if table.num_pending is not None:
+            _update_pending(table.num_pending, rows, num_new)
+        match = {"num_drafts": table.max_drafts, "min_match": _MIN_MATCH, "max_match": _MAX_MATCH}
+        drafts, num_proposed = propose_ngrams(rows.table_rows, rows.is_sampled, tables, **match)
+        return [drafts.view(-1), num_proposed, *([] if num_new is None else [num_new])]
+
+    def _make_chosen(self, packed: Tensor, output: ForwardOutput, *, has_drafts: bool) -> ChosenTokens:
+        num_reqs = self._parallel.count_gathered(len(output.seq_lens))
+        return ChosenTokens(packed, num_reqs, self._table.max_drafts, has_drafts)
+
+
+def _update_pending(num_pending: Tensor, rows: DeviceRows, num_new: Tensor | None) -> None:
+    """Set the number of accepted drafts that the recurrent state of each request with tokens does not include.
+
+    num_pending: see `RequestTable`.
+    num_new: int32 [n], number of new tokens of each request; None without drafts.
+    """
+    # Requests without tokens are padding in row 0, so add differences: several entries of one row do not conflict.
+    num_tokens = rows.query_start_loc.diff()
+    target = 0 if num_new is None else num_new - 1
+    difference = (target - num_pending.index_select(0, rows.table_rows)).masked_fill_(num_tokens == 0, 0)
+    num_pending.index_add_(0, rows.table_rows, difference)
 
 
 def _select_own_masks(masks: Masks, num_own_rows: int, parallel: ParallelContext) -> Masks:
@@ -194,11 +236,10 @@ def select_graph(graphs: SamplingGraphs, ops: int) -> int:
 def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs, parallel: ParallelContext) -> sampling.Logprobs:
     """Log-probabilities of chosen and likeliest tokens, for the requests that ask for them.
 
-    tokens: [n]. May have padding at the end.
+    tokens: [n], all samples. May have padding at the end.
     logits: this rank's share of [n, vocab], without penalties and temperature.
     """
-    indices = step.sampling_indices[step.num_logprobs >= 0]
-    count = parallel.count_gathered(len(step.device_rows.table_rows))
+    indices, count = step.logprob_indices, parallel.count_gathered(step.num_samples)
     selected = None
     if indices.size < count:
         selected = stage_upload(indices.astype(np.int32), tokens.device).to(tokens.device, non_blocking=True)

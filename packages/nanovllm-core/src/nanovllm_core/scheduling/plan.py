@@ -22,8 +22,7 @@ class BatchShape(NamedTuple):
 
     num_reqs: number of requests in the group with the most requests (see `Scheduler`).
     num_tokens: number of tokens in the group with the most tokens.
-    query_len: number of tokens per request if equal for all requests; else None. With drafts, the maximum number that
-        any step with drafts has.
+    query_len: number of tokens per request if equal for all requests; else None. None for a step with drafts.
     has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
     has_drafts: whether each request decodes, and its tokens after the first are drafts. The step then samples a token
         after every token.

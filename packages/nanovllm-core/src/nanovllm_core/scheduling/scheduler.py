@@ -265,8 +265,7 @@ class Scheduler:
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
         if num_drafts is not None:
-            work = work._replace(num_tokens=int(tokens_per_row.sum()))
-            query_len = 1 + self._draft_limits.max_drafts
+            work, query_len = work._replace(num_tokens=int(tokens_per_row.sum())), None
         else:
             is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
             query_len = int(tokens_per_row[0]) if is_uniform else None
