@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm_core import SamplingParams
+from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.grammar_types import CompiledGrammar
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
@@ -119,3 +120,29 @@ def allowed_tokens(masks: torch.Tensor) -> list[list[int]]:
     """The token ids below VOCAB that each mask allows."""
     bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
     return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
+
+
+class PlainRow:
+    """A row that never has drafts. options: arguments of `make_new_row`."""
+
+    def __init__(self, options: dict[str, object], vocab_size: int):
+        self._constraints = Constraints(1, vocab_size, torch.device("cpu"))
+        self._new_rows = [make_new_row(0, **options)]
+
+    def next_mask(self) -> tuple[bytes | None, str | None]:
+        """Returns (mask of the next token, reason of a failure)."""
+        num_masks = self._constraints.begin_step(make_plan([0], self._new_rows))
+        self._new_rows = []
+        masks = self._constraints.fill_masks(np.arange(1)) if num_masks else None
+        failures = self._constraints.failures
+        return None if masks is None else masks.bits[0].numpy().tobytes(), failures[0].reason if failures else None
+
+    def append(self, token: int) -> None:
+        self._constraints.end_step(FinishedStep([token]))
+
+
+def unpack(mask: bytes | None, vocab_size: int) -> NDArray[np.bool_]:
+    """Whether a mask of `PlainRow.next_mask` allows each token, bool [vocab_size]."""
+    if mask is None:
+        return np.ones(vocab_size, np.bool_)
+    return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size].astype(np.bool_)

@@ -27,12 +27,23 @@ class ConstrainedRequest(NamedTuple):
     num_drafts: int
 
 
+class _DraftEffect(NamedTuple):
+    """A change of a constraint by the mask of an entry after drafts. It takes effect if the drafts are accepted.
+
+    failure: why the constraint failed; None if the mask forbade the end of the reasoning, which drops the budget.
+    """
+
+    request: ConstrainedRequest
+    entry: int
+    failure: str | None
+
+
 class _StepInFlight(NamedTuple):
-    """A launched step, its constrained requests, and the failures that `fill_masks` found."""
+    """A launched step, its constrained requests, and the effects that its drafts may have."""
 
     handle: StepHandle
     requests: list[ConstrainedRequest]
-    failures: list[GrammarFailure]
+    draft_effects: list[_DraftEffect]
 
 
 class Constraints:
@@ -57,6 +68,7 @@ class Constraints:
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
+        self._draft_effects: list[_DraftEffect] = []
         self._steps_in_flight: deque[_StepInFlight] = deque()
         self._matcher_calls = MatcherCalls()
 
@@ -67,7 +79,8 @@ class Constraints:
         """
         for new in plan.new_rows:
             self._replace_constraint(new)
-        self.failures, self._step_requests, self._mask_candidates, self._num_masks = [], [], [], 0
+        self.failures, self._step_requests, self._mask_candidates, self._draft_effects = [], [], [], []
+        self._num_masks = 0
         if not self._constraint_by_row:
             return 0
         rows, num_tokens, is_sampled = plan.scheduled
@@ -114,7 +127,7 @@ class Constraints:
         """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._apply_results(wait=False)
         if self._step_requests:
-            self._steps_in_flight.append(_StepInFlight(handle, self._step_requests, self.failures))
+            self._steps_in_flight.append(_StepInFlight(handle, self._step_requests, self._draft_effects))
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
@@ -139,7 +152,8 @@ class Constraints:
         self._matcher_calls.fill_masks([request.constraint for request in grammar_requests], masks)
         has_allowed_token = np.any(masks, axis=1)
         ordered_requests, is_masked = [*grammar_requests, *other_requests], list[bool]()
-        for mask_index, (index, constraint, _) in enumerate(ordered_requests):
+        for mask_index, request in enumerate(ordered_requests):
+            constraint, budget = request.constraint, request.constraint.budget
             has_mask = mask_index < len(grammar_requests)
             if has_mask and constraint.failure is None and not has_allowed_token[mask_index]:
                 constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
@@ -148,7 +162,9 @@ class Constraints:
                 has_mask |= constraint.force_budget_token(masks[mask_index])
             if constraint.failure is not None:
                 has_mask = False
-                self.failures.append(GrammarFailure(index, entry, constraint.failure))
+                self.failures.append(GrammarFailure(request.request_index, entry, constraint.failure))
+            if entry and (constraint.failure is not None or constraint.budget is not budget):
+                self._draft_effects.append(_DraftEffect(request, entry, constraint.failure))
             is_masked.append(has_mask)
         return ordered_requests, is_masked
 
@@ -203,9 +219,10 @@ class Constraints:
 
         num_tokens: int64 [n], number of new tokens of each request that sampled.
         """
-        for index, entry, reason in step.failures:
+        for (index, constraint, _), entry, failure in step.draft_effects:
             if entry < num_tokens[index]:
-                next(x.constraint for x in step.requests if x.request_index == index).failure = reason
+                constraint.failure = constraint.failure or failure
+                constraint.budget = None
         token_ids, token_ends = step.handle.token_ids, np.cumsum(num_tokens).tolist()
         remaining_tokens: list[tuple[Constraint, list[int]]] = []
         for index, constraint, num_drafts in step.requests:
