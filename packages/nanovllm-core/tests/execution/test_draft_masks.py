@@ -145,16 +145,20 @@ def test_number_of_masks_assumes_accepted_drafts_until_the_result_is_known():
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_grammar_that_fails_after_drafts_fails_only_a_request_that_accepts_them(num_rows):
     reason = "the grammar can't be followed further: too deep"
-    rows = [make_new_row(0, CountingGrammar(max_tokens=3)), make_new_row(1, CountingGrammar())][:num_rows]
+    calls: list[int] = []
+    rows = [make_new_row(0, CountingGrammar(calls, max_tokens=3)), make_new_row(1, CountingGrammar(calls))][:num_rows]
     constraints = start(rows, [0] * num_rows, [[1, 2, 3, 4]] * num_rows)
     plan, masks = make_plan(range(num_rows), num_drafts=[4] * num_rows), {0: [1], 1: [2], 2: [3]}
     other_masks = {5: [1], 6: [2], 7: [3], 8: [4], 9: [5]} if num_rows == 2 else {}
     for _ in range(2):
+        calls.clear()
         assert fill_entries(constraints, plan) == (5 * num_rows, masks | other_masks)
         assert constraints.failures == [GrammarFailure(0, 3, reason)]
         assert constraints._constraint_by_row[0].failure is None
         # The same position again, as if the step had not been launched.
         constraints._constraint_by_row[0].num_launched_outputs = 1
+    # After the failure, only the rollback of row 1 is a call for all rows, so that row 0 alone restarts its matcher.
+    assert calls == [1] * (num_rows - 1)
     accepted = [1] if num_rows == 2 else []
     constraints.end_step(FinishedStep([1, 2, *accepted], [2, *accepted], [[3, 4, 5, 6]] * num_rows))
     assert fill_entries(constraints, make_plan(range(num_rows)))[1] == dict([(0, [3]), (1, [2])][:num_rows])
@@ -165,11 +169,13 @@ def test_grammar_that_fails_after_drafts_fails_only_a_request_that_accepts_them(
 
 
 def test_failure_after_accepted_drafts_lasts():
-    constraints = start([make_new_row(0, CountingGrammar(max_tokens=2))], [0], [[1, 2, 3]])
+    row = make_new_row(0, CountingGrammar(), [0], allowed_token_ids=(1, 2, 4))
+    constraints = start([row], [1], [[2, 3, 4]])
     fill_entries(constraints, make_plan([0], num_drafts=[3]))
     (failure,) = constraints.failures
-    assert failure.entry == 2
-    constraints.end_step(FinishedStep([1, 2, 60], [3], [[1, 2, 3]]))
+    assert failure.entry == 1
+    # Token 60 was sampled without a mask. After it, the grammar allows token 4.
+    constraints.end_step(FinishedStep([2, 60], [2], [[4, 4, 4]]))
     fill_entries(constraints, make_plan([0], num_drafts=[3]))
     assert constraints.failures == [GrammarFailure(0, 0, failure.reason)]
 
