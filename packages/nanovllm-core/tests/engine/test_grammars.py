@@ -22,7 +22,7 @@ from nanovllm_core import (
     RequestOutput,
     SamplingParams,
 )
-from nanovllm_core.execution import constraints
+from nanovllm_core.execution import row_constraint
 from nanovllm_core.grammar import vetting
 
 BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "depth": 2}
@@ -276,8 +276,8 @@ async def test_failing_grammar_fails_only_its_request(engine, monkeypatch, oracl
     # The vocabulary has no token for this letter.
     with pytest.raises(GrammarError, match="allows no token of the vocabulary"):
         await collect(engine, request("a", [1], GrammarSpec("regex", "ab€")))
-    monkeypatch.setattr(constraints, "_MAX_MATCH_S", 0.0)
-    monkeypatch.setattr(constraints, "_MAX_MATCH_S_PER_TOKEN", 0.0)
+    monkeypatch.setattr(row_constraint, "_MAX_MATCH_S", 0.0)
+    monkeypatch.setattr(row_constraint, "_MAX_MATCH_S_PER_TOKEN", 0.0)
     with pytest.raises(GrammarError, match="takes too long to follow"):
         await collect(engine, request("b", [1], EBNF))
     assert tokens_of(await free) == oracle([5, 6], OUTPUT)

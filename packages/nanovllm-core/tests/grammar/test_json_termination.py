@@ -1,6 +1,7 @@
 """Endless strings, numbers and nesting of JSON are ended; other output is unchanged."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from nanovllm_core.grammar.json_termination import (
     MAX_STRING_TOKENS,
     MAX_STUCK_TOKENS,
     MIN_REPEATED_TOKENS,
+    JsonTerminator,
+    JsonTokenClasses,
 )
 
 # Every byte, the end, and a few of several bytes, as vocabularies have them.
@@ -164,3 +167,23 @@ def test_a_string_that_may_not_end_yet_stops_repeating_itself(compiler):
     grammar = compiler.compile(schema({"type": "string", "pattern": "^[^=]+=x$"}))
     text = write(grammar, '"', [b"a"], 1000)
     assert text.count(b"a") == MAX_STUCK_TOKENS
+
+
+def test_restored_terminator_equals_a_terminator_without_the_later_tokens():
+    rng, classes = random.Random(2), JsonTokenClasses(TOKENS, -(-len(TOKENS) // 32))
+    choices = [*b'"\\[]{}0123a', *range(END + 1, len(TOKENS))]
+
+    def state(terminator: JsonTerminator) -> dict[str, object]:
+        return {name: value for name, value in vars(terminator).items() if name != "_saved_state"}
+
+    terminator, expected = JsonTerminator(classes), JsonTerminator(classes)
+    for _ in range(300):
+        terminator.save()
+        for _ in range(rng.randrange(3)):
+            for token in rng.choices(choices, k=rng.randrange(6)):
+                terminator.accept(token)
+            terminator.restore()
+        for token in rng.choices(choices, k=rng.randrange(4)):
+            terminator.accept(token)
+            expected.accept(token)
+        assert state(terminator) == state(expected)

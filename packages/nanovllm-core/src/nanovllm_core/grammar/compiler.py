@@ -94,6 +94,22 @@ class Matcher:
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
 
+    def save(self) -> None:
+        """Save the current state for `restore_all`, instead of the state that was saved before."""
+        if self.terminator is not None:
+            self.terminator.save()
+
+    @staticmethod
+    def restore_all(matchers: Sequence[GrammarMatcher], num_tokens: Sequence[int]) -> None:
+        """Return each matcher to its saved state. num_tokens: tokens that each matcher has accepted since `save`."""
+        import xgrammar
+
+        typed_matchers = cast("Sequence[Matcher]", matchers)
+        xgrammar.BatchGrammarMatcher.batch_rollback([matcher.inner for matcher in typed_matchers], list(num_tokens))
+        for matcher in typed_matchers:
+            if matcher.terminator is not None:
+                matcher.terminator.restore()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:

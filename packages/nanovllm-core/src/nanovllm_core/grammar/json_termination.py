@@ -5,6 +5,7 @@ The grammar itself has no length limits, because length limits make xgrammar slo
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,17 @@ class JsonTokenClasses:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+class _TerminatorState(NamedTuple):
+    """The state of a `JsonTerminator`. num_tokens: length of `tokens_since_quote`, which later tokens extend."""
+
+    is_escaped: bool
+    is_in_string: bool
+    depth: int
+    num_numeric_tokens: int
+    tokens_since_quote: list[int]
+    num_tokens: int
+
+
 class JsonTerminator:
     """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
@@ -94,6 +106,21 @@ class JsonTerminator:
         self._tokens_since_quote: list[int] = []
         # Number of consecutive numeric tokens at the end of the output.
         self._num_numeric_tokens = 0
+        self.save()
+
+    def save(self) -> None:
+        """Save the state for `restore`."""
+        tokens = self._tokens_since_quote
+        self._saved_state = _TerminatorState(
+            self._is_escaped, self._is_in_string, self._depth, self._num_numeric_tokens, tokens, len(tokens)
+        )
+
+    def restore(self) -> None:
+        """Return to the saved state."""
+        state = self._saved_state
+        self._is_escaped, self._is_in_string, self._depth = state.is_escaped, state.is_in_string, state.depth
+        self._num_numeric_tokens, self._tokens_since_quote = state.num_numeric_tokens, state.tokens_since_quote
+        del self._tokens_since_quote[state.num_tokens :]
 
     def accept(self, token: int) -> None:
         """Append the next token."""
@@ -108,7 +135,8 @@ class JsonTerminator:
                 self._is_escaped = True
             elif byte == _QUOTE:
                 self._is_in_string = not self._is_in_string
-                self._tokens_since_quote.clear()
+                # The saved state keeps the old list.
+                self._tokens_since_quote = []
             elif not self._is_in_string and byte in _OPENING_BRACKETS:
                 self._depth += 1
             elif not self._is_in_string and byte in _CLOSING_BRACKETS:

@@ -1,0 +1,238 @@
+"""Restricts the tokens of one row by its grammar, its reasoning budget and its allowed token ids."""
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
+from nanovllm_core.sampling_params import ReasoningBudget
+from nanovllm_core.scheduling.plan import NewRow
+
+# Time limit for all calls of one request's matcher: a constant plus a time per matched token. A slow matcher delays all
+# requests. JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
+_MAX_MATCH_S = 2.0
+_MAX_MATCH_S_PER_TOKEN = 0.02
+
+
+class GrammarFailure(NamedTuple):
+    """Why a request of a step can't sample a token.
+
+    request_index: index of the request among the step's sampling requests.
+    entry: number of drafts before the token. The request fails if the step gives it more than `entry` tokens.
+    """
+
+    request_index: int
+    entry: int
+    reason: str
+
+
+class _SavedState(NamedTuple):
+    """The state of a constraint before drafts. num_matched_tokens: see `Constraint`."""
+
+    matcher: GrammarMatcher | None
+    budget: ReasoningBudget | None
+    num_output_ids: int
+    num_matched_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Constraint:
+    """The grammar, the reasoning budget and the allowed token ids of one row.
+
+    matcher: None without a grammar, or after the output has completed the grammar.
+    budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
+    allowed_mask: see `make_mask`; allows `allowed_token_ids` and tokens that end a grammar; None if all are allowed.
+    num_launched_outputs: number of output tokens for which steps were launched, if they reject no draft.
+    output_ids: the output, followed by drafts between the first `append_draft` and `drop_drafts`.
+    draft_ids: the tokens after the row's last token in the token table, when the row's last step had finished.
+    match_s: seconds spent in calls for this row alone.
+    num_matched_tokens: number of tokens that matchers have accepted, including drafts.
+    failure: why the row cannot sample a token; None if it can.
+    """
+
+    row: int
+    grammar: CompiledGrammar | None
+    matcher: GrammarMatcher | None
+    budget: ReasoningBudget | None
+    allowed_mask: NDArray[np.int32] | None = None
+    num_launched_outputs: int = 0
+    output_ids: list[int] = field(default_factory=list[int])
+    draft_ids: list[int] = field(default_factory=list[int])
+    match_s: float = 0.0
+    num_matched_tokens: int = 0
+    failure: str | None = None
+    # The state to which `drop_drafts` returns; None without drafts.
+    _saved: _SavedState | None = None
+    # Whether the saved matcher can return to its saved state: no call has failed since.
+    _is_matcher_restorable: bool = True
+
+    @classmethod
+    def from_row(cls, new: NewRow, num_mask_words: int) -> "Constraint | None":
+        """The constraint of a new row after its existing output tokens; None for an unconstrained row."""
+        grammar, budget = new.compiled_grammar, new.sampling.reasoning_budget
+        allowed_ids = new.sampling.allowed_token_ids
+        if grammar is None and budget is None and not allowed_ids:
+            return None
+        matcher = None if grammar is None else grammar.start()
+        constraint = cls(new.row, grammar, matcher, budget)
+        if allowed_ids:
+            # Allow end tokens too: otherwise an output that completes its grammar could not end.
+            end_ids = () if matcher is None else matcher.end_ids
+            constraint.allowed_mask = make_mask((*allowed_ids, *end_ids), num_mask_words)
+        for token in new.token_ids[new.num_prompt_tokens :].tolist():
+            constraint.num_launched_outputs += 1
+            if constraint.append_token(token):
+                constraint.advance_matcher(token)
+        return constraint
+
+    def may_need_mask(self, num_drafts: int) -> bool:
+        """Whether the next token, or a token after up to `num_drafts` drafts, may be restricted.
+
+        The answer does not depend on tokens of steps in flight.
+        """
+        max_outputs = self.num_launched_outputs + num_drafts
+        is_exhausted = self.budget is not None and max_outputs >= self.budget.num_tokens
+        return self.matcher is not None or self.allowed_mask is not None or is_exhausted
+
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether the next mask may depend on the previous token."""
+        return self.matcher is not None or self.budget is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the remaining tokens of the row are unrestricted."""
+        return not self.depends_on_output and self.allowed_mask is None and self.failure is None
+
+    def append_token(self, token: int) -> bool:
+        """Append a sampled token. Returns whether the matcher must advance by the token."""
+        self.output_ids.append(token)
+        budget = self.budget
+        if budget is not None and tuple(self.output_ids[-len(budget.end) :]) == budget.end:
+            self.budget = None
+        return self.matcher is not None and self.failure is None
+
+    def append_draft(self, token: int) -> bool:
+        """Append a draft until `drop_drafts`. Returns whether the matcher must advance by the draft."""
+        if self._saved is None:
+            self._saved = _SavedState(self.matcher, self.budget, len(self.output_ids), self.num_matched_tokens)
+            self._is_matcher_restorable = True
+            if self.matcher is not None:
+                self.matcher.save()
+        return self.append_token(token)
+
+    def drop_drafts(self) -> int | None:
+        """Return to the state before the drafts, except that the caller must call `restore_all` of the matcher.
+
+        Returns the number of drafts that the matcher has accepted; None if the matcher failed and was replaced by a
+        matcher that has followed the output.
+        """
+        saved = self._saved
+        if saved is None:
+            return 0
+        self._saved, self.failure = None, None
+        self.matcher, self.budget = saved.matcher, saved.budget
+        del self.output_ids[saved.num_output_ids :]
+        if self._is_matcher_restorable:
+            return self.num_matched_tokens - saved.num_matched_tokens
+        self.restart_matcher()
+        return None
+
+    def advance_matcher(self, token: int) -> None:
+        """Advance the matcher by the token that was appended last."""
+        if (matcher := self.matcher) is not None:
+            with self._limit_time():
+                self.record_match_result(token, accepted=matcher.accept(token))
+
+    def record_match_result(self, token: int, *, accepted: bool) -> None:
+        """Record whether the matcher accepted a token."""
+        if not accepted:
+            self.failure = f"the grammar rejected token {token}, which its mask had allowed"
+            return
+        self.num_matched_tokens += 1
+        if self.matcher is not None and token in self.matcher.end_ids:
+            self.matcher = None
+
+    def restart_matcher(self) -> None:
+        """Replace a matcher in an unknown state by a new matcher, advanced by all tokens of `output_ids`."""
+        if self.grammar is None or self.matcher is None:
+            return
+        self._is_matcher_restorable = False
+        self.matcher = self.grammar.start()
+        for token in self.output_ids:
+            if self.failure is None:
+                self.advance_matcher(token)
+
+    def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
+        """Set the bits of the tokens that the grammar allows in masks[index]."""
+        if (matcher := self.matcher) is not None:
+            with self._limit_time():
+                matcher.fill_mask(masks, index)
+
+    def apply_allowed_ids(self, mask: NDArray[np.int32]) -> bool:
+        """Restrict `mask` to the allowed token ids. Returns False if all token ids are allowed."""
+        if self.allowed_mask is None:
+            return False
+        mask &= self.allowed_mask
+        if not np.any(mask):
+            self.failure = "allowed_token_ids has no token that the grammar allows after the output so far"
+        return True
+
+    def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
+        """If the budget is exhausted, restrict `mask` to the next token of `ReasoningBudget.end`.
+
+        If `mask` forbids this token, the budget is dropped. Returns whether the mask was changed.
+        """
+        required_token = self._next_end_token()
+        if required_token is None:
+            return False
+        if not allows_token(mask, required_token):
+            self.budget = None
+            return False
+        word, bit = divmod(required_token, 32)
+        mask[:] = 0
+        mask[word] = np.uint32(1 << bit).view(np.int32)
+        return True
+
+    @contextmanager
+    def _limit_time(self) -> Generator[None]:
+        """Measure the time of a matcher call. An error or a timeout fails the request, not the engine."""
+        start = time.perf_counter()
+        try:
+            yield
+        # xgrammar raises RuntimeError when it reaches one of its own limits.
+        except RuntimeError as error:
+            self._is_matcher_restorable = False
+            self.failure = f"the grammar can't be followed further: {' '.join(str(error).split())}"
+        self.match_s += time.perf_counter() - start
+        if self.match_s > _MAX_MATCH_S + _MAX_MATCH_S_PER_TOKEN * self.num_matched_tokens:
+            self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
+
+    def _next_end_token(self) -> int | None:
+        """The next token that closes the reasoning; None if the budget is not exhausted."""
+        budget, output_ids = self.budget, self.output_ids
+        if budget is None or len(output_ids) < budget.num_tokens:
+            return None
+        # Number of leading tokens of `budget.end` with which the output already ends.
+        num_matched = min(len(budget.end) - 1, len(output_ids))
+        while tuple(output_ids[len(output_ids) - num_matched :]) != budget.end[:num_matched]:
+            num_matched -= 1
+        return budget.end[num_matched]
+
+
+def make_mask(token_ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
+    """An int32 mask with one bit per token id, which allows `token_ids`. Format: see `apply_masks_`."""
+    bits = np.zeros(num_words * 32, np.bool_)
+    bits[np.array(token_ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allows_token(mask: NDArray[np.int32], token: int) -> bool:
+    """Whether `mask` int32 [words] allows a token. Format: see `make_mask`."""
+    word, bit = divmod(token, 32)
+    return bool(mask[word] >> bit & 1)

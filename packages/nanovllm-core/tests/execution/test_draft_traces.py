@@ -1,0 +1,175 @@
+"""Random rows with random drafts have the masks that rows without drafts have after the same tokens."""
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import toy_model
+from constrained_steps import FinishedStep, PlainRow, make_new_row, make_plan, unpack
+from grammars import EBNF, JSON, REGEX, TAG, toy_compiler
+
+from nanovllm_core import GrammarSpec, ReasoningBudget
+from nanovllm_core.execution.constraints import Constraints
+from nanovllm_core.grammar import json_termination
+from nanovllm_core.grammar.compiler import Grammar
+
+CPU = torch.device("cpu")
+MAX_DRAFTS = 5
+# A grammar in which strings, numbers and nesting can go on forever.
+VALUE = {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"$ref": "#/$defs/value"}}]}
+ENDLESS = GrammarSpec("json_schema", json.dumps({"$defs": {"value": VALUE}, "type": "array", "items": VALUE}))
+SPECS = [None, None, JSON, REGEX, EBNF, TAG, ENDLESS, ENDLESS]
+# Limits of `json_termination` that short outputs reach.
+LOW_LIMITS = {
+    "MIN_REPETITIONS": 2,
+    "MIN_REPEATED_TOKENS": 5,
+    "MAX_PERIOD_TOKENS": 2,
+    "MAX_STRING_TOKENS": 8,
+    "MAX_STUCK_TOKENS": 6,
+    "MAX_NUMBER_LENGTH": 4,
+    "MAX_DEPTH": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> dict[GrammarSpec, Grammar]:
+    compiler = toy_compiler()
+    return {spec: compiler.compile(spec) for spec in SPECS if spec is not None}
+
+
+@dataclass
+class Target:
+    """The output of a row without drafts. masks[i] restricts tokens[i]. The output may end with a failure."""
+
+    options: dict[str, object]
+    tokens: list[int] = field(default_factory=list)
+    masks: list[bytes | None] = field(default_factory=list)
+    failure: str | None = None
+    num_known: int = 0
+    draft_ids: list[int] | None = None
+
+    def sample(self, rng: random.Random, length: int) -> None:
+        row = PlainRow(self.options, toy_model.VOCAB)
+        while len(self.tokens) < length:
+            mask, self.failure = row.next_mask()
+            if self.failure is not None:
+                return
+            self.masks.append(mask)
+            allowed = unpack(mask, toy_model.VOCAB)
+            # Repeat tokens often, so that strings and numbers become endless.
+            recent = [token for token in self.tokens[-2:] if allowed[token]]
+            self.tokens.append(
+                rng.choice(recent if recent and rng.random() < 0.6 else np.flatnonzero(allowed).tolist())
+            )
+            row.append(self.tokens[-1])
+
+    def masks_along(self, tokens: list[int]) -> tuple[list[bytes | None], str | None]:
+        """The masks after 0, 1, ... of `tokens`, which follow the known tokens, and the failure after the last mask."""
+        row, masks = PlainRow(self.options, toy_model.VOCAB), []
+        for token in [*self.tokens[: self.num_known], *tokens, 0]:
+            mask, failure = row.next_mask()
+            if failure is not None:
+                return masks[self.num_known :], failure
+            masks.append(mask)
+            row.append(token)
+        return masks[self.num_known :], None
+
+
+def draw_options(rng: random.Random, grammars: dict[GrammarSpec, Grammar]) -> dict[str, object]:
+    options: dict[str, object] = {}
+    if (spec := rng.choice(SPECS)) is not None:
+        options["grammar"] = grammars[spec]
+    if rng.random() < 0.4 or spec is None:
+        end = tuple(rng.choices(range(20, 30), k=rng.choice([1, 1, 2, 3])))
+        options["reasoning_budget"] = ReasoningBudget(rng.randrange(12), end)
+    if rng.random() < 0.3:
+        options["allowed_token_ids"] = tuple(rng.sample(range(toy_model.VOCAB), rng.choice([30, 90])))
+    return options
+
+
+def draw_drafts(rng: random.Random, target: Target) -> list[int]:
+    """Drafts that continue the target, some of them replaced by another token."""
+    drafts = target.tokens[target.num_known :][:MAX_DRAFTS]
+    drafts += rng.choices(range(toy_model.VOCAB), k=MAX_DRAFTS - len(drafts))
+    for position in range(MAX_DRAFTS):
+        if rng.random() < 0.15:
+            drafts[position] = rng.choice([toy_model.EOS, 20, rng.randrange(toy_model.VOCAB), drafts[0]])
+    return drafts
+
+
+def check_entries(target: Target, num_drafts: int, masks: list[bytes | None], failure: tuple[int, str] | None) -> None:
+    """Compare the masks of a row's entries with the masks of a row without drafts.
+
+    failure: (entry, reason); None if no entry failed.
+    """
+    drafts = (target.draft_ids or [])[:num_drafts]
+    expected_masks, reason = target.masks_along(drafts)
+    for entry, expected in enumerate(expected_masks):
+        assert masks[entry] == expected
+        if entry < num_drafts and not unpack(expected, toy_model.VOCAB)[drafts[entry]]:
+            # No entry after a forbidden draft is used. The mask of allowed token ids depends on no draft.
+            assert failure is None
+            assert "allowed_token_ids" in target.options or masks[entry + 1 :] == [None] * (num_drafts - entry)
+            return
+    assert failure == (None if reason is None else (len(expected_masks), reason))
+    assert masks[len(expected_masks) :] == [None] * (num_drafts + 1 - len(expected_masks))
+
+
+def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: dict[str, int]) -> None:
+    """Run rows with random drafts until their targets are complete. counts: events that the trace had."""
+    targets = [Target(draw_options(rng, grammars)) for _ in range(rng.choice([1, 1, 2, 3]))]
+    for target in targets:
+        target.sample(rng, rng.randrange(4, 24))
+    num_masks = len(targets) * (1 + MAX_DRAFTS)
+    constraints = Constraints(len(targets), toy_model.VOCAB, CPU, num_masks)
+    new_rows = [make_new_row(row, **target.options) for row, target in enumerate(targets)]
+    running = list(range(len(targets)))
+    while running:
+        rows = [row for row in running if rng.random() < 0.9] or list(running)
+        has_drafts = rng.random() < 0.8
+        num_drafts = [
+            rng.randint(0, MAX_DRAFTS) if has_drafts and targets[row].draft_ids is not None else 0 for row in rows
+        ]
+        plan = make_plan(rows, new_rows, num_drafts=num_drafts if has_drafts else None)
+        new_rows = []
+        first_entries = np.cumsum([0, *(1 + n for n in num_drafts)])[: len(rows)].astype(np.int64)
+        masks = constraints.fill_masks(first_entries) if constraints.begin_step(plan) else None
+        mask_by_entry = {} if masks is None else dict(zip(masks.rows.tolist(), masks.bits.numpy(), strict=True))
+        assert len(mask_by_entry.keys() - {-1}) == (0 if masks is None else int((masks.rows >= 0).sum()))
+        failures = {failure.request_index: (failure.entry, failure.reason) for failure in constraints.failures}
+        token_ids, num_tokens, draft_ids = [], [], []
+        for index, (row, n, first) in enumerate(zip(rows, num_drafts, first_entries.tolist(), strict=True)):
+            target = targets[row]
+            entry_masks = [mask_by_entry.get(first + entry) for entry in range(n + 1)]
+            packed_masks = [None if mask is None else mask.tobytes() for mask in entry_masks]
+            check_entries(target, n, packed_masks, failures.get(index))
+            drafts, expected = (target.draft_ids or [])[:n], target.tokens[target.num_known :]
+            num_accepted = 0
+            while num_accepted < min(n, len(expected)) and drafts[num_accepted] == expected[num_accepted]:
+                num_accepted += 1
+            # After the target the row samples any token.
+            token_ids += [*expected, 0][: num_accepted + 1]
+            num_tokens.append(num_accepted + 1)
+            target.num_known += num_accepted + 1
+            counts["accepted"] += num_accepted
+            counts["failed after drafts"] += index in failures and failures[index][0] > 0
+            if target.num_known >= len(target.tokens):
+                running.remove(row)
+                counts["failed"] += target.failure is not None
+            target.draft_ids = draw_drafts(rng, target)
+            draft_ids.append(target.draft_ids)
+        step = FinishedStep(token_ids, num_tokens if has_drafts else None, np.reshape(draft_ids, (-1, MAX_DRAFTS)))
+        step.is_finished = rng.random() < 0.3
+        constraints.end_step(step)
+
+
+def test_masks_of_drafts_equal_masks_of_a_row_without_drafts(grammars, monkeypatch):
+    for name, limit in LOW_LIMITS.items():
+        monkeypatch.setattr(json_termination, name, limit)
+    counts = dict.fromkeys(["accepted", "failed", "failed after drafts"], 0)
+    for seed in range(300):
+        run_trace(random.Random(seed), grammars, counts)
+    assert all(counts.values())

@@ -1,0 +1,148 @@
+"""Steps and grammars for tests of constraints, without a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nanovllm_core import SamplingParams
+from nanovllm_core.execution.constraints import Constraints
+from nanovllm_core.grammar_types import CompiledGrammar
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.token_ids import as_token_ids
+
+VOCAB = 70
+# The end token of `CountingGrammar`.
+END = 5
+
+
+class FinishedStep:
+    """The handle of a step that is unfinished until `Constraints` waits for it or the test sets `is_finished`.
+
+    Arguments: see `StepHandle.token_ids`, `num_tokens` and `draft_ids`.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], num_tokens: Sequence[int] | None = None, draft_ids: object = None
+    ) -> None:
+        self.token_ids = np.array(token_ids, np.int32)
+        self.num_tokens = None if num_tokens is None else np.array(num_tokens, np.int64)
+        self.draft_ids = None if draft_ids is None else np.array(draft_ids, np.int32)
+        self.is_finished = False
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.is_finished = True
+        self.num_waits += 1
+
+
+class CountingMatcher:
+    """Its mask after n tokens allows token n only. It accepts `max_tokens` tokens of any kind, then raises.
+
+    calls: receives the number of rows of each call for all rows.
+    """
+
+    end_ids = frozenset({END})
+
+    def __init__(self, max_tokens: int, calls: list[int]):
+        self.count = self.saved_count = 0
+        self.max_tokens = max_tokens
+        self.calls = calls
+
+    def accept(self, token: int) -> bool:
+        if self.count == self.max_tokens:
+            # The count is wrong after an error, as the state of any other matcher may be.
+            self.count = -1
+            raise RuntimeError("too deep")
+        self.count += 1
+        return True
+
+    def fill_mask(self, masks: NDArray[np.int32], index: int) -> None:
+        masks[index] = 0
+        masks[index, 0] = 1 << self.count
+
+    @staticmethod
+    def accept_all(matchers, tokens) -> list[bool]:
+        matchers[0].calls.append(len(matchers))
+        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
+
+    @staticmethod
+    def fill_masks(matchers, masks) -> None:
+        matchers[0].calls.append(len(matchers))
+        for index, matcher in enumerate(matchers):
+            matcher.fill_mask(masks, index)
+
+    def save(self) -> None:
+        self.saved_count = self.count
+
+    @staticmethod
+    def restore_all(matchers, num_tokens) -> None:
+        matchers[0].calls.append(len(matchers))
+        for matcher, count in zip(matchers, num_tokens, strict=True):
+            matcher.count -= count
+            assert matcher.count == matcher.saved_count
+
+
+@dataclass
+class CountingGrammar:
+    calls: list[int] = field(default_factory=list[int])
+    max_tokens: int = 1000
+
+    def start(self) -> CountingMatcher:
+        return CountingMatcher(self.max_tokens, self.calls)
+
+
+def make_new_row(
+    row: int, grammar: CompiledGrammar | None = None, output_ids: Sequence[int] = (), **sampling: object
+) -> NewRow:
+    """A row with a prompt of two tokens. sampling: fields of `SamplingParams`."""
+    token_ids = as_token_ids([1, 2, *output_ids])
+    return NewRow(row, token_ids, 2, 0, SamplingParams(**sampling), seed=0, stop_ids=(), compiled_grammar=grammar)
+
+
+def make_plan(
+    rows: Sequence[int],
+    new_rows: Sequence[NewRow] = (),
+    samples: Sequence[bool] | None = None,
+    num_drafts: Sequence[int] | None = None,
+) -> StepPlan:
+    """A step of decodes. num_drafts: of each row; None for a step without drafts."""
+    count = len(rows)
+    num_tokens = np.ones(count, np.int64) + (0 if num_drafts is None else np.array(num_drafts, np.int64))
+    scheduled = ScheduledRows(np.array(rows), num_tokens, np.array(samples or [True] * count))
+    shape = BatchShape(count, int(num_tokens.sum()), 1, has_drafts=num_drafts is not None)
+    return StepPlan(0, list(new_rows), NewBlocks(), scheduled, shape, 10)
+
+
+def allowed_tokens(masks: torch.Tensor) -> list[list[int]]:
+    """The token ids below VOCAB that each mask allows."""
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row[:VOCAB]).tolist() for row in bits]
+
+
+class PlainRow:
+    """A row that never has drafts. options: arguments of `make_new_row`."""
+
+    def __init__(self, options: dict[str, object], vocab_size: int):
+        self._constraints = Constraints(1, vocab_size, torch.device("cpu"))
+        self._new_rows = [make_new_row(0, **options)]
+
+    def next_mask(self) -> tuple[bytes | None, str | None]:
+        """Returns (mask of the next token, reason of a failure)."""
+        num_masks = self._constraints.begin_step(make_plan([0], self._new_rows))
+        self._new_rows = []
+        masks = self._constraints.fill_masks(np.arange(1)) if num_masks else None
+        failures = self._constraints.failures
+        return None if masks is None else masks.bits[0].numpy().tobytes(), failures[0].reason if failures else None
+
+    def append(self, token: int) -> None:
+        self._constraints.end_step(FinishedStep([token]))
+
+
+def unpack(mask: bytes | None, vocab_size: int) -> NDArray[np.bool_]:
+    """Whether a mask of `PlainRow.next_mask` allows each token, bool [vocab_size]."""
+    if mask is None:
+        return np.ones(vocab_size, np.bool_)
+    return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size].astype(np.bool_)
