@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm_core.config import EngineConfig, resolve
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution import graphs as graphs_module
-from nanovllm_core.execution import runner as runner_module
 from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.graphs import (
     CapturedStep,
@@ -73,9 +72,9 @@ def test_steps_of_many_tokens_also_have_shapes_with_few_requests():
     assert {shape.num_reqs for shape in graph_shapes("full", few, 2 * many) if shape.max_query_len > 1} == {few}
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
-    assert dispatch(graphs, few, many, None) == (few, many, many, "full", False)
-    assert dispatch(graphs, few + 1, many, None) == (64, many, many, "full", False)
-    assert dispatch(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full", False)
+    assert dispatch(graphs, few, many, None) == (few, many, many, "full", False, False)
+    assert dispatch(graphs, few + 1, many, None) == (64, many, many, "full", False, False)
+    assert dispatch(graphs, few, many // 2, None) == (64, many // 2, many // 2, "full", False, False)
 
 
 def test_steps_of_few_whole_prompts_have_separate_shapes():
@@ -86,25 +85,27 @@ def test_steps_of_few_whole_prompts_have_separate_shapes():
     assert not any(shape.has_only_whole_prompts for shape in graph_shapes("piecewise", 64, 1024, min_whole_tokens=512))
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
-    assert dispatch(graphs, few, 500, None, True) == (few, 512, 512, "full", True)
-    assert dispatch(graphs, few, 500, None, False) == (few, 512, 512, "full", False)
-    assert dispatch(graphs, few + 1, 500, None, True) == (64, 512, 512, "full", False)
-    assert dispatch(graphs, few, 250, None, True) == (few, 256, 256, "full", False)
+    assert dispatch(graphs, few, 500, None, True) == (few, 512, 512, "full", True, False)
+    assert dispatch(graphs, few, 500, None, False) == (few, 512, 512, "full", False, False)
+    assert dispatch(graphs, few + 1, 500, None, True) == (64, 512, 512, "full", False, False)
+    assert dispatch(graphs, few, 250, None, True) == (few, 256, 256, "full", False, False)
 
 
 def test_decodes_with_drafts_have_separate_shapes():
-    shapes = graph_shapes("full_decode_only", 16, 40, query_lens=(1, 4))
-    assert {shape for shape in shapes if shape.max_query_len == 4} == {
-        GraphShape(size, 4 * size, 4, "full_decode_only") for size in (1, 2, 4, 8, 10)
+    shapes = graph_shapes("full_decode_only", 16, 40, max_drafts=4, max_draft_step_tokens=24)
+    assert {shape for shape in shapes if shape.has_drafts} == {
+        GraphShape(min(size, 16), size, 5, "full_decode_only", has_drafts=True) for size in (2, 4, 5, 8, 16, 24)
     }
-    assert {shape.num_reqs for shape in shapes if shape.max_query_len == 1} == {1, 2, 4, 8, 16}
+    assert {shape.num_reqs for shape in shapes if not shape.has_drafts} == {1, 2, 4, 8, 16}
+    shapes = graph_shapes("full_decode_only", 16, 4, max_drafts=4, max_draft_step_tokens=4)
+    assert max(shape.num_tokens for shape in shapes) == 4
 
 
 class AllCapturedGraphs(StepGraphs):
     """Claims that every shape is captured: the captured step of a shape is the shape itself."""
 
-    def __init__(self, mode, budget=256, query_lens=(1,)):
-        super().__init__(graph_shapes(mode, 16, budget, query_lens))
+    def __init__(self, mode, budget=256, max_drafts=0):
+        super().__init__(graph_shapes(mode, 16, budget, max_drafts=max_drafts, max_draft_step_tokens=40))
         self._steps = {shape: shape for shape in self._shapes}
 
 
@@ -128,13 +129,19 @@ def test_dispatch_selects_the_smallest_shape_that_fits():
 
 
 def test_decode_with_drafts_is_dispatched_to_its_own_shape():
-    graphs = AllCapturedGraphs("full", query_lens=(1, 4))
-    assert dispatch(graphs, 3, 12, 4) == GraphShape(4, 16, 4, "full_decode_only")
+    graphs = AllCapturedGraphs("full", max_drafts=3)
+    assert dispatch(graphs, 1, 4, None, False, True) == GraphShape(4, 4, 4, "full_decode_only", has_drafts=True)
+    assert dispatch(graphs, 3, 9, None, False, True) == GraphShape(16, 16, 4, "full_decode_only", has_drafts=True)
+    assert dispatch(graphs, 10, 41, None, False, True) is None
     assert dispatch(graphs, 3, 3, 1) == GraphShape(4, 4, 1, "full_decode_only")
-    # A query length without captured shapes counts as mixed.
-    assert dispatch(graphs, 3, 9, 3) == GraphShape(16, 64, 64, "full")
-    assert dispatch(AllCapturedGraphs("full"), 3, 12, 4) == GraphShape(16, 64, 64, "full")
-    assert graphs.num_steps == {("full_decode_only", "decode"): 2, ("full", "mixed"): 1}
+    # Prompts of equal lengths are no drafts.
+    assert dispatch(graphs, 3, 12, 4) == GraphShape(16, 64, 64, "full")
+    assert graphs.num_steps == {
+        ("full_decode_only", "draft"): 2,
+        ("none", "draft"): 1,
+        ("full_decode_only", "decode"): 1,
+        ("full", "mixed"): 1,
+    }
 
 
 def test_mixed_step_is_launched_if_only_decodes_are_captured():
@@ -182,7 +189,7 @@ def test_replayed_pieces_and_attention_equal_the_captured_forward_pass(monkeypat
         hidden = inputs * 2
         for layer in range(3):
             hidden = hidden + launch(attention(layer), hidden - 1)
-        return ForwardOutput(hidden, lengths, tables)
+        return ForwardOutput(hidden, lengths, lengths, lengths, tables)
 
     with graphs_module._Capture(None) as capture:
         logits = forward(capture.launch_attention)
@@ -234,7 +241,7 @@ CHUNKS = (40, 20, 9)
 
 
 def make_plans() -> list[StepPlan]:
-    """Three prompts without their last four tokens; these four tokens, as if they were drafts; then decodes."""
+    """Three prompts without their last four tokens; these four tokens; then decodes."""
     greedy = SamplingParams(temperature=0)
     new_rows = [
         NewRow(row, as_token_ids(prompt), len(prompt), 0, greedy, seed=0, stop_ids=())
@@ -248,17 +255,17 @@ def make_plans() -> list[StepPlan]:
         return ScheduledRows(np.arange(3), np.array(num_tokens), np.full(3, samples))
 
     chunks = scheduled(CHUNKS, samples=False)
-    drafts, decodes = scheduled([4, 4, 4], samples=True), scheduled([1, 1, 1], samples=True)
+    rest, decodes = scheduled([4, 4, 4], samples=True), scheduled([1, 1, 1], samples=True)
     return [
         StepPlan(0, new_rows, blocks, chunks, BatchShape(3, sum(CHUNKS), None), max_seq_len=40),
-        StepPlan(1, [], nothing, drafts, BatchShape(3, 12, 4), max_seq_len=44),
+        StepPlan(1, [], nothing, rest, BatchShape(3, 12, 4), max_seq_len=44),
         *(StepPlan(2 + step, [], nothing, decodes, BatchShape(3, 3, 1), max_seq_len=45 + step) for step in range(5)),
     ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["piecewise", "full"])
-def test_captured_steps_choose_the_tokens_of_launched_steps(mode, monkeypatch):
+def test_captured_steps_choose_the_tokens_of_launched_steps(mode):
     def run(mode):
         asked = EngineConfig(device="cuda", graph_mode=mode, max_num_seqs=4, num_blocks=20, forbid_sync=True)
         config = resolve(asked, max_position=256, model_dtype=torch.float32, has_cuda=True)
@@ -271,9 +278,8 @@ def test_captured_steps_choose_the_tokens_of_launched_steps(mode, monkeypatch):
         return runner.graphs.num_steps, made
 
     _, expected = run("none")
-    monkeypatch.setattr(runner_module, "graph_shapes", lambda *sizes, **_: graph_shapes(*sizes, query_lens=(1, 4)))
     counts, found = run(mode)
     assert found == expected
     assert len({token for tokens in found for token in tokens}) > 5
     counts.pop(("none", "mixed"))
-    assert counts == {(mode, "mixed"): 1, ("full_decode_only", "decode"): 6}
+    assert counts == {(mode, "mixed"): 2, ("full_decode_only", "decode"): 5}

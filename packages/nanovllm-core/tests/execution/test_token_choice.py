@@ -9,7 +9,7 @@ from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import DeviceRows, Masks
 from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
-from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
 from nanovllm_core.layers import compilation
 from nanovllm_core.parallel import ParallelContext
@@ -136,7 +136,8 @@ def test_only_rows_that_asked_get_log_probabilities():
     tokens = torch.tensor([3, 1, 4, 1, 5], dtype=torch.int32)
     which, wanted = np.array([0, 1, 3, 4]), np.array([2, -1, 0, 3])
     step = make_inputs(5, which, wanted)
-    found = StepHandle(step, tokens, compute_logprobs(tokens, logits, step, ParallelContext()), None).read_results()
+    logprobs = compute_logprobs(tokens, logits, step, ParallelContext())
+    found = StepHandle(step, ChosenTokens(tokens), logprobs, None).read_results()
     assert found.tokens.tolist() == [3, 1, 1, 5]
     expected = logits.log_softmax(-1)
     assert [index for index, _ in found.logprobs] == [0, 2, 3]

@@ -140,7 +140,8 @@ def graph_shapes(
     if mode == "none":
         return []
     shapes = [
-        GraphShape(size, size, 1, "full_decode_only") for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens))
+        GraphShape(size, size, 1, "full_decode_only")
+        for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens))
     ]
     if max_drafts:
         query_len = 1 + max_drafts
@@ -174,7 +175,8 @@ def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
 class StepGraphs:
     """The captured steps of one device.
 
-    num_steps: number of dispatched steps by graph mode ("none": without a graph) and kind ("decode", "draft" or "mixed").
+    num_steps: number of dispatched steps by graph mode ("none": without a graph) and kind ("decode", "draft" (with
+        drafts) or "mixed").
     """
 
     def __init__(self, shapes: Sequence[GraphShape]):

@@ -42,7 +42,7 @@ class ChosenTokens:
 
     @property
     def _num_other_ints(self) -> int:
-        return count_packed(self.num_reqs, 0, self.max_drafts) - (0 if self.has_drafts else self.num_reqs)
+        return self.num_reqs * (self.max_drafts + 1 + self.has_drafts) if self.max_drafts else 0
 
     def split(self, packed: NDArray[np.int32]) -> "SplitTokens":
         """The parts of `packed` on the host."""
@@ -138,8 +138,8 @@ class StepHandle:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """New tokens of the requests that sample in a finished step, int32 [m]. Number of each request: `num_tokens`."""
-        return self._tokens.samples[self._sampling_indices if self.num_tokens is None else self._new_sample_indices]
+        """New tokens of the requests that sample in a finished step, int32 [m]; `num_tokens` of each request."""
+        return self._tokens.samples[self._new_sample_indices]
 
     @property
     def num_tokens(self) -> NDArray[np.int64] | None:
@@ -149,9 +149,9 @@ class StepHandle:
 
     @property
     def draft_ids(self) -> NDArray[np.int32] | None:
-        """Tokens that stand after the last token of each request that samples, int32 [n, max_drafts], in a finished step.
+        """Tokens that stand after the last token of each request that samples, int32 [n, max_drafts].
 
-        None without speculation.
+        Only of a finished step. None without speculation.
         """
         drafts = self._tokens.drafts
         return None if drafts is None else drafts[self._request_indices]
@@ -170,9 +170,10 @@ class StepHandle:
 
     @cached_property
     def _new_sample_indices(self) -> NDArray[np.int64]:
-        """Indices of the samples that are new tokens, in a finished step with drafts."""
+        """Indices of the samples that are new tokens, in a finished step."""
         counts = self.num_tokens
-        assert counts is not None
+        if counts is None:
+            return self._sampling_indices
         first_outputs = np.cumsum(counts) - counts
         return np.arange(int(counts.sum())) + np.repeat(self._sampling_indices - first_outputs, counts)
 

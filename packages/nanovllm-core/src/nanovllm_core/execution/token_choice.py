@@ -19,7 +19,7 @@ from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
 from nanovllm_kernels.request_tables import TokenTables, commit_tokens, propose_ngrams, verify_drafts
 
-# Sampling graphs of one shape, least work first. SamplingOps -> (graph, tensor to which it writes `ChosenTokens.packed`).
+# Sampling graphs of one shape, least work first. SamplingOps -> (graph, its `ChosenTokens.packed`).
 SamplingGraphs = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
 
 # The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
