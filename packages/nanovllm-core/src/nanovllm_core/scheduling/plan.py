@@ -172,7 +172,7 @@ class StepResults(NamedTuple):
     grammar_failures: pairs (index among the sampled rows, reason). The tokens of a row whose grammar failed are
         meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
-    drafts: None without speculation.
+    drafts: None without speculation, and if no row samples.
     """
 
     tokens: NDArray[np.int32]

@@ -70,7 +70,9 @@ class ResultApplier:
     def _correct_bounds(self, step: ScheduledStep, results: StepResults, planner: DraftPlanner) -> None:
         """Subtract rejected drafts from the numbers of tokens, and let the planner learn from the step."""
         if results.drafts is None:
-            raise ValueError("with speculation, the results of each step need `drafts`")
+            if results.tokens.size:
+                raise ValueError("with speculation, the results of each step that samples need `drafts`")
+            return
         rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
         sampled_rows = scheduled.rows[scheduled.is_sampled]
         num_drafts = scheduled.num_tokens - 1 if step.plan.shape.has_drafts else np.zeros(len(sampled_rows), np.int64)
