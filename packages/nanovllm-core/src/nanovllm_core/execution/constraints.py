@@ -44,6 +44,7 @@ class _StepInFlight(NamedTuple):
     handle: StepHandle
     requests: list[ConstrainedRequest]
     draft_effects: list[_DraftEffect]
+    has_drafts: bool
 
 
 class Constraints:
@@ -68,6 +69,7 @@ class Constraints:
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
+        self._has_drafts = False
         self._draft_effects: list[_DraftEffect] = []
         self._steps_in_flight: deque[_StepInFlight] = deque()
         self._matcher_calls = MatcherCalls()
@@ -80,13 +82,13 @@ class Constraints:
         for new in plan.new_rows:
             self._replace_constraint(new)
         self.failures, self._step_requests, self._mask_candidates, self._draft_effects = [], [], [], []
-        self._num_masks = 0
+        self._num_masks, self._has_drafts = 0, plan.shape.has_drafts
         if not self._constraint_by_row:
             return 0
         rows, num_tokens, is_sampled = plan.scheduled
         sampling_rows = rows[is_sampled]
         # Without drafts, a prompt's chunk has several tokens but one entry.
-        nums_drafts = (num_tokens[is_sampled] - 1).tolist() if plan.shape.has_drafts else None
+        nums_drafts = (num_tokens[is_sampled] - 1).tolist() if self._has_drafts else None
         for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
             num_drafts = 0 if nums_drafts is None else nums_drafts[index]
             constraint = self._constraint_by_row[int(sampling_rows[index])]
@@ -126,7 +128,8 @@ class Constraints:
         """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._apply_results(wait=False)
         if self._step_requests:
-            self._steps_in_flight.append(_StepInFlight(handle, self._step_requests, self._draft_effects))
+            step = _StepInFlight(handle, self._step_requests, self._draft_effects, self._has_drafts)
+            self._steps_in_flight.append(step)
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
@@ -201,11 +204,11 @@ class Constraints:
         while self._steps_in_flight and (wait or self._steps_in_flight[0].handle.is_finished):
             step = self._steps_in_flight.popleft()
             step.handle.wait()
-            if step.handle.num_tokens is None:
+            if step.has_drafts:
+                self._append_accepted_tokens(step)
+            else:
                 token_ids = step.handle.token_ids
                 self._append_tokens([(constraint, int(token_ids[index])) for index, constraint, _ in step.requests])
-            else:
-                self._append_accepted_tokens(step, step.handle.num_tokens)
             if (draft_ids := step.handle.draft_ids) is not None:
                 for index, constraint, _ in step.requests:
                     constraint.draft_ids = draft_ids[index].tolist()
@@ -218,16 +221,16 @@ class Constraints:
         """Append a token to each constraint."""
         self._matcher_calls.advance([pair for pair in new_tokens if pair[0].append_token(pair[1])])
 
-    def _append_accepted_tokens(self, step: _StepInFlight, num_tokens: NDArray[np.int64]) -> None:
-        """Append the tokens of a finished step to its constraints.
-
-        num_tokens: int64 [n], number of new tokens of each request that sampled.
-        """
+    def _append_accepted_tokens(self, step: _StepInFlight) -> None:
+        """Append the tokens of a finished step with drafts to its constraints."""
+        token_ids, num_tokens = step.handle.token_ids, step.handle.num_tokens
+        if num_tokens is None:
+            num_tokens = np.ones(len(token_ids), np.int64)
         for (index, constraint, _), entry, failure in step.draft_effects:
             if entry < num_tokens[index]:
                 constraint.failure = constraint.failure or failure
                 constraint.budget = None
-        token_ids, token_ends = step.handle.token_ids, np.cumsum(num_tokens).tolist()
+        token_ends = np.cumsum(num_tokens).tolist()
         remaining_tokens: list[tuple[Constraint, list[int]]] = []
         for index, constraint, num_drafts in step.requests:
             num_new_tokens = int(num_tokens[index])
