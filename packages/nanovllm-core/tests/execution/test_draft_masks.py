@@ -136,7 +136,7 @@ def test_number_of_masks_assumes_accepted_drafts_until_the_result_is_known():
     assert constraints.begin_step(make_plan([0], num_drafts=[1])) == 2
     assert constraints.fill_masks(np.zeros(1, np.int64)) is None
     assert step.num_waits == 1
-    constraints.end_step(FinishedStep([2], [1], [[1] * 5]))
+    constraints.end_step(FinishedStep([2], None, [[1] * 5]))
     constraints._steps_in_flight[0].handle.is_finished = True
     constraints.end_step(FinishedStep([2]))
     assert constraints._constraint_by_row[0].num_launched_outputs == 3

@@ -161,7 +161,9 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
                 counts["failed"] += target.failure is not None
             target.draft_ids = draw_drafts(rng, target)
             draft_ids.append(target.draft_ids)
-        step = FinishedStep(token_ids, num_tokens if has_drafts else None, np.reshape(draft_ids, (-1, MAX_DRAFTS)))
+        step = FinishedStep(
+            token_ids, num_tokens if max(num_tokens) > 1 else None, np.reshape(draft_ids, (-1, MAX_DRAFTS))
+        )
         step.is_finished = rng.random() < 0.3
         constraints.end_step(step)
 

@@ -44,6 +44,7 @@ class _StepInFlight(NamedTuple):
     handle: StepHandle
     requests: list[ConstrainedRequest]
     draft_effects: list[_DraftEffect]
+    has_drafts: bool
 
 
 class Constraints:
@@ -68,6 +69,7 @@ class Constraints:
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
+        self._has_drafts = False
         self._draft_effects: list[_DraftEffect] = []
         self._steps_in_flight: deque[_StepInFlight] = deque()
         self._matcher_calls = MatcherCalls()
@@ -80,22 +82,22 @@ class Constraints:
         for new in plan.new_rows:
             self._replace_constraint(new)
         self.failures, self._step_requests, self._mask_candidates, self._draft_effects = [], [], [], []
-        self._num_masks = 0
+        self._num_masks, self._has_drafts = 0, plan.shape.has_drafts
         if not self._constraint_by_row:
             return 0
         rows, num_tokens, is_sampled = plan.scheduled
         sampling_rows = rows[is_sampled]
-        indices = np.flatnonzero(self._is_constrained[sampling_rows])
         # Without drafts, a prompt's chunk has several tokens but one entry.
-        num_drafts = num_tokens[is_sampled][indices] - 1 if plan.shape.has_drafts else np.zeros_like(indices)
-        for index, num_request_drafts in zip(indices.tolist(), num_drafts.tolist(), strict=True):
+        nums_drafts = (num_tokens[is_sampled] - 1).tolist() if self._has_drafts else None
+        for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
+            num_drafts = 0 if nums_drafts is None else nums_drafts[index]
             constraint = self._constraint_by_row[int(sampling_rows[index])]
-            request = ConstrainedRequest(index, constraint, num_request_drafts)
+            request = ConstrainedRequest(index, constraint, num_drafts)
             self._step_requests.append(request)
-            if constraint.may_need_mask(num_request_drafts):
+            if constraint.may_need_mask(num_drafts):
                 self._mask_candidates.append(request)
-                self._num_masks += 1 + num_request_drafts
-            constraint.num_launched_outputs += 1 + num_request_drafts
+                self._num_masks += 1 + num_drafts
+            constraint.num_launched_outputs += 1 + num_drafts
         return self._num_masks
 
     def fill_masks(self, first_entries: NDArray[np.int64]) -> Masks | None:
@@ -110,14 +112,13 @@ class Constraints:
         requests, entry = self._mask_candidates, 0
         while requests:
             entry_masks = masks[len(masked_entries) :][: len(requests)]
-            requests, is_masked = self._fill_entry(requests, entry, entry_masks)
-            masked_entries += [
-                int(first_entries[request.request_index]) + entry if has_mask else -1
-                for request, has_mask in zip(requests, is_masked, strict=True)
-            ]
+            requests, new_masked_entries = self._fill_entry(requests, entry, entry_masks, first_entries)
+            masked_entries += new_masked_entries
+            if len(masked_entries) == len(masks):
+                break
             requests = self._append_drafts(requests, entry, entry_masks)
             entry += 1
-        if entry > 1:
+        if entry > 0:
             self._matcher_calls.drop_drafts([request.constraint for request in self._mask_candidates])
         self._matcher_calls.end_step()
         masked_entries += [-1] * (len(masks) - len(masked_entries))
@@ -127,7 +128,8 @@ class Constraints:
         """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._apply_results(wait=False)
         if self._step_requests:
-            self._steps_in_flight.append(_StepInFlight(handle, self._step_requests, self._draft_effects))
+            step = _StepInFlight(handle, self._step_requests, self._draft_effects, self._has_drafts)
+            self._steps_in_flight.append(step)
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
@@ -140,20 +142,25 @@ class Constraints:
         self._is_constrained[row] = False
 
     def _fill_entry(
-        self, requests: Sequence[ConstrainedRequest], entry: int, masks: NDArray[np.int32]
-    ) -> tuple[list[ConstrainedRequest], list[bool]]:
+        self,
+        requests: Sequence[ConstrainedRequest],
+        entry: int,
+        masks: NDArray[np.int32],
+        first_entries: NDArray[np.int64],
+    ) -> tuple[list[ConstrainedRequest], list[int]]:
         """Fill the masks of one entry of each request, after the output and the drafts before the entry.
 
         masks: int32 [n, words], which allow every token.
-        Returns (requests in the order of their masks, whether each mask forbids tokens).
+        Returns (requests in the order of their masks, index of the masked entry among all entries of the step or -1).
         """
         grammar_requests = [x for x in requests if x.constraint.matcher is not None and x.constraint.failure is None]
         other_requests = [x for x in requests if x.constraint.matcher is None or x.constraint.failure is not None]
         self._matcher_calls.fill_masks([request.constraint for request in grammar_requests], masks)
         has_allowed_token = np.any(masks, axis=1)
-        ordered_requests, is_masked = [*grammar_requests, *other_requests], list[bool]()
+        ordered_requests, masked_entries = [*grammar_requests, *other_requests], list[int]()
         for mask_index, request in enumerate(ordered_requests):
-            constraint, budget = request.constraint, request.constraint.budget
+            constraint = request.constraint
+            budget = constraint.budget
             has_mask = mask_index < len(grammar_requests)
             if has_mask and constraint.failure is None and not has_allowed_token[mask_index]:
                 constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
@@ -165,8 +172,8 @@ class Constraints:
                 self.failures.append(GrammarFailure(request.request_index, entry, constraint.failure))
             if entry and (constraint.failure is not None or constraint.budget is not budget):
                 self._draft_effects.append(_DraftEffect(request, entry, constraint.failure))
-            is_masked.append(has_mask)
-        return ordered_requests, is_masked
+            masked_entries.append(int(first_entries[request.request_index]) + entry if has_mask else -1)
+        return ordered_requests, masked_entries
 
     def _append_drafts(
         self, requests: Sequence[ConstrainedRequest], entry: int, masks: NDArray[np.int32]
@@ -197,11 +204,11 @@ class Constraints:
         while self._steps_in_flight and (wait or self._steps_in_flight[0].handle.is_finished):
             step = self._steps_in_flight.popleft()
             step.handle.wait()
-            if step.handle.num_tokens is None:
+            if step.has_drafts:
+                self._append_accepted_tokens(step)
+            else:
                 token_ids = step.handle.token_ids
                 self._append_tokens([(constraint, int(token_ids[index])) for index, constraint, _ in step.requests])
-            else:
-                self._append_accepted_tokens(step, step.handle.num_tokens)
             if (draft_ids := step.handle.draft_ids) is not None:
                 for index, constraint, _ in step.requests:
                     constraint.draft_ids = draft_ids[index].tolist()
@@ -214,16 +221,16 @@ class Constraints:
         """Append a token to each constraint."""
         self._matcher_calls.advance([pair for pair in new_tokens if pair[0].append_token(pair[1])])
 
-    def _append_accepted_tokens(self, step: _StepInFlight, num_tokens: NDArray[np.int64]) -> None:
-        """Append the tokens of a finished step to its constraints.
-
-        num_tokens: int64 [n], number of new tokens of each request that sampled.
-        """
+    def _append_accepted_tokens(self, step: _StepInFlight) -> None:
+        """Append the tokens of a finished step with drafts to its constraints."""
+        token_ids, num_tokens = step.handle.token_ids, step.handle.num_tokens
+        if num_tokens is None:
+            num_tokens = np.ones(len(token_ids), np.int64)
         for (index, constraint, _), entry, failure in step.draft_effects:
             if entry < num_tokens[index]:
                 constraint.failure = constraint.failure or failure
                 constraint.budget = None
-        token_ids, token_ends = step.handle.token_ids, np.cumsum(num_tokens).tolist()
+        token_ends = np.cumsum(num_tokens).tolist()
         remaining_tokens: list[tuple[Constraint, list[int]]] = []
         for index, constraint, num_drafts in step.requests:
             num_new_tokens = int(num_tokens[index])

@@ -29,7 +29,8 @@ class MatcherCalls:
 
     def end_step(self) -> None:
         """Count a step in which masks were filled."""
-        self._num_separate_steps = max(self._num_separate_steps - 1, 0)
+        if self._num_separate_steps:
+            self._num_separate_steps -= 1
 
     def advance(self, new_tokens: Sequence[tuple[Constraint, int]]) -> None:
         """Advance the matcher of each constraint by its new token."""
