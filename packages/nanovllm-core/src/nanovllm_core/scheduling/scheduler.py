@@ -275,7 +275,9 @@ class Scheduler:
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, num_drafts is not None),
+            shape=BatchShape(
+                max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, num_drafts is not None
+            ),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
         )
