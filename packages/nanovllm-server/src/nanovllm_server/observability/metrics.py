@@ -204,11 +204,7 @@ class Metrics(Collector):
         num_verified, num_accepted = stats.num_verified_drafts, stats.num_accepted_drafts
         num_drafts = num_verified[0] if num_verified else 0
         for name, help_text, value in (
-            (
-                "spec_decode_num_drafts",
-                "Times that a step verified the drafts of a request.",
-                num_drafts,
-            ),
+            ("spec_decode_num_drafts", "Times that a step verified the drafts of a request.", num_drafts),
             ("spec_decode_num_draft_tokens", "Drafts (proposed tokens) verified.", sum(num_verified)),
             ("spec_decode_num_accepted_tokens", "Drafts accepted.", sum(num_accepted)),
         ):
