@@ -39,6 +39,9 @@ def test_token_ids_beyond_int32_are_refused(ids):
         Request("r", ids)
     assert caught.value.field == "prompt"
     assert "prompt" in str(caught.value)
+    with pytest.raises(RequestError, match="the prediction must be token ids") as caught:
+        Request("r", [1], prediction=ids)
+    assert caught.value.field == "prediction"
 
 
 def test_a_read_only_array_is_shared_and_a_writeable_one_copied():
@@ -58,8 +61,13 @@ def test_token_ids_are_the_prompt_and_then_the_outputs():
     assert (request.token_ids().tolist(), request.token_ids().dtype) == ([1, 2, 3, 4, 5], np.int32)
 
 
+def test_a_prediction_is_part_of_the_state_of_a_request():
+    assert RequestState(0, Request("a", [1], prediction=(7, 8))).prediction_ids.tolist() == [7, 8]
+    assert RequestState(0, Request("a", [1])).prediction_ids.tolist() == []
+
+
 def test_a_request_travels_with_its_prompt_as_bytes():
-    sent = Request("a", range(1000), SamplingParams(max_tokens=7, seed=3), "salt", 2, 1.5)
+    sent = Request("a", range(1000), SamplingParams(max_tokens=7, seed=3), "salt", 2, 1.5, [5, 6])
     payload = wire.encode(wire.Submit.from_request(11, sent))
     assert np.arange(1000, dtype=np.int32).tobytes() in payload
     message = wire.decode_to_engine(payload)
@@ -71,3 +79,4 @@ def test_a_request_travels_with_its_prompt_as_bytes():
         *("salt", 2, 1.5),
     )
     assert not got.prompt_ids.flags.writeable
+    assert got.prediction_ids.tolist() == [5, 6]

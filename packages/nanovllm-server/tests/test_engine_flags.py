@@ -32,6 +32,8 @@ def test_without_flags_every_setting_has_its_default():
         ("-tp 2 --dp-attention", {"tensor_parallel_size": 2, "dp_attention": True}),
         ("-tp 4", {"tensor_parallel_size": 4}),
         ("--multi-tenant", {"prefix_hash": "sha256"}),
+        ("--speculate ngram", {"speculate": "ngram"}),
+        ("--speculate none --num-speculative-tokens 15", {"num_speculative_tokens": 15}),
         ("--trace steps.json", {"trace": Path("steps.json")}),
     ],
 )
@@ -40,7 +42,18 @@ def test_a_flag_sets_the_field_of_its_name(arguments, settings):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--max-num-seqs 0", "--max-model-len -1", "--block-size 48", "--depth 3", "--dtype int8", "--seed x"]
+    "arguments",
+    [
+        "--max-num-seqs 0",
+        "--max-model-len -1",
+        "--block-size 48",
+        "--depth 3",
+        "--dtype int8",
+        "--seed x",
+        "--speculate auto",
+        "--num-speculative-tokens 0",
+        "--num-speculative-tokens 16",
+    ],
 )
 def test_an_invalid_value_is_refused_by_the_parser(arguments, capsys):
     with pytest.raises(SystemExit):

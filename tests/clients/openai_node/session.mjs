@@ -56,8 +56,9 @@ test("chat", async () => {
   assert.ok(message.content.length > 0);
   assert.equal(message.refusal, null);
   assert.ok(["stop", "length"].includes(finish_reason));
-  const { prompt_tokens, completion_tokens, total_tokens } = answer.usage;
+  const { prompt_tokens, completion_tokens, total_tokens, completion_tokens_details: details } = answer.usage;
   assert.equal(total_tokens, prompt_tokens + completion_tokens);
+  assert.deepEqual([details.accepted_prediction_tokens, details.rejected_prediction_tokens], [0, 0]);
   assert.ok(answer._request_id);
 });
 
@@ -94,6 +95,14 @@ test("the stream helper gathers the same", async () => {
   assert.equal(await stream.finalContent(), whole.choices[0].message.content);
   assert.equal(text, whole.choices[0].message.content);
   assert.equal((await stream.totalUsage()).completion_tokens, whole.usage.completion_tokens);
+});
+
+test("a prediction does not change the answer", async () => {
+  const text = (await chat.create(asked)).choices[0].message.content;
+  for (const content of [text, [{ type: "text", text }]]) {
+    const answer = await chat.create({ ...asked, prediction: { type: "content", content } });
+    assert.equal(answer.choices[0].message.content, text);
+  }
 });
 
 test("several choices", async () => {

@@ -102,7 +102,9 @@ def test_chat(sdk):
     assert 0 < usage.completion_tokens <= 12
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
-    assert usage.completion_tokens_details.reasoning_tokens == 0
+    details = usage.completion_tokens_details
+    assert details.reasoning_tokens == 0
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
     assert answer._request_id
 
 
@@ -138,6 +140,15 @@ def test_the_stream_helper_joins_the_same_answer(sdk):
     assert text == gathered.choices[0].message.content == whole.choices[0].message.content
     assert gathered.usage.completion_tokens == whole.usage.completion_tokens
     assert gathered.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+
+
+def test_a_prediction_does_not_change_the_answer(sdk):
+    text = create(sdk).choices[0].message.content
+    for content in (text, [{"type": "text", "text": text}]):
+        answer = create(sdk, prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == text
+    with pytest.raises(openai.BadRequestError, match=r"prediction\.content"):
+        create(sdk, prediction={"type": "content", "content": []})
 
 
 def test_several_choices(sdk):

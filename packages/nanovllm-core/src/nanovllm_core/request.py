@@ -20,6 +20,8 @@ class Request:
     cache_salt: requests with different salts never share cached blocks.
     priority: requests with lower numbers run first. Requests with equal numbers run in order of arrival.
     arrival_time: in seconds, on any clock that all requests of the engine share.
+    prediction: token ids that the output probably contains; stored as `prediction_ids`. Speculative decoding may use
+        them as drafts; without speculation, they have no effect. They never change the output.
     """
 
     id: str
@@ -28,14 +30,17 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     arrival_time: float = 0.0
+    prediction: InitVar[Sequence[int] | NDArray[Any]] = ()
     prompt_ids: TokenIds = field(init=False)
+    prediction_ids: TokenIds = field(init=False)
 
-    def __post_init__(self, token_ids: Sequence[int] | NDArray[Any]) -> None:
-        try:
-            prompt_ids = as_token_ids(token_ids)
-        except ValueError as error:
-            raise RequestError("prompt", f"the prompt must be token ids: {error}") from error
-        object.__setattr__(self, "prompt_ids", prompt_ids)
+    def __post_init__(self, token_ids: Sequence[int] | NDArray[Any], prediction: Sequence[int] | NDArray[Any]) -> None:
+        for field_name, ids in (("prompt", token_ids), ("prediction", prediction)):
+            try:
+                array = as_token_ids(ids)
+            except ValueError as error:
+                raise RequestError(field_name, f"the {field_name} must be token ids: {error}") from error
+            object.__setattr__(self, f"{field_name}_ids", array)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core.engine import wire
 from nanovllm_core.engine.build import build_loop
 from nanovllm_core.engine.loop import EngineLoop
+from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.runner import Runner
+from nanovllm_core.outputs import StepOutputs
+from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
 
 PROMPT = [5, 6, 7]
 OUTPUTS = 6
@@ -290,6 +294,22 @@ async def test_an_idle_engine_emits_nothing(toy_spec):
     assert len(emitted_stats) == num_emitted
     loop.stop()
     await serving
+
+
+async def test_stats_have_the_totals_of_drafts_by_position(toy_spec):
+    loop = await build_loop(toy_spec(), EngineConfig(device="cpu", num_blocks=32))
+    scheduler = loop._scheduler
+    stats = collect_stats(scheduler, loop._runner)
+    assert (stats.num_verified_drafts, stats.num_accepted_drafts) == ((), ())
+    scheduler.draft_planner = DraftPlanner(scheduler.rows, DraftLimits(3, 64), scheduler.step_time_model)
+    scheduler.draft_planner.num_verified[:], scheduler.draft_planner.num_accepted[:] = (9, 4, 2), (6, 1, 0)
+    payload = wire.encode(wire.Step(StepOutputs(), collect_stats(scheduler, loop._runner)))
+    message = wire.decode_to_client(payload)
+    assert isinstance(message, wire.Step)
+    assert message.stats is not None
+    assert (message.stats.num_verified_drafts, message.stats.num_accepted_drafts) == ((9, 4, 2), (6, 1, 0))
+    loop.stop()
+    await loop.run(lambda _, stats: None)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -376,6 +376,11 @@ class Trace:
 
     def check_end(self) -> None:
         scheduler = self.scheduler
+        num_verified, num_accepted = scheduler.draft_totals
+        assert sum(num_accepted) <= sum(request.num_accepted_drafts for request in self.requests)
+        assert all(accepted <= verified for accepted, verified in zip(num_accepted, num_verified, strict=True))
+        for totals in (num_verified, num_accepted):
+            assert list(totals) == sorted(totals, reverse=True)
         assert not scheduler.has_requests
         assert not scheduler.running_requests
         assert scheduler.num_waiting == 0
@@ -403,7 +408,7 @@ class Trace:
 
 @pytest.mark.parametrize(("block_of_seeds", "num_groups"), [*((block, 1) for block in range(8)), (0, 2), (1, 3)])
 def test_every_request_finishes_with_the_expected_tokens_and_releases_everything(block_of_seeds: int, num_groups: int):
-    num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = 0
+    num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = num_counted = 0
     for seed in range(block_of_seeds * 250, (block_of_seeds + 1) * 250):
         trace = Trace(seed, num_groups)
         try:
@@ -416,9 +421,10 @@ def test_every_request_finishes_with_the_expected_tokens_and_releases_everything
         num_restored += trace.num_restored
         num_accepted += trace.num_accepted
         num_rejected += trace.num_rejected
+        num_counted += sum(trace.scheduler.draft_totals[1])
     # Otherwise the traces would not cover the difficult cases.
     assert num_preemptions > 100
     assert num_hits > 1000
     assert num_resumed > 2
     assert num_restored > 20
-    assert num_groups > 1 or min(num_accepted, num_rejected) > 100
+    assert num_groups > 1 or min(num_accepted, num_rejected, num_counted) > 100

@@ -136,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
             "state_dtype",
             "block_size",
             "prefix_caching",
+            "speculate",
+            "num_speculative_tokens",
             "graph_mode",
             "compile",
             "depth",

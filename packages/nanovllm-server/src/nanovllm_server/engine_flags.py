@@ -7,11 +7,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nanovllm_core.config import EngineConfig
+from nanovllm_core.config import MAX_DRAFTS, EngineConfig
 from nanovllm_server.flag_types import integer_from
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
+# Flag values for None, by field, where None does not let the engine choose.
+_NONE_VALUES = {"speculate": "none"}
+# Smallest and largest value, by integer field.
+_BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
 # Additional names of flags.
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 _DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)}
@@ -36,11 +40,13 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         elif get_origin(value_type) is Literal:
             choices = get_args(value_type)
             if is_optional and isinstance(choices[0], str):
-                choices = (_AUTO, *choices)
-                options["default"] = _AUTO
+                options["default"] = _NONE_VALUES.get(name, _AUTO)
+                choices = (options["default"], *choices)
             options |= {"type": type(choices[0]), "choices": choices}
         elif value_type is Path:
             options |= {"type": Path, "metavar": "FILE"}
+        elif name in _BOUNDS:
+            options["type"] = integer_from(*_BOUNDS[name])
         else:
             # Every optional integer is a size of at least 1.
             options["type"] = integer_from(1) if value_type is int and is_optional else value_type
@@ -51,8 +57,8 @@ def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineC
     """Makes the configuration from the flags of `add_engine_flags`. overrides: values of fields, instead of flags."""
     for name, value in vars(options).items():
         if name in _DEFAULT_BY_FIELD:
-            is_auto = value == _AUTO and _DEFAULT_BY_FIELD[name] is None
-            overrides.setdefault(name, None if is_auto else value)
+            is_none = _DEFAULT_BY_FIELD[name] is None and value == _NONE_VALUES.get(name, _AUTO)
+            overrides.setdefault(name, None if is_none else value)
     return EngineConfig(**overrides)
 
 

@@ -65,6 +65,7 @@ async def test_each_load_gives_one_result(options, engine):
     for result in results:
         assert result.output_tokens == 48
         assert result.cached_tokens == 6 * 8
+        assert (result.accepted_drafts, result.rejected_drafts, result.tokens_per_step) == (0, 0, 1)
         assert result.failed == 0
         assert result.output_tokens_per_second == pytest.approx(48 / result.seconds)
         assert 0 < result.ttft.p50 <= result.ttft.p90 <= result.ttft.p99 <= result.e2e.p99
@@ -115,6 +116,19 @@ async def test_failed_requests_are_in_no_other_figure(options, service, engine, 
     assert result.failed == 4
     assert result.output_tokens == 16
     assert "4 of 6 requests failed (rate inf, concurrency any), the first: status 429" in capsys.readouterr().err
+
+
+async def test_drafts_are_counted_and_shown(options, engine):
+    engine.endless = True
+    _, results = await serve.measure(options)
+    assert "accepted drafts" not in serve._rate_table(results)[0]
+    engine.num_drafts = (6, 4)
+    _, (result,) = await serve.measure(replace(options, repeat=2))
+    # 6 answers of 8 tokens, 2 of which do not come from drafts.
+    assert (result.accepted_drafts, result.rejected_drafts, result.tokens_per_step) == (36, 24, 4)
+    header, row = serve._rate_table([result])
+    assert header[-3:] == ["accepted drafts", "rejected", "tokens/step"]
+    assert row[-3:] == ["36", "24", "4.00"]
 
 
 async def test_api_key_is_sent(options, service):

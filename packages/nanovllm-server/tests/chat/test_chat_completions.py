@@ -37,8 +37,26 @@ async def test_complete_answer(post):
         "completion_tokens": 6,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_usage_has_the_drafts_of_all_choices(post, engine, n):
+    engine.num_drafts, engine.burst, engine.delay = (3, 2), 4, 0.005
+    expected = {"reasoning_tokens": 0, "accepted_prediction_tokens": 3 * n, "rejected_prediction_tokens": 2 * n}
+    body = await (await post(n=n)).get_json()
+    assert body["usage"]["completion_tokens_details"] == expected
+    assert body["usage"]["completion_tokens"] == 6 * n
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    first, *_, last = parse_events(await (await post(n=n, stream=True, stream_options=options)).get_data())
+    assert last["usage"]["completion_tokens_details"] == expected
+    # The engine counts the drafts of a choice when the choice ends.
+    assert first["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
 
 
 @pytest.mark.parametrize("burst", [1, 2, 7])

@@ -3,18 +3,20 @@
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm_core import EngineStats
-from nanovllm_server.observability.metrics import Metrics
+from nanovllm_core.engine.status import EngineInfo
+from nanovllm_server.observability.metrics import Metrics, MetricsPrefix
 from nanovllm_server.observability.process_metrics import ProcessMetrics
 from nanovllm_server.observability.shared_counters import SharedCounters, allocate_counters
 
 ENGINE_LABELS = {"model_name", "engine"}
-# Names, types and labels of vLLM's metrics for a model without adapters, images or speculation.
+# Names, types and labels of vLLM's metrics for a model without adapters and images, with speculative decoding.
 VLLM_METRICS = {
     "num_requests_running": ("gauge", ENGINE_LABELS),
     "num_requests_waiting": ("gauge", ENGINE_LABELS),
@@ -42,6 +44,10 @@ VLLM_METRICS = {
     "request_prefill_time_seconds": ("histogram", ENGINE_LABELS),
     "request_decode_time_seconds": ("histogram", ENGINE_LABELS),
     "request_inference_time_seconds": ("histogram", ENGINE_LABELS),
+    "spec_decode_num_drafts": ("counter", ENGINE_LABELS),
+    "spec_decode_num_draft_tokens": ("counter", ENGINE_LABELS),
+    "spec_decode_num_accepted_tokens": ("counter", ENGINE_LABELS),
+    "spec_decode_num_accepted_tokens_per_pos": ("counter", ENGINE_LABELS | {"position"}),
     "cache_config_info": ("gauge", {"engine", "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"}),
 }
 LATENCIES = (
@@ -61,9 +67,19 @@ def read_samples(metrics: Metrics) -> dict[str, float]:
     return {sample.name.removeprefix("nanovllm:"): sample.value for sample in samples}
 
 
+def read_draft_stats() -> EngineStats:
+    """Two steps with 3 and 2 drafts, of which 1 and 2 are accepted."""
+    return EngineStats(num_verified_drafts=(2, 2, 1), num_accepted_drafts=(2, 1, 0))
+
+
+def make_speculating_metrics(info: EngineInfo, prefix: MetricsPrefix) -> Metrics:
+    counters = SharedCounters(allocate_counters(1))
+    return Metrics("m", replace(info, draft_method="ngram"), read_draft_stats, counters, prefix=prefix)
+
+
 @pytest.fixture
 def vllm_metrics(engine) -> Metrics:
-    return Metrics("m", engine.info, EngineStats, SharedCounters(allocate_counters(1)), prefix="vllm")
+    return make_speculating_metrics(engine.info, "vllm")
 
 
 @pytest.mark.parametrize("name", VLLM_METRICS)
@@ -165,6 +181,32 @@ def test_steps_are_counted_by_their_tokens(service, engine):
     for bound, count in (("1.0", 2), ("64.0", 5), ("+Inf", 6)):
         assert f'nanovllm:iteration_tokens_total_bucket{{le="{bound}",model_name="scripted"}} {count}.0' in text
     assert 'nanovllm:iteration_tokens_total_sum{model_name="scripted"} 300.0' in text
+
+
+def test_drafts_are_counted_by_method_and_position(engine):
+    text = make_speculating_metrics(engine.info, "nanovllm").render().decode()
+    samples = {
+        (sample.name.removeprefix("nanovllm:spec_decode_"), sample.labels.get("position")): sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "spec_decode" in sample.name
+    }
+    assert {key: sample.value for key, sample in samples.items()} == {
+        ("num_drafts_total", None): 2,
+        ("num_draft_tokens_total", None): 5,
+        ("num_accepted_tokens_total", None): 3,
+        ("num_draft_tokens_per_pos_total", "0"): 2,
+        ("num_draft_tokens_per_pos_total", "1"): 2,
+        ("num_draft_tokens_per_pos_total", "2"): 1,
+        ("num_accepted_tokens_per_pos_total", "0"): 2,
+        ("num_accepted_tokens_per_pos_total", "1"): 1,
+        ("num_accepted_tokens_per_pos_total", "2"): 0,
+    }
+    assert {sample.labels["method"] for sample in samples.values()} == {"ngram"}
+
+
+def test_without_speculation_drafts_have_no_metrics(service):
+    assert "spec_decode" not in service.metrics.render().decode()
 
 
 def test_processes_have_metrics_by_name():

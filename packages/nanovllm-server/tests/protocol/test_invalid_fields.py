@@ -14,6 +14,10 @@ def message(**fields):
     return {"messages": [{**USER, **fields}]}
 
 
+def prediction(content):
+    return {"prediction": {"type": "content", "content": content}}
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 PAST_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -80,6 +84,21 @@ INVALID_FIELDS = [
     ),
     ({"messages": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({"prediction": "hi"}, "prediction"),
+    ({"prediction": []}, "prediction"),
+    ({"prediction": {}}, "prediction.type"),
+    ({"prediction": {"content": "hi"}}, "prediction.type"),
+    ({"prediction": {"type": "text", "content": "hi"}}, "prediction.type"),
+    ({"prediction": {"type": 1, "content": "hi"}}, "prediction.type"),
+    (prediction(None), "prediction.content"),
+    (prediction(5), "prediction.content"),
+    (prediction([]), "prediction.content"),
+    (prediction(["hi"]), "prediction.content[0]"),
+    (prediction([{"type": "text"}]), "prediction.content[0].text"),
+    (prediction([{"type": "text", "text": "a"}, {"type": "text", "text": 1}]), "prediction.content[1].text"),
+    (prediction([{"text": "a"}]), "prediction.content[0].type"),
+    (prediction([{"type": "refusal", "refusal": "no"}]), "prediction.content[0].type"),
+    (prediction([{"type": "image_url", "image_url": {"url": "x"}}]), "prediction.content[0].type"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),

@@ -83,8 +83,8 @@ class PromptTokensDetails(Strict):
 class CompletionTokensDetails(Strict):
     reasoning_tokens: Count
     audio_tokens: Count = 0
-    accepted_prediction_tokens: Count = 0
-    rejected_prediction_tokens: Count = 0
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
 
 
 class Usage(Strict):

@@ -17,13 +17,20 @@ def check_request(request: Request, info: EngineInfo) -> None:
     """Raises RequestError if the request is invalid for the engine."""
     if not request.num_prompt_tokens:
         raise RequestError("prompt", "the prompt is empty: it needs at least one token")
-    if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= info.vocab_size:
-        raise RequestError("prompt", f"the prompt's token ids must be from 0 to {info.vocab_size - 1}")
+    for field_name, ids in (("prompt", request.prompt_ids), ("prediction", request.prediction_ids)):
+        if len(ids) and (ids.min() < 0 or ids.max() >= info.vocab_size):
+            raise RequestError(field_name, f"the {field_name}'s token ids must be from 0 to {info.vocab_size - 1}")
     if request.num_prompt_tokens >= info.max_model_len:
         raise RequestError(
             "prompt",
             f"the prompt has {request.num_prompt_tokens} tokens, but must leave at least one of the context's "
             f"{info.max_model_len} tokens for the answer",
+        )
+    if len(request.prediction_ids) > info.max_model_len:
+        raise RequestError(
+            "prediction",
+            f"the prediction has {len(request.prediction_ids)} tokens, but the context has {info.max_model_len}: "
+            "shorten the prediction",
         )
     sampling = request.sampling
     sampling.validate(info.vocab_size)

@@ -16,6 +16,7 @@ class EngineInfo:
     num_blocks: number of cache blocks, not counting the null block, which padding uses.
     num_state_slots: number of state slots, not counting the null slot; 0 for a model without recurrent layers.
     num_ranks: number of processes that share the model.
+    draft_method: method of speculative decoding; None without speculation.
     matmul_arithmetic: how matrix products are computed, as text for users.
     """
 
@@ -36,6 +37,7 @@ class EngineInfo:
     num_state_slots: int = 0
     state_bytes: int = 0
     num_ranks: int = 1
+    draft_method: str | None = None
     matmul_arithmetic: str = ""
 
     @property
@@ -57,6 +59,9 @@ class EngineStats:
     step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, in the first
         pair whose maximum it does not exceed. The last maximum is infinite.
     graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
+    num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
+        request's last token. A draft counts as verified even if a draft before it is rejected.
+    num_accepted_drafts: number of accepted drafts by position.
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
@@ -79,6 +84,8 @@ class EngineStats:
     iteration_tokens: int = 0
     step_sizes: tuple[tuple[float, int], ...] = ()
     graph_steps: tuple[tuple[str, str, int], ...] = ()
+    num_verified_drafts: tuple[int, ...] = ()
+    num_accepted_drafts: tuple[int, ...] = ()
     step_limit_s: float = 0.0
     decode_step_s: float = 0.0
     step_time_coefficients: tuple[tuple[str, float], ...] = ()

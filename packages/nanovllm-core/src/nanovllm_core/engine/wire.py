@@ -19,7 +19,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Submits a request. The fields are those of `Request`. prompt_ids: int32 [num_prompt_tokens] as bytes."""
+    """Submits a request. The fields are those of `Request`. prompt_ids, prediction_ids: int32 arrays as bytes."""
 
     key: int
     id: str
@@ -28,6 +28,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str
     priority: int
     arrival_time: float
+    prediction_ids: bytes
 
     @classmethod
     def from_request(cls, key: int, request: Request) -> "Submit":
@@ -40,12 +41,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             request.cache_salt,
             request.priority,
             request.arrival_time,
+            request.prediction_ids.tobytes(),
         )
 
     def to_request(self) -> Request:
         """The request that the client sent."""
-        prompt_ids = np.frombuffer(self.prompt_ids, np.int32)
-        return Request(self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time)
+        prompt_ids, prediction_ids = (np.frombuffer(ids, np.int32) for ids in (self.prompt_ids, self.prediction_ids))
+        return Request(
+            self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time, prediction_ids
+        )
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

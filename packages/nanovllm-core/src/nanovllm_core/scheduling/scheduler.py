@@ -84,6 +84,13 @@ class Scheduler:
         """Whether a request is unfinished, or still holds a row and blocks."""
         return self._lifecycle.has_requests
 
+    @property
+    def draft_totals(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of verified and of accepted drafts, by position; empty without speculation."""
+        if self.draft_planner is None:
+            return (), ()
+        return tuple(self.draft_planner.num_verified.tolist()), tuple(self.draft_planner.num_accepted.tolist())
+
     def add(self, request: RequestState) -> None:
         """Queue a validated request. Raises ValueError if the key is in use."""
         if self._lifecycle.find(request.key) is not None:

@@ -52,6 +52,7 @@ class TimedAnswer:
 
     start_time: time before the connection was opened.
     piece_times: arrival time of each delta with content; only the end of the answer if no delta has content.
+    accepted_drafts, rejected_drafts: tokens that speculative decoding proposed; 0 if the server does not report them.
     """
 
     start_time: float
@@ -60,6 +61,8 @@ class TimedAnswer:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -140,6 +143,7 @@ async def stream_chat(
         raise ExchangeError("the stream ended before the answer was complete")
     if usage is None:
         raise ExchangeError("the server doesn't send usage in a stream")
+    output_details = usage.get("completion_tokens_details") or {}
     # An answer of one token has no piece if the token holds only a part of a character.
     return TimedAnswer(
         start_time=start_time,
@@ -148,6 +152,8 @@ async def stream_chat(
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         output_tokens=usage["completion_tokens"],
+        accepted_drafts=output_details.get("accepted_prediction_tokens") or 0,
+        rejected_drafts=output_details.get("rejected_prediction_tokens") or 0,
     )
 
 

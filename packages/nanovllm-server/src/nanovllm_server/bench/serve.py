@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from itertools import compress, pairwise, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 from typing import Any
 
 import uvloop
@@ -69,6 +69,8 @@ class LoadResult:
     concurrency: maximum number of simultaneous requests; None for no limit.
     failed: number of requests without a complete answer. The other fields exclude these requests.
     seconds: time from the start of the first request to the end of the last answer.
+    accepted_drafts, rejected_drafts: tokens that speculative decoding proposed; 0 if the server does not report them.
+    tokens_per_step: mean number of output tokens of a request per step. Steps without drafts also count.
     busy: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.
     itl: time between two consecutive pieces. A piece may have several tokens.
@@ -85,6 +87,9 @@ class LoadResult:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    accepted_drafts: int
+    rejected_drafts: int
+    tokens_per_step: float
     busy: float
     ttft: LatencyStats
     itl: LatencyStats
@@ -191,6 +196,7 @@ def _summarize(
 ) -> LoadResult:
     duration_s = max(answer.end_time for answer in answers) - min(answer.start_time for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
+    accepted_drafts = sum(answer.accepted_drafts for answer in answers)
     return LoadResult(
         rate=rate,
         concurrency=concurrency,
@@ -201,6 +207,10 @@ def _summarize(
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         output_tokens=output_tokens,
+        accepted_drafts=accepted_drafts,
+        rejected_drafts=sum(answer.rejected_drafts for answer in answers),
+        # A step of a request has the accepted drafts and one other token.
+        tokens_per_step=output_tokens / max(output_tokens - accepted_drafts, 1),
         busy=busy,
         ttft=latency_stats(answer.ttft_s for answer in answers),
         itl=latency_stats(after - before for answer in answers for before, after in pairwise(answer.piece_times)),
@@ -231,8 +241,9 @@ def _median_result(runs: Sequence[LoadResult]) -> LoadResult:
 def _median_value(values: Sequence[Any]) -> Any:
     if isinstance(values[0], LatencyStats):
         return LatencyStats(*map(median, zip(*map(astuple, values), strict=True)))
-    # The other fields are settings and counts, which are equal in all runs of a load.
-    return median(values) if isinstance(values[0], float) else values[0]
+    if isinstance(values[0], float):
+        return median(values)
+    return median_low(values) if isinstance(values[0], int) else values[0]
 
 
 def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
@@ -249,6 +260,10 @@ def _rate_table(results: Sequence[LoadResult]) -> list[list[str]]:
         ]
         for result in results
     ]
+    if any(result.accepted_drafts + result.rejected_drafts for result in results):
+        header += ["accepted drafts", "rejected", "tokens/step"]
+        for row, result in zip(rows, results, strict=True):
+            row += [str(result.accepted_drafts), str(result.rejected_drafts), f"{result.tokens_per_step:.2f}"]
     return [header, *rows]
 
 

@@ -94,6 +94,8 @@ class Generation:
             self._choice_metrics[0].num_cached_tokens,
             sum(assembler.num_tokens for assembler in self._assemblers),
             sum(assembler.num_reasoning_tokens for assembler in self._assemblers),
+            sum(choice.num_accepted_drafts for choice in self._choice_metrics),
+            sum(choice.num_rejected_drafts for choice in self._choice_metrics),
         )
 
     @property

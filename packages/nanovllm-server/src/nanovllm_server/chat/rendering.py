@@ -15,7 +15,7 @@ from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
 from nanovllm_server.chat.tool_prompt import write_history_as_text, write_tools_as_text
-from nanovllm_server.protocol.error import ApiError, prompt_too_long
+from nanovllm_server.protocol.error import ApiError, prediction_too_long, prompt_too_long
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
 
@@ -64,11 +64,15 @@ class Renderer:
         max_tokens: a prompt that certainly has more tokens is refused without encoding; None for no limit. The caller
             refuses all longer prompts. Therefore the tokenizer does not cache them.
         """
-        num_characters = sum(len(message.content or "") + 1 for message in messages)
-        pool = self._large_prompt_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
+        pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(
             pool, self._render, messages, tools, options, max_tokens
         )
+
+    async def encode_prediction(self, text: str, max_tokens: int) -> NDArray[np.int32]:
+        """Returns the token ids of a predicted answer. Raises ApiError (400) above `max_tokens` tokens."""
+        pool = self._choose_pool(len(text))
+        return await asyncio.get_running_loop().run_in_executor(pool, self._encode_prediction, text, max_tokens)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Encodes each word twice: at the beginning of a text, and after a space. Returns the distinct encodings."""
@@ -84,6 +88,9 @@ class Renderer:
         """Ends the threads after their current work."""
         for pool in (self._pool, self._large_prompt_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _choose_pool(self, num_characters: int) -> ThreadPoolExecutor:
+        return self._large_prompt_pool if num_characters >= MIN_LARGE_CHARACTERS else self._pool
 
     def _try_render(self, *messages: Mapping[str, Any], tools: ToolDefinitions | None = None) -> str | None:
         try:
@@ -150,6 +157,15 @@ class Renderer:
         if max_tokens is not None and (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
             raise prompt_too_long(max_tokens, f"at least {min_num_tokens}")
         return self._encode(text, max_tokens)
+
+    def _encode_prediction(self, text: str, max_tokens: int) -> NDArray[np.int32]:
+        if (min_num_tokens := self._tokenizer.min_num_tokens(text)) > max_tokens:
+            raise prediction_too_long(max_tokens, f"at least {min_num_tokens}")
+        # The cache of encoded texts is for conversations, which grow from request to request.
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False, max_cached_tokens=0)
+        if len(token_ids) > max_tokens:
+            raise prediction_too_long(max_tokens, str(len(token_ids)))
+        return token_ids
 
     def _encode(self, text: str, max_cached_tokens: int | None = None) -> Prompt:
         # The template has already written the special tokens.

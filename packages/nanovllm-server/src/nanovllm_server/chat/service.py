@@ -119,7 +119,9 @@ class Service:
         constraint = constrain(chat.answer_rule, chat.tools, self.model_format, reasoning_state)
         grammar = None if constraint is None else constraint.spec
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=reasoning_budget)
-        requests = self._make_requests(chat, self._truncate(chat, prompt.token_ids), sampling, exchange)
+        prediction_ids = await self._encode_prediction(chat)
+        token_ids = self._truncate(chat, prompt.token_ids)
+        requests = self._make_requests(chat, token_ids, prediction_ids, sampling, exchange)
         timeout_s = self._shortest_timeout(chat)
         parameter_types: ParameterTypes = {}
         make_grammar_error = GrammarError
@@ -151,6 +153,11 @@ class Service:
         if num_kept_tokens < 0:
             num_kept_tokens = max(self.engine.info.max_model_len - (chat.sampling.max_tokens or 1), 1)
         return token_ids[-num_kept_tokens:]
+
+    async def _encode_prediction(self, chat: ChatRequest) -> NDArray[np.int32]:
+        if chat.prediction is None or self.engine.info.draft_method is None:
+            return np.empty(0, np.int32)
+        return await self.renderer.encode_prediction(chat.prediction, self.engine.info.max_model_len)
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
         """Returns (prompt, budget or None). With a budget, appends the begin tag of reasoning if it is missing."""
@@ -226,7 +233,12 @@ class Service:
         ]
 
     def _make_requests(
-        self, chat: ChatRequest, token_ids: NDArray[np.int32], sampling: SamplingParams, exchange: HttpExchange
+        self,
+        chat: ChatRequest,
+        token_ids: NDArray[np.int32],
+        prediction_ids: NDArray[np.int32],
+        sampling: SamplingParams,
+        exchange: HttpExchange,
     ) -> list[Request]:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
@@ -242,6 +254,7 @@ class Service:
                 cache_salt=exchange.key_digest + chat.cache_salt,
                 priority=chat.priority,
                 arrival_time=exchange.arrival,
+                prediction=prediction_ids,
             )
             for index in range(chat.n)
         ]

@@ -10,12 +10,14 @@ class ChoiceMetrics:
     """Records the latencies of one choice. Records phases and end-to-end latency only if the choice is not aborted.
 
     num_cached_tokens: number of prompt tokens found in the prefix cache.
+    num_accepted_drafts, num_rejected_drafts: see `RequestOutput`; 0 before the choice's last output.
     first_token_s: seconds from the request's arrival to the first token; None before the first token.
     is_finished: whether the choice has ended without being aborted.
     """
 
     def __init__(self, metrics: Metrics, request: Request):
         self.num_cached_tokens = 0
+        self.num_accepted_drafts = self.num_rejected_drafts = 0
         self.first_token_s: float | None = None
         self.is_finished = False
         self._metrics = metrics
@@ -28,7 +30,9 @@ class ChoiceMetrics:
         self._submission_time = time.monotonic()
 
     def record_output(self, output: RequestOutput) -> None:
-        """Records the times of new tokens."""
+        """Records the times of new tokens, and the number of drafts."""
+        self.num_accepted_drafts += output.num_accepted_drafts
+        self.num_rejected_drafts += output.num_rejected_drafts
         now, num_tokens = time.monotonic(), len(output.new_token_ids)
         if not num_tokens:
             return

@@ -195,6 +195,26 @@ class Metrics(Collector):
             "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
             [({"mode": mode, "batch": batch}, count) for mode, batch, count in stats.graph_steps],
         )
+        if info.draft_method is not None:
+            yield from self._collect_draft_metrics(info.draft_method, stats)
+
+    def _collect_draft_metrics(self, method: str, stats: EngineStats) -> Iterator[Metric]:
+        # vLLM's metrics have no label for the method.
+        labels = {} if self._prefix == "vllm" else {"method": method}
+        num_verified, num_accepted = stats.num_verified_drafts, stats.num_accepted_drafts
+        num_drafts = num_verified[0] if num_verified else 0
+        for name, help_text, value in (
+            ("spec_decode_num_drafts", "Times that a step verified the drafts of a request.", num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafts (proposed tokens) verified.", sum(num_verified)),
+            ("spec_decode_num_accepted_tokens", "Drafts accepted.", sum(num_accepted)),
+        ):
+            yield self._make_counter(name, help_text, [(labels, value)])
+        for name, help_text, totals in (
+            ("spec_decode_num_draft_tokens_per_pos", "Drafts verified, by position.", num_verified),
+            ("spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position.", num_accepted),
+        ):
+            samples = [({**labels, "position": str(position)}, total) for position, total in enumerate(totals)]
+            yield self._make_counter(name, help_text, samples)
 
     def _make_gauge(self, name: str, help_text: str, samples: Samples) -> Metric:
         family = GaugeMetricFamily(f"{self._prefix}:{name}", help_text)

@@ -83,9 +83,14 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """reasoning_tokens: number of output tokens that are reasoning."""
+    """reasoning_tokens: number of output tokens that are reasoning.
+    accepted_prediction_tokens, rejected_prediction_tokens: proposed tokens of speculative decoding that the output has
+    and has not; 0 without speculative decoding. Unlike OpenAI's API, rejected tokens are not part of completion_tokens.
+    """
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class CompletionUsage(TypedDict):

@@ -69,6 +69,17 @@ def prompt_too_long(max_model_len: int, num_tokens: str) -> ApiError:
     )
 
 
+def prediction_too_long(max_model_len: int, num_tokens: str) -> ApiError:
+    """Returns a 400 for a prediction that exceeds the context. num_tokens: its length, for example "at least 5000"."""
+    return ApiError(
+        400,
+        f"prediction.content must have at most {max_model_len} tokens, the context's length, but has {num_tokens}: "
+        "shorten it",
+        param="prediction.content",
+        code="context_length_exceeded",
+    )
+
+
 def unavailable(message: str, code: str) -> ApiError:
     """Returns a 503: the server accepts no requests now."""
     return ApiError(503, message, error_type="service_unavailable_error", code=code, headers={"Retry-After": "5"})

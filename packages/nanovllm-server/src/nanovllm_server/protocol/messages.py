@@ -59,15 +59,19 @@ def _read_message(fields: FieldReader) -> Message:
     refusal = fields.text("refusal")
     if role != "assistant":
         role = "tool" if role == "function" else role
-        content = _read_content(fields, is_from_assistant=False)
+        content = read_content(fields, is_from_assistant=False)
         return Message(role=role, content=content, name=name, tool_call_id=tool_call_id)
-    content = _read_content(fields, is_from_assistant=True)
+    content = read_content(fields, is_from_assistant=True)
     # Chat templates read only the content, so the refusal becomes the content of a message without content.
     content = refusal if content is None else content
     return Message(role=role, content=content, name=name, reasoning=reasoning, tool_calls=calls)
 
 
-def _read_content(fields: FieldReader, *, is_from_assistant: bool) -> str | None:
+def read_content(fields: FieldReader, *, is_from_assistant: bool) -> str | None:
+    """Reads the field `content`: a string or text parts. Raises ApiError.
+
+    is_from_assistant: null and refusal parts are allowed.
+    """
     content = fields.raw("content", {"type": ["string", "array"], "minItems": 1})
     # An assistant's content is null if an answer has no text, for example if the reasoning did not end.
     if isinstance(content, str) or (content is None and is_from_assistant):

@@ -83,6 +83,10 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "capital", "schema": CITY_SCHEMA}},
     },
+    "an edit with a prediction": {
+        "messages": [{"role": "user", "content": "Spell out the number: We have 2 cats."}],
+        "prediction": {"type": "content", "content": [{"type": "text", "text": "We have two cats."}]},
+    },
     "one of these texts": {
         "messages": [{"role": "user", "content": "Is Paris in France?"}],
         "structured_outputs": {"choice": ["yes", "no"]},

@@ -14,7 +14,7 @@ from nanovllm_server.protocol.body import parse_body
 from nanovllm_server.protocol.error import ApiError, bad_field
 from nanovllm_server.protocol.field_reader import FieldReader, as_integer, is_number
 from nanovllm_server.protocol.json import JSON
-from nanovllm_server.protocol.messages import Message, parse_messages
+from nanovllm_server.protocol.messages import Message, parse_messages, read_content
 from nanovllm_server.protocol.reasoning import ReasoningOptions, parse_reasoning
 from nanovllm_server.protocol.template import TemplateOptions, parse_template_options
 from nanovllm_server.protocol.tools import Toolbox, parse_tools
@@ -62,6 +62,7 @@ class ChatRequest:
     model: requested model name; None for the served model.
     tools: None if tool calls are not allowed.
     answer_rule: constraint on the answer; None for free text.
+    prediction: text that the answer probably contains; None without a prediction.
     n: number of choices.
     include_stop: the answer's text includes the stop string or stop token.
     truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as the context holds; None: all.
@@ -77,6 +78,7 @@ class ChatRequest:
     messages: tuple[Message, ...]
     tools: Toolbox | None
     answer_rule: AnswerRule | None
+    prediction: str | None
     reasoning: ReasoningOptions
     template: TemplateOptions
     sampling: SamplingParams
@@ -119,6 +121,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         messages=messages,
         tools=parse_tools(body),
         answer_rule=parse_answer_rule(body),
+        prediction=_read_prediction(body),
         reasoning=reasoning,
         template=parse_template_options(body, reasoning),
         sampling=sampling,
@@ -152,6 +155,15 @@ def _check_ignored_fields(body: FieldReader) -> None:
     body.text("prompt_cache_key")
     # This field has no effect, because the server adds no spaces between tokens.
     body.boolean("spaces_between_special_tokens")
+
+
+def _read_prediction(body: FieldReader) -> str | None:
+    fields = body.child("prediction")
+    if fields is None:
+        return None
+    if fields.one_of("type", ("content",)) is None:
+        raise fields.wrong("type", '"content"')
+    return read_content(fields, is_from_assistant=False)
 
 
 def _read_sampling(body: FieldReader, limits: Limits, defaults: SamplingDefaults) -> tuple[SamplingParams, str]:

@@ -63,12 +63,18 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. completion_tokens: output tokens of all choices, including reasoning."""
+    """Token counts of one request.
+
+    completion_tokens: output tokens of all choices, including reasoning.
+    accepted_prediction_tokens, rejected_prediction_tokens: drafts that the output has and has not.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
     def body(self) -> CompletionUsage:
         """Returns the JSON object."""
@@ -77,7 +83,11 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            },
         }
 
 

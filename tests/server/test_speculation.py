@@ -1,0 +1,134 @@
+"""Answers with and without speculative decoding, from two servers with the default model in float32."""
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+MODEL = "SmolLM2-135M-Instruct"
+TEXT = "The blue door leads to the garden. The red door leads to the street. The green door leads to the cellar."
+MESSAGES = [{"role": "user", "content": f"Repeat this text word for word, twice:\n{TEXT}"}]
+CITY_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "cities": {"type": "array", "maxItems": 4}},
+    "required": ["city", "cities"],
+    "additionalProperties": False,
+}
+PREDICTION = {"type": "content", "content": [{"type": "text", "text": f"{TEXT} {TEXT}"}]}
+# Fields of a request. The default model repeats itself in long answers, so that drafts of n-grams are accepted.
+REQUESTS = {
+    "greedy": {"temperature": 0, "max_tokens": 120, "extra_body": {"ignore_eos": True}},
+    "greedy with a prediction": {"temperature": 0, "max_tokens": 60, "prediction": PREDICTION},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 3, "n": 2, "max_tokens": 60},
+    "min_p": {"temperature": 1.2, "seed": 5, "max_tokens": 60, "extra_body": {"min_p": 0.1, "top_k": 20}},
+    "penalties": {
+        "temperature": 0.5,
+        "seed": 7,
+        "max_tokens": 80,
+        "frequency_penalty": 0.4,
+        "presence_penalty": -0.5,
+        "logit_bias": {"28": 1.5},
+    },
+    "log-probabilities": {"temperature": 0, "max_tokens": 60, "logprobs": True, "top_logprobs": 3},
+    "stop string": {"temperature": 0, "max_tokens": 80, "stop": ["green"]},
+    "schema": {
+        "temperature": 0,
+        "max_tokens": 80,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY_SCHEMA}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def speculating_server(run_server: Callable, default_model: Path) -> Iterator:
+    """The server of the fixture `server`, with speculative decoding."""
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
+    with run_server(default_model, *flags, "--speculate", "ngram") as server:
+        yield server
+
+
+@pytest.fixture
+async def clients(server, speculating_server) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    """Clients of the server without drafts and of the server with drafts."""
+    options = {"api_key": "any", "max_retries": 0, "timeout": 300}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", **options) as without,
+        openai.AsyncOpenAI(base_url=f"{speculating_server.url}/v1", **options) as speculating,
+    ):
+        yield [without, speculating]
+
+
+async def create(client: openai.AsyncOpenAI, **fields):
+    return await client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
+
+
+def draft_totals(server) -> dict[str, float]:
+    """The sums of the metrics of drafts over positions, by name."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        text = response.read().decode()
+    totals: dict[str, float] = {}
+    for name, value in re.findall(r"^nanovllm:spec_decode_(\w+)_total\{.*\} (\S+)$", text, re.MULTILINE):
+        totals[name] = totals.get(name, 0) + float(value)
+    return totals
+
+
+def check_same_answer(expected, actual) -> None:
+    """Checks that two answers are equal, except for the numbers of drafts."""
+    for choice, other in zip(expected.choices, actual.choices, strict=True):
+        assert other.message == choice.message
+        assert other.finish_reason == choice.finish_reason
+        if choice.logprobs is not None:
+            assert [entry.token for entry in other.logprobs.content] == [
+                entry.token for entry in choice.logprobs.content
+            ]
+            logprobs = [entry.logprob for entry in choice.logprobs.content]
+            assert [entry.logprob for entry in other.logprobs.content] == pytest.approx(logprobs, abs=1e-3)
+    assert other_counts(actual.usage) == other_counts(expected.usage)
+    details = expected.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+def other_counts(usage) -> tuple[int, int, int]:
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_an_answer_is_the_same_with_and_without_drafts(clients, name):
+    expected, actual = [await create(client, **REQUESTS[name]) for client in clients]
+    check_same_answer(expected, actual)
+    if name == "schema" and actual.choices[0].finish_reason == "stop":
+        assert set(json.loads(actual.choices[0].message.content)) == {"city", "cities"}
+
+
+async def test_simultaneous_answers_are_the_same_with_and_without_drafts(clients):
+    expected, actual = [
+        await asyncio.gather(*(create(client, **fields) for fields in REQUESTS.values())) for client in clients
+    ]
+    for answer, other in zip(expected, actual, strict=True):
+        check_same_answer(answer, other)
+
+
+@pytest.mark.xfail(reason="the runner does not verify drafts yet", strict=True)
+async def test_usage_and_metrics_count_the_drafts(clients, server, speculating_server):
+    before = draft_totals(speculating_server)
+    answer = await create(clients[1], **REQUESTS["greedy"])
+    details = answer.usage.completion_tokens_details
+    # The text repeats itself, so the engine must gain from drafts.
+    assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens == 120
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = [chunk async for chunk in await create(clients[1], **REQUESTS["greedy"], **options)]
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    await asyncio.sleep(0.3)  # Statistics of the engine may be 0.1 s old.
+    after = draft_totals(speculating_server)
+    verified, accepted, steps = (
+        after[name] - before[name] for name in ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
+    )
+    assert 0 < accepted <= verified <= 5 * steps
+    assert after["num_draft_tokens_per_pos"] == after["num_draft_tokens"]
+    assert after["num_accepted_tokens_per_pos"] == after["num_accepted_tokens"]
+    assert draft_totals(server) == {}
