@@ -35,6 +35,11 @@ _RANGE_PATTERN = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?")
 # A JSON string holds the code points from _FIRST_POINT to _LAST_POINT unescaped, except those in _ESCAPED.
 _FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
+# The class of all characters that a JSON string holds unescaped.
+_ANY_CHARACTER = (
+    r"[\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U000007ff\U00000800-\U0000d7ff\U0000e000-\U0000ffff"
+    r"\U00010000-\U0010ffff]"
+)
 # Keywords by the kind of their value: one schema, a list of schemas, or a map from names to schemas.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties")
 _LIST_KEYWORDS = ("prefixItems", "anyOf")
@@ -52,6 +57,13 @@ class BoundedString:
     characters: str
     low: int
     high: int | None
+
+
+# Strings whose rules most bounded strings share: of up to 47 characters, of blocks, and with few required characters.
+_USUAL_STRINGS = [
+    BoundedString(_ANY_CHARACTER, low, high)
+    for low, high in ((0, MIN_TAIL_LENGTH + BLOCK_LENGTH - 1), (0, 1000), (4, 1000), (4, None))
+]
 
 
 class BoundedStrings:
@@ -101,7 +113,8 @@ class BoundedStrings:
             prefix += "_"
         classes = dict.fromkeys(bounded.characters for bounded in self._index_by_string)
         rules_by_class = {
-            characters: _SharedRules(characters, f"{prefix}_{index}_") for index, characters in enumerate(classes)
+            characters: _SharedRules(characters, f"{prefix}_{'any' if characters == _ANY_CHARACTER else index}_")
+            for index, characters in enumerate(classes)
         }
         bodies = [rules_by_class[bounded.characters].write_rule_body(bounded) for bounded in self._index_by_string]
         marked_rule = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
@@ -110,6 +123,15 @@ class BoundedStrings:
         if self._mark in replaced or spelled_mark in replaced:
             raise ValueError("the pattern of a bounded string was not found in xgrammar's rules")
         return "\n".join([replaced, *(rule for shared in rules_by_class.values() for rule in shared.write_rules())])
+
+
+def write_usual_strings() -> str:
+    """A grammar with the rules that most bounded strings share, so that a compiler can compile these in advance."""
+    shared = _SharedRules(_ANY_CHARACTER, "bounded_any_")
+    bodies = [shared.write_rule_body(bounded) for bounded in _USUAL_STRINGS]
+    strings = [f"string{index} ::= {body}" for index, body in enumerate(bodies)]
+    root = " | ".join(rf'"{index}\"" string{index} "\""' for index in range(len(bodies)))
+    return "\n".join([f"root ::= {root}", *strings, *shared.write_rules()])
 
 
 class _SharedRules:
