@@ -18,9 +18,13 @@ def dequantize(weight):
     return weight.data.double() * expand(weight.scales, weight.block_rows, 128, weight.data.shape)
 
 
-def e4m3_step(numbers):
-    """Return half the distance between neighbouring e4m3 values around each of `numbers`."""
-    return (numbers.double().abs().clamp(min=2**-6).frexp().exponent - 5).double().exp2()
+def rounding_limit(numbers):
+    """Return the largest distance from each of `numbers` to its e4m3 value: half a step, and the error of the scaling.
+
+    Factors and scales are rounded separately, which moves a number by up to 2^-22 of itself.
+    """
+    half_steps = (numbers.abs().clamp(min=2**-6).frexp().exponent - 5).double().exp2()
+    return half_steps + numbers.abs() * 2**-22
 
 
 def make_weight(rows, width, block_rows=128):
@@ -43,8 +47,7 @@ def test_groups_are_rounded_to_nearest(dtype, num_rows, width):
     for index, group in enumerate(x.float().split(128, 1)):
         torch.testing.assert_close(scales[:, index], group.abs().amax(1) / 448 if num_rows else scales[:, index])
     wide = x.double() / expand(scales, 1, 128, x.shape)
-    # Factors and scales are rounded separately: up to 2^-22 of a number, which is at most 32 half steps.
-    assert ((numbers.double() - wide).abs() <= e4m3_step(wide.float()) * (1 + 32 * 2**-22)).all()
+    assert ((numbers.double() - wide).abs() <= rounding_limit(wide)).all()
 
 
 def test_zero_groups_stay_zero_and_non_finite_elements_become_nan():
@@ -66,7 +69,7 @@ def test_blocks_are_rounded_to_nearest(shape):
     assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
     wide = weight.double() / expand(scales, 128, 128, shape)
     assert torch.isclose(wide.abs().max(), torch.tensor(448.0).double())
-    assert ((numbers.double() - wide).abs() <= e4m3_step(wide.float()) * (1 + 1e-6)).all()
+    assert ((numbers.double() - wide).abs() <= rounding_limit(wide)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
