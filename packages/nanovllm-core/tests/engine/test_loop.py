@@ -240,7 +240,7 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
 
     def launch_spy(plan):
         has_launched.set()
-        may_compute.wait(20)
+        may_compute.wait()
         return launch(plan)
 
     monkeypatch.setattr(loop._runner, "launch", launch_spy)
@@ -249,27 +249,28 @@ async def test_stats_count_waiting_and_running_requests_during_a_long_step(toy_s
     def counts(stats) -> tuple[int, int]:
         return stats.num_requests_running, stats.num_requests_waiting
 
-    async def wait_for_stats(seconds: float, running: int, waiting: int) -> None:
-        async with asyncio.timeout(seconds):
+    async def wait_for_stats(running: int, waiting: int) -> None:
+        # The step lasts until `may_compute` is set, so stats that come only after the step never arrive.
+        async with asyncio.timeout(30):
             while not emitted_stats or counts(emitted_stats[-1]) != (running, waiting):
                 await asyncio.sleep(0.005)
 
     serving = asyncio.create_task(loop.run(lambda _, stats: emitted_stats.append(stats) if stats is not None else None))
     try:
         loop.submit(0, request())
-        await asyncio.to_thread(has_launched.wait, 20)
-        await wait_for_stats(0.2, running=1, waiting=0)
+        assert await asyncio.to_thread(has_launched.wait, 30)
+        await wait_for_stats(running=1, waiting=0)
         loop.submit(1, request())
         loop.submit(2, request())
-        await wait_for_stats(0.2, running=1, waiting=2)
+        await wait_for_stats(running=1, waiting=2)
         loop.abort(1)
-        await wait_for_stats(0.2, running=1, waiting=1)
+        await wait_for_stats(running=1, waiting=1)
         # The step still computes the first request, which counts as running until the step ends.
         loop.abort(0)
         loop.abort(2)
-        await wait_for_stats(0.2, running=1, waiting=0)
+        await wait_for_stats(running=1, waiting=0)
         may_compute.set()
-        await wait_for_stats(0.2, running=0, waiting=0)
+        await wait_for_stats(running=0, waiting=0)
     finally:
         may_compute.set()
         loop.stop()

@@ -44,8 +44,8 @@ def test_the_engine_ends_at_once_when_its_parent_is_killed(phase, tmp_path):
         parent.kill()
     killed = time.monotonic()
     while is_alive(pid):
-        # Ten times what it takes beside other tests; the recipe sleeps for minutes.
-        assert time.monotonic() - killed < 10
+        # The recipe sleeps for minutes.
+        assert time.monotonic() - killed < 60
         time.sleep(0.02)
     assert not list(files.glob("nanovllm-*"))
 

@@ -25,6 +25,8 @@ from nanovllm_core import (
 from nanovllm_core.config import resolve
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
+# An engine that does not notice an ended rank would wait for minutes. On an idle machine it ends in less than a second.
+MAX_END_S = 60
 PROMPTS = [[7, 8, 9], [7, 8, 9, *range(10, 50)], [11], [*range(20, 60)], [7, 8, 9, *range(10, 48), 3]]
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -55,7 +57,7 @@ async def answer_all(config: EngineConfig) -> dict[str, list[list[RequestOutput]
         outputs = await asyncio.gather(*(collect(engine, *pair, name) for pair, name in zip(pairs, names, strict=True)))
         assert engine.info.num_blocks == config.num_blocks * (2 if config.dp_attention else 1)
         # With depth 2, a step may still use the blocks of a finished request.
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + MAX_END_S
         while engine.stats.num_free_blocks < engine.info.num_blocks:
             assert time.monotonic() < deadline_s, "the engine does not release all blocks"
             await asyncio.sleep(0.01)
@@ -158,7 +160,7 @@ def test_a_killed_rank_fails_open_requests_and_the_engine_in_this_process():
         with pytest.raises(EngineDeadError, match=r"rank 1 has ended \(exit code -9\)"):
             async for _ in stream:
                 pass
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < MAX_END_S
         with pytest.raises(EngineDeadError):
             await anext(engine.generate(Request("s", [1], sampling)))
         await engine.stop()
@@ -193,9 +195,9 @@ def test_a_killed_process_ends_the_engine_and_all_of_its_processes(victim):
             with pytest.raises(EngineDeadError, match="rank 1 has ended" if victim == "rank" else "process died"):
                 async for _ in stream:
                     pass
-        assert time.monotonic() - start_s < 5
+        assert time.monotonic() - start_s < MAX_END_S
         await engine.stop()
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + MAX_END_S
         while any(map(is_running, [engine_pid, *rank_pids])):
             assert time.monotonic() < deadline_s, "a process of the engine is left"
             await asyncio.sleep(0.05)

@@ -330,7 +330,7 @@ async def test_disconnect_during_compilation_frees_everything(url, engine, servi
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as sdk:
         fields = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "response_format": JSON_SCHEMA}
         asking = asyncio.create_task(sdk.chat.completions.create(**fields, stream=stream))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not engine.num_compiling:
                 await asyncio.sleep(0.01)
             assert service.admission.num_active == 1
@@ -346,7 +346,7 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
     engine.endless = True
     engine.delay = 0.01
     asking = asyncio.create_task(post(structured_outputs={"regex": "x+"}, stream=stream, n=2))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(engine.requests) < 2:
             await asyncio.sleep(0.01)
     if stream:
@@ -362,6 +362,6 @@ async def test_grammar_that_fails_later_is_a_400_of_its_field(post, engine, serv
         assert response.status_code == 400
     error = json.loads(data)["error"]
     assert (error["param"], error["code"]) == ("structured_outputs.regex", "invalid_grammar")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while engine.num_active > 1 or service.admission.num_active:
             await asyncio.sleep(0.01)

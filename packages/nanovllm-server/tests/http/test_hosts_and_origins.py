@@ -115,7 +115,7 @@ async def send(url: str, host: str, path: str = "/v1/models", *, version: str = 
     reader, writer = await connect(url)
     headers = f"Host: {host}\r\n" if host else ""
     writer.write(f"GET {path} HTTP/{version}\r\n{headers}Connection: close\r\n\r\n".encode())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     return int(head.split()[1]), json.loads(body) if b"application/json" in head else {}

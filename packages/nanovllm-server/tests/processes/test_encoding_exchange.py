@@ -144,7 +144,7 @@ def test_publishing_does_not_wait_for_readers():
     begin = time.monotonic()
     for index in range(1000):
         first.publish({f"{index}{text}": encode_ids(index % 7)})
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     received = second.receive()
     assert 10 < len(received) < RING_BYTES >> 16
     assert f"999{text}" in received
