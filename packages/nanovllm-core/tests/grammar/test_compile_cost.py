@@ -64,7 +64,7 @@ ACCEPTED = {
     "100 bounded strings": bounded(100, 0),
     "long minLength": objects({"text": {"type": "string", "minLength": 5_000, "maxLength": 90_000}}),
     "enum of 1,000 long values": {"enum": words(1_000, 100)},
-    "200 alternatives": {"anyOf": [objects(dict.fromkeys(words(8 + i)[:8], INTEGER)) for i in range(200)]},
+    "100 alternatives": {"anyOf": [objects(dict.fromkeys(words(8 + i)[:8], INTEGER)) for i in range(100)]},
     "30 open objects": objects(
         {name: objects({"id": INTEGER, name: INTEGER}, additionalProperties=True) for name in words(30)}
     ),
@@ -158,7 +158,7 @@ def test_steps_of_the_conversion_grow_with_the_size(steps, make, factor):
     "schema",
     [
         {"oneOf": [{"type": "string", "pattern": f"^a{i}"} for i in range(200)]},
-        {"oneOf": [objects({"a": {}, f"p{i}": INTEGER}, required=[f"p{i}"], additionalProperties={}) for i in range(200)]},
+        {"oneOf": [objects({f"p{i}": INTEGER}, required=[f"p{i}"], additionalProperties={}) for i in range(200)]},
         {"const": "a" * 5000, "pattern": "(?=a*b)" * 500},
         {"const": "a" * 2000, "pattern": "^" + "(a?b?c?)" * 2000 + "$"},
     ],
