@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,11 +34,13 @@ class ServerProcess:
     def _children(self) -> list[int]:
         """The ids of the child processes, smallest memory first, without multiprocessing's resource tracker."""
         pid = self.process.pid
-        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        own_children = [
-            child for child in children if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
-        ]
-        return sorted(own_children, key=lambda child: int(Path(f"/proc/{child}/statm").read_text().split()[1]))
+        memory_by_child: dict[int, int] = {}
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            # A child that ends meanwhile has no files any more.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if "resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text():
+                    memory_by_child[child] = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+        return sorted(memory_by_child, key=memory_by_child.__getitem__)
 
     def engine_pid(self) -> int:
         """The id of the engine process, the child with the most memory."""

@@ -37,7 +37,7 @@ def with_buffer(site: str) -> str:
 
 def wait_for_drain(url: str) -> None:
     """Sends requests to a server that was told to stop until it refuses one."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline
         with post_chat(url, chat(max_tokens=1)) as response:
@@ -75,7 +75,7 @@ def test_answer_ends_when_the_client_of_the_proxy_leaves(server, proxy):
     with stream_chat(proxy, max_tokens=400, request_id=request_id) as pieces:
         next(pieces)
     line = ""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not line:
         assert time.monotonic() < deadline
         time.sleep(0.02)

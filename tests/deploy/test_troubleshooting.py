@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -118,10 +118,19 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def kill_workers(server, engine_pid: int) -> None:
+    # Once the server has ended, its children can't be listed.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for pid in server.worker_pids():
+            # A new child has the memory of its parent until it runs its program, and then may look like the engine.
+            if pid != engine_pid:
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_log_tells_of_replaced_workers(run_server, default_model, server_flags):
     with run_server(default_model, *server_flags, "--worker-timeout", "5") as server:
-        (first,) = server.worker_pids()
+        (first,), engine_pid = server.worker_pids(), server.engine_pid()
         os.kill(first, signal.SIGSTOP)
         wait_for(lambda: any(WORKER_DIED in line for line in server.errors))
         assert any(WORKER_HANGS in line for line in server.errors)
@@ -130,9 +139,9 @@ def test_log_tells_of_replaced_workers(run_server, default_model, server_flags):
             assert response.status == 200
         (second,) = server.worker_pids()
         os.kill(second, signal.SIGKILL)
-        wait_for(lambda: len(pids := server.worker_pids()) == 1 and pids[0] != second)
-        os.kill(server.worker_pids()[0], signal.SIGKILL)
-        assert server.process.wait(MAX_REPLACEMENT_S) == 1
+        # The server ends if a replacement dies while it starts. A replacement that was ready first is replaced again.
+        wait_for(lambda: kill_workers(server, engine_pid) or server.process.poll() is not None)
+        assert server.process.wait() == 1
     assert any(WORKER_IS_NOT_REPLACED in line for line in server.errors)
 
 

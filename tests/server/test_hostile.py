@@ -2,13 +2,31 @@
 
 import asyncio
 import json
-import random
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from hostile_cases import Case, chat_request, make_body_cases, make_field_cases, make_wire_cases
-from hostile_exchange import measure_gap, send_case, stream_until
-from hostile_requests import make_cost_cases, make_request_cases
+from hostile_cases import (
+    ADDED_GAP_LIMIT_S,
+    ANSWER_LIMIT_S,
+    WARM_UP,
+    Case,
+    chat_request,
+    make_body_cases,
+    make_field_cases,
+    make_wire_cases,
+)
+from hostile_exchange import measure_answer, run_streams, send_case
+from hostile_requests import make_request_cases
+from hostile_schemas import make_cost_cases
+from machine_load import measure_own_time
+
+from nanovllm_server.protocol.answer import parse_answer_rule
+from nanovllm_server.protocol.body import parse_body
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.field_reader import FieldReader
+from nanovllm_server.protocol.tools import parse_tools
 
 pytestmark = pytest.mark.slow
 
@@ -16,17 +34,14 @@ MOST_TIMES = 7
 AT_ONCE = 8
 CASES = [*make_wire_cases(), *make_body_cases(), *make_field_cases(), *make_request_cases()]
 COST_CASES = make_cost_cases()
-# Most seconds between two chunks of a stream beside a case. On an idle machine the time is below 100 ms.
-MAX_GAP_S = 0.5
-MOST_ATTEMPTS = 3
-# A stream runs beside a sample of the cases, because a stream beside every case would take half a minute.
-NUM_STREAMED_CASES = 60
+MAX_ATTEMPTS = 4
+ALONE_S = 0.5
 
 
 @pytest.fixture(scope="module")
 def target(run_server, tiny_model):
     flags = ("--max-model-len", "512", "--cpu-cache-gib", "0.02", "--served-model-name", "tiny", "--log-format", "json")
-    with run_server(tiny_model, *flags) as server:
+    with run_server(tiny_model, *flags, "--tool-call-parser", "hermes") as server:
         yield server
 
 
@@ -45,8 +60,71 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+async def attempts_over_limit(
+    measure: Callable[[], Awaitable[float]], limit_s: float, measure_base: Callable[[], Awaitable[float]] | None = None
+) -> list[str]:
+    """Measure until an attempt is within the limit; returns the attempts if all are over the limit, else [].
+
+    measure_base: returns seconds that the limit adds if an attempt takes longer than `limit_s`. None for 0.
+
+    Other programs may take most of the CPU for a moment or all the time. Therefore an attempt counts without their
+    share of the CPU, and the test repeats an attempt over the limit. On an idle machine, the limit is exact.
+    """
+    attempts: list[str] = []
+    while len(attempts) < MAX_ATTEMPTS:
+        own_s = await measure_own_time(measure)
+        base_s = 0.0 if own_s <= limit_s or measure_base is None else await measure_base()
+        if own_s <= base_s + limit_s:
+            return []
+        attempts.append(f"{own_s:.3f} s, limit {base_s + limit_s:.3f} s")
+    return attempts
+
+
 def test_the_table_has_many_cases_with_unique_names():
     assert len({case.name for case in [*CASES, *COST_CASES]}) == len([*CASES, *COST_CASES]) > 300
+
+
+def read_grammars(request: bytes) -> tuple | None:
+    """Return the grammars that the server compiles for a request; None if there are none or the request is refused."""
+    try:
+        body = FieldReader(parse_body(request.partition(b"\r\n\r\n")[2]))
+        answer_rule, tools = parse_answer_rule(body), parse_tools(body)
+    except ApiError:
+        return None
+    enforced = [] if tools is None else [f.enforced_schema for f in tools.functions.values() if f.is_enforced]
+    return (answer_rule, enforced) if answer_rule is not None or enforced else None
+
+
+def test_no_grammar_is_sent_twice():
+    """The server caches compiled grammars, so a second attempt with the same grammar would cost nothing."""
+    num_compared = 0
+    for case in [*CASES, *COST_CASES]:
+        if (grammars := read_grammars(case.make_data())) is not None:
+            assert grammars != read_grammars(case.make_data()), case.name
+            num_compared += 1
+    assert num_compared > len(COST_CASES)
+
+
+async def test_each_hostile_input_is_answered_within_a_second(target):
+    assert await send_case(target.url, WARM_UP) is None
+    late: dict[str, list[str]] = {}
+    for case in [*CASES, *COST_CASES]:
+        if attempts := await attempts_over_limit(partial(measure_answer, target.url, case), ANSWER_LIMIT_S):
+            late[case.name] = attempts
+    assert late == {}, json.dumps(late, indent=1)
+
+
+async def test_hostile_inputs_delay_no_stream_by_a_tenth_of_a_second(target):
+    """On an idle machine, the longest gap of a stream alone is about 10 ms."""
+    assert await send_case(target.url, WARM_UP) is None
+    delaying: dict[str, list[str]] = {}
+    async with run_streams(target.url) as streams:
+        measure_alone = partial(streams.measure_gap_alone, ALONE_S)
+        for case in [*CASES, *COST_CASES]:
+            measure = partial(streams.measure_gap, case)
+            if attempts := await attempts_over_limit(measure, ADDED_GAP_LIMIT_S, measure_alone):
+                delaying[case.name] = attempts
+    assert delaying == {}, json.dumps(delaying, indent=1)
 
 
 async def test_each_hostile_input_is_refused_without_a_leak(target):
@@ -64,22 +142,3 @@ async def test_each_hostile_input_is_refused_without_a_leak(target):
     assert {line["level"] for line in lines} <= {"info", "warning"}, [
         line for line in lines if line["level"] == "error"
     ]
-
-
-async def test_hostile_inputs_delay_no_stream(target):
-    """Checks the smallest of several attempts' longest gaps: a busy machine delays one attempt, a stall delays all."""
-    warm_up = chat_request(structured_outputs={"regex": "a"})
-    assert await send_case(target.url, Case("first grammar", warm_up, frozenset({200}))) is None
-    stop, arrivals, delayed = asyncio.Event(), list[float](), dict[str, float]()
-    stream = asyncio.create_task(stream_until(target.url, stop, arrivals))
-    try:
-        for case in [*random.Random(0).sample(CASES, NUM_STREAMED_CASES), *COST_CASES]:
-            gaps: list[float] = []
-            while len(gaps) < MOST_ATTEMPTS and min(gaps, default=MAX_GAP_S) >= MAX_GAP_S:
-                gaps.append(await measure_gap(target.url, case, arrivals, stream))
-            if min(gaps) >= MAX_GAP_S:
-                delayed[case.name] = min(gaps)
-    finally:
-        stop.set()
-        await stream
-    assert delayed == {}

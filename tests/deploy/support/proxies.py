@@ -19,6 +19,7 @@ PROGRAMS = Path(sys.executable).parent
 KEY = "a key"
 # Only end a test that would wait forever.
 START_S = STOP_S = 60
+TIMEOUT_S = 120
 # Settings that keep Caddy away from the user's files and from the network.
 CADDY_OPTIONS = "{\n\tadmin off\n\tauto_https off\n\tpersist_config off\n}\n"
 
@@ -107,7 +108,7 @@ HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 @contextmanager
 def post_chat(url: str, body: bytes, **headers: str) -> Iterator[http.client.HTTPResponse]:
     """Sends a chat request with the key; yields the response."""
-    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)) as connection:
         # A proxy that refuses a long body may answer and close the connection while the rest of the body is sent. Its
         # answer can still be read.
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -123,6 +124,6 @@ def stream_chat(url: str, **fields: object) -> Iterator[Iterator[bytes]]:
     body = chat(stream=True, **fields)
     headers = {**HEADERS, "Host": address.netloc, "Content-Length": str(len(body)), "Connection": "close"}
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
         connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + body)
         yield iter(lambda: connection.recv(1 << 16), b"")

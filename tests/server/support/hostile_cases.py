@@ -2,19 +2,26 @@
 
 import json
 import random
+import secrets
 from dataclasses import dataclass
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 REFUSED = frozenset(range(400, 500))
 # For cases that a later release may accept.
 ANY = REFUSED | {200}
+# Stands for text of the same length, which each `Case.make_data` chooses anew. The server caches compiled grammars by
+# their source, so a grammar that contains UNIQUE is compiled each time.
+UNIQUE = "unique-value"
+# Most seconds from sending a case to its answer, and most seconds that a case adds to a gap of another stream.
+ANSWER_LIMIT_S = 1.0
+ADDED_GAP_LIMIT_S = 0.1
 
 
 @dataclass(frozen=True)
 class Case:
     """One input and the answers that are allowed.
 
-    data: bytes to send.
+    data: bytes to send, with UNIQUE in each grammar that the server may compile.
     statuses: allowed statuses of the answer.
     closed: whether the server may close the connection without an answer.
     leave: how the client disconnects without waiting for an answer; None if it waits.
@@ -25,6 +32,10 @@ class Case:
     statuses: frozenset[int] = REFUSED
     closed: bool = False
     leave: str | None = None
+
+    def make_data(self) -> bytes:
+        """Return the bytes to send, with a new value for UNIQUE."""
+        return self.data.replace(UNIQUE.encode(), secrets.token_hex(len(UNIQUE) // 2).encode())
 
 
 def head(*lines: str | bytes, start: str = "POST /v1/chat/completions HTTP/1.1") -> bytes:
@@ -273,6 +284,7 @@ def make_field_cases() -> list[Case]:
     for name, schema in {
         "recursive": recursive, "mutual": mutual, "catastrophic": catastrophe, "deep": nested_schema(400), "wide": wide,
     }.items():  # fmt: skip
+        schema = {"title": UNIQUE, **schema}
         json_schema = {"name": "x", "schema": schema, "strict": True}
         maybe[f"{name} schema"] = {"response_format": {"type": "json_schema", "json_schema": json_schema}}
         maybe[f"{name} structured output"] = {"structured_outputs": {"json": schema}}
@@ -283,7 +295,11 @@ def make_field_cases() -> list[Case]:
         "back": "(a)\\1",
         "deep": "(" * 500,
     }.items():
-        maybe[f"{name} regex"] = {"structured_outputs": {"regex": pattern}}
+        maybe[f"{name} regex"] = {"structured_outputs": {"regex": f"{UNIQUE}|{pattern}"}}
     return [Case(name, chat_request(**asked[name])) for name in asked] + [
         Case(name, chat_request(**maybe[name]), ANY) for name in maybe
     ]
+
+
+# The first grammar starts the process that compiles grammars, which takes seconds.
+WARM_UP = Case("first grammar", chat_request(structured_outputs={"regex": "a"}), frozenset({200}))

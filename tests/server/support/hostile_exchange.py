@@ -1,15 +1,20 @@
-"""Sends hostile inputs to a server, and streams answers beside them."""
+"""Sends hostile inputs to a server, streams answers beside them, and measures both."""
 
 import asyncio
 import itertools
 import struct
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from hostile_cases import Case, chat_request
 
-# Longest time of one case, in seconds; the machine may be busy.
+# Only ends a test that would wait forever: `test_hostile.py` checks the time of each answer.
 PATIENCE_S = 60
+STREAM_TOKENS = 400
+# Number of chunks after an answer that count as "beside" it. A chunk may have been on its way before a stall.
+NUM_CHUNKS_AFTER = 4
 
 
 async def send_case(url: str, case: Case) -> str | None:
@@ -28,7 +33,7 @@ async def send_case(url: str, case: Case) -> str | None:
 async def _check_response(case: Case, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
     if case.leave == "reset":
         writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))
-    writing = asyncio.create_task(_write(case.data, writer))
+    writing = asyncio.create_task(_write(case.make_data(), writer))
     if case.leave is not None:
         await writing
         if case.leave == "half":
@@ -56,37 +61,86 @@ async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
         pass
 
 
-async def stream_until(url: str, stop: asyncio.Event, arrivals: list[float]) -> None:
-    """Streams answers until `stop` is set. Appends the time of each chunk to `arrivals`."""
-    parts = urlsplit(url)
-    while not stop.is_set():
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        writer.write(chat_request(max_tokens=400, ignore_eos=True, stream=True))
-        assert (await reader.readline()).split()[1] == b"200"
-        is_done = False
-        while line := await reader.readline():
-            if line.startswith(b"data"):
-                arrivals.append(time.monotonic())
-            is_done |= b"[DONE]" in line
-        writer.close()
-        assert is_done, "the stream ended early"
+async def measure_answer(url: str, case: Case) -> float:
+    """Send `case`. Returns the time to the answer in seconds. Raises AssertionError for a wrong answer."""
+    begin_s = time.monotonic()
+    problem = await send_case(url, case)
+    answer_s = time.monotonic() - begin_s
+    assert problem is None, f"{case.name}: {problem}"
+    return answer_s
 
 
-def longest_gap(arrivals: list[float], begin: float) -> float:
-    """The longest time between two chunks of which the later one arrived after `begin`."""
-    return max((late - early for early, late in itertools.pairwise(arrivals) if late > begin), default=0)
+class Streams:
+    """Streamed answers, and the times at which their chunks arrive."""
+
+    def __init__(self, url: str):
+        self._url = url
+        # One list per answer: the pause between two answers is no gap of a stream.
+        self._chunk_times: list[list[float]] = []
+        self._num_chunks = 0
+
+    async def run(self) -> None:
+        """Stream one answer after another until cancelled. Raises AssertionError if one fails or ends early."""
+        parts = urlsplit(self._url)
+        while True:
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            try:
+                writer.write(chat_request(max_tokens=STREAM_TOKENS, ignore_eos=True, stream=True))
+                status_line = await reader.readline()
+                assert status_line.split()[1] == b"200", status_line
+                self._chunk_times.append(chunk_times := [])
+                is_done = False
+                while line := await reader.readline():
+                    if line.startswith(b"data"):
+                        chunk_times.append(time.monotonic())
+                        self._num_chunks += 1
+                    is_done |= b"[DONE]" in line
+                assert is_done, "the stream ended early"
+            finally:
+                writer.transport.abort()
+
+    async def wait_for_chunks(self, num_chunks: int) -> None:
+        """Wait until `num_chunks` more chunks have arrived."""
+        num_awaited = self._num_chunks + num_chunks
+        async with asyncio.timeout(PATIENCE_S):
+            while self._num_chunks < num_awaited:
+                await asyncio.sleep(0.001)
+
+    def longest_gap(self, begin_s: float) -> float:
+        """The longest time between two chunks of one answer, of which the later chunk arrived after `begin_s`."""
+        # Most answers ended before. Going through all their chunks would delay the reading of the next chunks.
+        recent = [times for times in self._chunk_times if times and times[-1] > begin_s]
+        pairs = itertools.chain.from_iterable(map(itertools.pairwise, recent))
+        return max((late_s - early_s for early_s, late_s in pairs if late_s > begin_s), default=0.0)
+
+    async def measure_gap_alone(self, seconds: float) -> float:
+        """Wait for `seconds`. Returns the longest gap without a case, in seconds."""
+        begin_s = time.monotonic()
+        await asyncio.sleep(seconds)
+        await self.wait_for_chunks(NUM_CHUNKS_AFTER)
+        return self.longest_gap(begin_s)
+
+    async def measure_gap(self, case: Case) -> float:
+        """Send `case`. Returns the longest gap beside it, in seconds. Raises AssertionError for a wrong answer."""
+        begin_s = time.monotonic()
+        await measure_answer(self._url, case)
+        # The next chunks show a stall that outlasts the answer.
+        await self.wait_for_chunks(NUM_CHUNKS_AFTER)
+        return self.longest_gap(begin_s)
 
 
-async def measure_gap(url: str, case: Case, arrivals: list[float], stream: asyncio.Task[None]) -> float:
-    """Send `case` beside `stream`. Returns the longest time between two chunks, to the first chunk after the answer.
+@asynccontextmanager
+async def run_streams(url: str) -> AsyncIterator[Streams]:
+    """Stream two answers at a time while the context lasts.
 
-    arrivals: times of the stream's chunks, from `stream_until`.
+    The second stream starts in the middle of the first. A stall in the pause of one stream is then a gap of the other.
     """
-    begin = time.monotonic()
-    assert await send_case(url, case) is None, case.name
-    # The next chunk shows a stall that outlasts the answer.
-    num_arrivals = len(arrivals)
-    async with asyncio.timeout(PATIENCE_S):
-        while len(arrivals) == num_arrivals and not stream.done():
-            await asyncio.sleep(0.001)
-    return longest_gap(arrivals[-5000:], begin)
+    streams = Streams(url)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(streams.run())]
+        await streams.wait_for_chunks(STREAM_TOKENS // 2)
+        running.append(tasks.create_task(streams.run()))
+        await streams.wait_for_chunks(NUM_CHUNKS_AFTER)
+        yield streams
+        for task in running:
+            task.cancel()

@@ -1,8 +1,8 @@
-"""More hostile inputs: routes, framing, fields, histories, tools, text, and schemas that cost much."""
+"""More hostile inputs: routes, framing, fields, histories, tools, and text."""
 
 import json
 
-from hostile_cases import ANY, GOOD, Case, chat_request, head, nested, post, tool
+from hostile_cases import ANY, GOOD, Case, chat_request, head, nested, tool
 
 
 def make_request_cases() -> list[Case]:
@@ -111,31 +111,3 @@ def _make_text_cases() -> list[Case]:
     }  # fmt: skip
     asked = [(name, {"messages": [{"role": "user", "content": text}]}) for name, text in texts.items()]
     return [Case(f"text: {name}", chat_request(**fields), ANY) for name, fields in asked]
-
-
-def make_cost_cases() -> list[Case]:
-    """Cases of schemas whose conversion or compilation costs much."""
-
-    def nest(depth: int) -> dict:
-        leaf = {"type": "string"}
-        if depth == 0:
-            return leaf
-        properties = {"a": nest(depth - 1), "b": leaf, "c": leaf}
-        return {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
-
-    overlapping = [
-        {"type": "object", "properties": {"a": {}, f"p{i}": {"type": "integer"}}, "required": [f"p{i}"]}
-        for i in range(200)
-    ]
-    branches = {f"k{i}": nest(18) for i in range(60)}
-    schemas = {
-        "200 overlapping objects": {"oneOf": overlapping},
-        "200 overlapping patterns": {"oneOf": [{"type": "string", "pattern": f"^a{i}"} for i in range(200)]},
-        "a const with a long pattern": {"const": "a" * 5000, "pattern": "(?=a*b)" * 500},
-        "a const with a pattern of 16 KB": {"const": "a" * 2000, "pattern": "^" + "(a?b?c?)" * 2000 + "$"},
-        "100 KB of nested objects": {"type": "object", "properties": branches},
-    }
-    return [
-        Case(f"cost: {name}", post(json.dumps({**GOOD, "structured_outputs": {"json": schema}}).encode()), ANY)
-        for name, schema in schemas.items()
-    ]

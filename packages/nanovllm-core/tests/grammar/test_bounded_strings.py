@@ -10,6 +10,7 @@ import pytest
 from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.bounded_strings import (
     BLOCK_LENGTH,
+    HALF_BLOCK_LENGTH,
     MAX_REQUIRED_LENGTH,
     MIN_TAIL_LENGTH,
     BoundedString,
@@ -36,8 +37,8 @@ def compiler():
     return Compiler(TOKENS, (END,), len(TOKENS))
 
 
-def pattern(low: int, high: int, characters: str = ANY) -> dict:
-    return {"type": "string", "pattern": f"^(?:{characters}){{{low},{high}}}$"}
+def pattern(low: int, high: int | None, characters: str = ANY) -> dict:
+    return {"type": "string", "pattern": f"^(?:{characters}){{{low},{'' if high is None else high}}}$"}
 
 
 def accepts(grammar: Grammar, text: str | bytes) -> bool:
@@ -50,12 +51,12 @@ BOUND_KEYWORDS = sorted(
     {
         (low, high)
         for high in (0, 1, 15, 31, 32, 47, 48, 49, 64, 96, 127, 200, 500)
-        for low in (0, 1, 3, MAX_REQUIRED_LENGTH, high)
+        for low in (0, 1, 3, 16, 17, 41, 100, high)
     }
 )
 
 
-@pytest.mark.parametrize(("low", "high"), [(a, b) for a, b in BOUND_KEYWORDS if a <= min(b, MAX_REQUIRED_LENGTH)])
+@pytest.mark.parametrize(("low", "high"), [(low, high) for low, high in BOUND_KEYWORDS if low <= high])
 def test_as_many_characters_as_may_be_and_no_more(compiler, low, high):
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(low, high))))
     for length in range(high + 3):
@@ -71,9 +72,12 @@ def test_bounds_that_are_large(compiler):
     grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(2, 50_000))))
     for length in (1, 2, 1_000, 49_999, 50_000, 50_001):
         assert accepts(grammar, '"' + "a" * length + '"') == (2 <= length <= 50_000)
+    grammar = compiler.compile(GrammarSpec("json_schema", json.dumps(pattern(3_000, None))))
+    for length in (0, 2_999, 3_000, 3_001, 60_000):
+        assert accepts(grammar, '"' + "a" * length + '"') == (length >= 3_000)
 
 
-def fits(written: bytes, low: int, high: int) -> bool:
+def fits(written: bytes, low: int, high: int | None) -> bool:
     """Whether `written` begins an object of one such string, `a`, and maybe another, `b`, of up to 3 characters."""
     text = written.decode(errors="ignore")
     try:
@@ -82,16 +86,21 @@ def fits(written: bytes, low: int, high: int) -> bool:
         if error.reason != "unexpected end of data":
             return False
         text += "é"
+    limit = "" if high is None else high
     inner, space, rest = r"[^\"\\\x00-\x1f]", r"[ \n\r\t]?", ""
     for part in reversed((",", space, '"', "b", '"', space, ":", space, '"', f"{inner}{{0,3}}", '"', space, "}")):
         rest = f"(?:{part}{rest})?"
-    first = rf'{{"a":"{inner}{{{low},{high}}}"{space}'
-    return any(re.fullmatch(end, text) for end in (f'{{"a":"{inner}{{0,{high}}}', f"{first}}}?", f"{first}{rest}"))
+    first = rf'{{"a":"{inner}{{{low},{limit}}}"{space}'
+    return any(re.fullmatch(end, text) for end in (f'{{"a":"{inner}{{0,{limit}}}', f"{first}}}?", f"{first}{rest}"))
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 40), (2, 48), (0, 63), (5, 130), (0, 200), (20, 20), (24, 40), (41, 60), (40, 130), (2, None), (45, None)],
+)
 def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
-    """But for tokens of more than MIN_TAIL_LENGTH - BLOCK_LENGTH characters, which may be left out."""
+    """Masks may lack tokens that are longer than a tail or, with many required characters, half a block."""
+    always_allowed_length = HALF_BLOCK_LENGTH if low > BLOCK_LENGTH else MIN_TAIL_LENGTH - BLOCK_LENGTH
     schema = {
         "type": "object",
         "properties": {"a": pattern(low, high), "b": pattern(0, 3)},
@@ -101,7 +110,7 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
     part = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
     tag = json.dumps({"type": "structural_tag", "format": part})
     grammar = compiler.compile(GrammarSpec("structural_tag", tag))
-    rng = random.Random(high)
+    rng = random.Random(str(high))
     mask = np.zeros((1, len(grammar.usable_token_mask)), np.int32)
     for turn in range(6):
         # Without the terminator, which closes what repeats itself.
@@ -111,20 +120,22 @@ def test_masks_allow_exactly_the_tokens_that_fit(compiler, low, high):
             matcher.fill_next_token_bitmask(mask, 0)
             bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
             for token, number in NUMBER.items():
-                if bits[number] or len(token) <= MIN_TAIL_LENGTH - BLOCK_LENGTH:
+                if bits[number] or len(token) <= always_allowed_length:
                     assert bool(bits[number]) == fits(written + token, low, high), (written, token)
             allowed = [number for number in NUMBER.values() if bits[number]]
-            if turn % 2:
+            if turn % 2 and len(written) < low + 500:
                 allowed = [number for number in allowed if b'"' not in TOKENS[number]] or allowed
             token = rng.choice(allowed)
             assert matcher.accept_token(token)
             written += TOKENS[token]
-        assert low <= len(json.loads(written)["a"]) <= high
+        length = len(json.loads(written)["a"])
+        assert low <= length
+        assert high is None or length <= high
 
 
 def test_no_rule_loses_its_lookahead(compiler):
     """Else xgrammar, whatever it is made to do by another version, tries thousands of tokens at every mask."""
-    properties = {f"p{bound}": pattern(0, bound) for bound in (20, 100, 500, 2000)}
+    properties = {f"p{high}": pattern(low, high) for low, high in ((0, 20), (3, 100), (70, 500), (0, 2000), (9, None))}
     source = json.dumps({"type": "object", "properties": properties, "required": [*properties]})
     rules = str(compiler.compile(GrammarSpec("json_schema", source)).inner.grammar).splitlines()
     counting = [rule for rule in rules if "ud7ff" in rule]
@@ -148,8 +159,9 @@ def test_only_patterns_that_bound_a_length_are_taken():
         r"[\U00000061-\U00000061\U0000002d-\U0000002d\U0000002d-\U0000002d\U0000002e-\U0000002e]", 1, 500
     )
     for other in (
-        "^(?:[a-z])*$", "^[a-z]{0,3}$", "^(?:[^a]){0,3}$", "^(?:[a-z]){3,0}$", "^(?:[a-z]){0,}$", "^(?:ab){0,3}$",
-        f"^(?:[a-z]){{{MAX_REQUIRED_LENGTH + 1},99}}$", r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
+        "^(?:[a-z])*$", "^[a-z]{0,3}$", "^(?:[^a]){0,3}$", "^(?:[a-z]){3,0}$", "^(?:[ -!]){1,}$", "^(?:ab){0,3}$",
+        f"^(?:[a-z]){{{MAX_REQUIRED_LENGTH + 1},99}}$", "^(?:[a-z]){5,}$",
+        r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
         r"^(?:[\u{d000}-\u{e000}]){0,3}$", "^(?:[a-z]){0,3}$x",
     ):  # fmt: skip
         assert parse_bounded_pattern(other) is None, other

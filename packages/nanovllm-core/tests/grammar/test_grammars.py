@@ -27,9 +27,9 @@ def compiled(monkeypatch) -> list[GrammarSpec]:
     specs: list[GrammarSpec] = []
     compile_one = Compiler.compile
 
-    def count(compiler: Compiler, spec: GrammarSpec, parameter_types: ParameterTypes):
+    def count(compiler: Compiler, spec: GrammarSpec, parameter_types: ParameterTypes, rules: str | None):
         specs.append(spec)
-        return compile_one(compiler, spec, parameter_types)
+        return compile_one(compiler, spec, parameter_types, rules)
 
     monkeypatch.setattr(Compiler, "compile", count)
     return specs

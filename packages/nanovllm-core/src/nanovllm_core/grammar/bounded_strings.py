@@ -8,25 +8,38 @@ Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per charac
 # Blocks have a lookahead that never matches. xgrammar applies lookaheads to masks, but not to accepted tokens.
 # The lookahead keeps tokens that cross a block's end out of masks. Without it, xgrammar tests such tokens at run time.
 # The tail allows these tokens: each run is optional, so a tail can begin wherever a block begins.
+#
+# `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives whose blocks
+# end at different characters, so that one alternative allows each token of up to HALF_BLOCK_LENGTH characters.
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
-# Number of characters in a block.
+# Number of characters in a block, and in half of a block.
 BLOCK_LENGTH = 16
+HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
 # Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# Maximum `low` of a string. Each required character takes another state of xgrammar's automaton.
+# Maximum `low` of a string of few different characters. xgrammar's automaton compiles these fast.
 MAX_REQUIRED_LENGTH = 32
+MAX_FEW_CHARACTERS = 64
+# Maximum `high` of a string in xgrammar's automaton.
+MAX_AUTOMATON_LENGTH = 128
 
 _CHARACTER = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
 _CLASS = rf"(?:\[(?:{_CHARACTER}(?:-{_CHARACTER})?)+\]|{_CHARACTER})"
-_BOUNDED_PATTERN = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{([0-9]{{1,7}}),([0-9]{{1,7}})\}}\$")
+_BOUNDED_PATTERN = re.compile(rf"\^\(\?:({_CLASS}(?:\|{_CLASS})*)\)\{{([0-9]{{1,7}}),([0-9]{{0,7}})\}}\$")
 _RANGE_PATTERN = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?")
 # A JSON string holds the code points from _FIRST_POINT to _LAST_POINT unescaped, except those in _ESCAPED.
 _FIRST_POINT, _LAST_POINT = 0x20, 0x10FFFF
 _ESCAPED = ((0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
+# The class of all characters that a JSON string holds unescaped.
+_ANY_CHARACTER = (
+    r"[\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U000007ff\U00000800-\U0000d7ff\U0000e000-\U0000ffff"
+    r"\U00010000-\U0010ffff]"
+)
 # Keywords by the kind of their value: one schema, a list of schemas, or a map from names to schemas.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties")
 _LIST_KEYWORDS = ("prefixItems", "anyOf")
@@ -35,11 +48,22 @@ _OBJECT_KEYWORDS = ("properties", "patternProperties", "$defs")
 
 @dataclass(frozen=True, slots=True)
 class BoundedString:
-    """A string of `low` to `high` characters. characters: the allowed characters as an EBNF class."""
+    """A string of `low` to `high` characters.
+
+    characters: the allowed characters as an EBNF class.
+    high: None for no limit.
+    """
 
     characters: str
     low: int
-    high: int
+    high: int | None
+
+
+# Strings whose rules most bounded strings share: of up to 47 characters, of blocks, and with few required characters.
+_USUAL_STRINGS = [
+    BoundedString(_ANY_CHARACTER, low, high)
+    for low, high in ((0, MIN_TAIL_LENGTH + BLOCK_LENGTH - 1), (0, 1000), (4, 1000), (4, None))
+]
 
 
 class BoundedStrings:
@@ -89,7 +113,8 @@ class BoundedStrings:
             prefix += "_"
         classes = dict.fromkeys(bounded.characters for bounded in self._index_by_string)
         rules_by_class = {
-            characters: _SharedRules(characters, f"{prefix}_{index}_") for index, characters in enumerate(classes)
+            characters: _SharedRules(characters, f"{prefix}_{'any' if characters == _ANY_CHARACTER else index}_")
+            for index, characters in enumerate(classes)
         }
         bodies = [rules_by_class[bounded.characters].write_rule_body(bounded) for bounded in self._index_by_string]
         marked_rule = re.compile(rf'^(\S+ ::=) Regex\("\^{self._mark}(\d+)\[ab\]\$", json_string=true\)$', re.MULTILINE)
@@ -100,6 +125,15 @@ class BoundedStrings:
         return "\n".join([replaced, *(rule for shared in rules_by_class.values() for rule in shared.write_rules())])
 
 
+def write_usual_strings() -> str:
+    """A grammar with the rules that most bounded strings share, so that a compiler can compile these in advance."""
+    shared = _SharedRules(_ANY_CHARACTER, "bounded_any_")
+    bodies = [shared.write_rule_body(bounded) for bounded in _USUAL_STRINGS]
+    strings = [f"string{index} ::= {body}" for index, body in enumerate(bodies)]
+    root = " | ".join(rf'"{index}\"" string{index} "\""' for index in range(len(bodies)))
+    return "\n".join([f"root ::= {root}", *strings, *shared.write_rules()])
+
+
 class _SharedRules:
     """Rules that all strings of one character class share. prefix: beginning of the rules' names."""
 
@@ -108,35 +142,75 @@ class _SharedRules:
         self._prefix = prefix
         self._run_lengths: set[int] = set()  # Lengths of the runs, in blocks.
         self._max_tail_length = 0
+        self._max_part_length = 0  # Length of the longest part of a block.
+        # The longest chain of required characters before each end, by the end's name.
+        self._chain_lengths: dict[str, int] = {}
+        self._has_unlimited = False
 
     def write_rule_body(self, bounded: BoundedString) -> str:
         """The body of the rule for one string. The rule does not match the string's quotation marks."""
-        num_optional = bounded.high - bounded.low
-        num_blocks = max(num_optional - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH
-        tail = num_optional - num_blocks * BLOCK_LENGTH
+        optional, end = self._write_optional(None if bounded.high is None else bounded.high - bounded.low)
+        if not bounded.low:
+            return " ".join(optional)
+        chain_length = min(bounded.low, BLOCK_LENGTH)
+        self._chain_lengths[end] = max(self._chain_lengths.get(end, 0), chain_length)
+        # The chain allows tokens that cross from the required to the optional characters.
+        last = [*self._write_exactly(bounded.low - chain_length), f"{self._prefix}chain{chain_length}_{end}"]
+        options = [last]
+        if bounded.low > BLOCK_LENGTH or len(optional) > 1:
+            options.append([*self._write_exactly(bounded.low), *optional])
+        if bounded.low > BLOCK_LENGTH:
+            half = self._write_exactly(HALF_BLOCK_LENGTH)
+            options.append([*half, *self._write_exactly(bounded.low - HALF_BLOCK_LENGTH), *optional])
+        return " | ".join(f"({' '.join(option)})" for option in options)
+
+    def _write_optional(self, length: int | None) -> tuple[list[str], str]:
+        """Returns (elements for up to `length` characters, name of the end of a chain before these elements)."""
+        if length is None:
+            self._has_unlimited = True
+            return [f"{self._prefix}rest"], "rest"
+        num_blocks = max(length - MIN_TAIL_LENGTH, 0) // BLOCK_LENGTH
+        tail = length - num_blocks * BLOCK_LENGTH
         self._max_tail_length = max(self._max_tail_length, tail)
         sizes = _split_into_runs(num_blocks)
         for size in sizes:
             self._add_run_lengths(size)
-        parts = [self._characters] * bounded.low
-        parts += [f'({self._prefix}block{size} | "")' for size in sizes]
-        return " ".join([*parts, f"{self._prefix}tail{tail}"])
+        end = f"tail{MIN_TAIL_LENGTH if sizes else tail}"
+        return [*(f'({self._prefix}block{size} | "")' for size in sizes), f"{self._prefix}tail{tail}"], end
+
+    def _write_exactly(self, length: int) -> list[str]:
+        """Elements for exactly `length` characters. Masks allow no token that crosses from one element to the next."""
+        num_blocks, part_length = divmod(length, BLOCK_LENGTH)
+        self._add_run_lengths(num_blocks)
+        self._max_part_length = max(self._max_part_length, part_length)
+        elements = [f"{self._prefix}block{num_blocks}"] if num_blocks else []
+        return elements + ([f"{self._prefix}part{part_length}"] if part_length else [])
 
     def write_rules(self) -> list[str]:
-        """Write the rules of blocks and tails, one string per rule."""
+        """Write the rules of blocks, tails, parts and chains, one string per rule."""
         prefix, character = self._prefix, self._characters
         rules = [f'{prefix}tail0 ::= "" (= "\\"")']
         rules += [
             f'{prefix}tail{length} ::= "" | {character} {prefix}tail{length - 1} (= "\\"")'
             for length in range(1, self._max_tail_length + 1)
         ]
+        if self._has_unlimited:
+            rules.append(f'{prefix}rest ::= "" | {character} {prefix}rest (= "\\"")')
+        for end, max_length in self._chain_lengths.items():
+            names = [f"{prefix}{end}", *(f"{prefix}chain{length}_{end}" for length in range(1, max_length + 1))]
+            rules += [f'{name} ::= {character} {after} (= "\\"")' for after, name in pairwise(names)]
         for size in sorted(self._run_lengths):
             if size > 1:
                 half = f"{prefix}block{size // 2}"
                 rules.append(f"{prefix}block{size} ::= {half} {half}{f' {prefix}block1' * (size % 2)}")
         if self._run_lengths:
-            # xgrammar inlines rules without references and drops their lookahead. So `block1` refers to `last`.
             rules.append(f'{prefix}block1 ::= {f"{character} " * (BLOCK_LENGTH - 1)}{prefix}last (= "\\x01")')
+        names = [f"{prefix}last", *(f"{prefix}part{length}" for length in range(1, self._max_part_length + 1))]
+        if self._max_part_length:
+            rules.append(f'{prefix}part1 ::= {prefix}last (= "\\x01")')
+            rules += [f'{name} ::= {character} {after} (= "\\x01")' for after, name in pairwise(names[1:])]
+        if self._run_lengths or self._max_part_length:
+            # xgrammar inlines rules without references and drops their lookahead. So others refer to `last`.
             rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules
 
@@ -157,17 +231,22 @@ def _split_into_runs(number: int) -> list[int]:
 
 
 def parse_bounded_pattern(pattern: str) -> BoundedString | None:
-    """Parse a pattern `^(?:[..]|[..]){low,high}$`.
+    """Parse a pattern `^(?:[..]|[..]){low,high}$` or `^(?:[..]|[..]){low,}$`.
 
-    Returns None for other patterns, for characters that JSON escapes, and if `low` exceeds MAX_REQUIRED_LENGTH.
+    Returns None for other patterns, for characters that JSON escapes, and for strings that xgrammar compiles fast.
     """
     match = _BOUNDED_PATTERN.fullmatch(pattern)
     if match is None:
         return None
-    low, high = int(match[2]), int(match[3])
+    low, high = int(match[2]), int(match[3]) if match[3] else None
     matches = _RANGE_PATTERN.finditer(_without_brackets(match[1]))
     ranges = [(_code_point(bounds[1]), _code_point(bounds[2] or bounds[1])) for bounds in matches]
-    if not low <= high or low > MAX_REQUIRED_LENGTH or not all(_is_unescaped(*bounds) for bounds in ranges):
+    if (high is not None and low > high) or not all(_is_unescaped(*bounds) for bounds in ranges):
+        return None
+    has_few_characters = sum(last - first + 1 for first, last in ranges) <= MAX_FEW_CHARACTERS
+    if high is None and (low < 2 or has_few_characters):
+        return None
+    if has_few_characters and low > MAX_REQUIRED_LENGTH and (high or 0) <= MAX_AUTOMATON_LENGTH:
         return None
     return BoundedString(
         f"[{''.join(f'{_write_code_point(first)}-{_write_code_point(last)}' for first, last in ranges)}]", low, high

@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.errors import GrammarError
-from nanovllm_core.grammar.bounded_strings import BoundedStrings
+from nanovllm_core.grammar.bounded_strings import BoundedStrings, write_usual_strings
+from nanovllm_core.grammar.compile_cost import check_compile_cost
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
+from nanovllm_core.grammar.value_lookaheads import shorten_value_lookaheads
 from nanovllm_core.grammar.whitespace_rules import merge_whitespace_rules
 from nanovllm_core.grammar_types import GrammarMatcher, GrammarSpec, ParameterTypes
 
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
 # Maximum number of consecutive whitespace characters in a JSON text. A limit of nine makes grammars six times larger,
 # but does not change the length of small models' outputs.
 MAX_WHITESPACE = 1
-# Maximum number of rules of a JSON grammar. xgrammar's time grows with their square: 3,000 rules take half a second.
-MAX_RULES = 3_500
+# Size of xgrammar's cache of compiled rules, in which grammars find rules that they share. Rules of bounded strings and
+# of undeclared properties take 7 ms each.
+RULE_CACHE_BYTES = 48 << 20
+# Maximum number of characters of a rule in this cache. xgrammar's search in the cache is linear in a rule's states.
+MAX_CACHED_RULE_LENGTH = 20_000
 # Longer error messages of xgrammar, which may quote the whole grammar, are cut.
 _MAX_REASON_LENGTH = 500
 # Fields that contain the inner formats of a format in a structural tag.
@@ -147,18 +152,29 @@ class Compiler:
         self._vocab_size = vocab_size
 
     @cached_property
-    def _xgrammar_compiler(self) -> "xgrammar.GrammarCompiler":
+    def _tokenizer_info(self) -> "xgrammar.TokenizerInfo":
         import xgrammar
 
         # RAW: the tokens are given as the bytes of their text, without escapes.
-        info = xgrammar.TokenizerInfo(
+        return xgrammar.TokenizerInfo(
             list(self._tokens),
             xgrammar.VocabType.RAW,
             vocab_size=self._vocab_size,
             stop_token_ids=list(self._end_ids),
         )
+
+    @cached_property
+    def _xgrammar_compiler(self) -> "xgrammar.GrammarCompiler":
+        import xgrammar
+
         # Use one thread, because other grammars compile in parallel. No cache is needed, because `Grammars` has one.
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return xgrammar.GrammarCompiler(self._tokenizer_info, max_threads=1, cache_enabled=False)
+
+    @cached_property
+    def _rule_caching_compiler(self) -> "xgrammar.GrammarCompiler":
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self._tokenizer_info, max_threads=1, cache_limit_bytes=RULE_CACHE_BYTES)
 
     @cached_property
     def _usable_token_mask(self) -> NDArray[np.int32]:
@@ -172,16 +188,22 @@ class Compiler:
         return JsonTokenClasses(self._tokens, len(self._usable_token_mask))
 
     def warm_up(self) -> None:
-        """Import xgrammar and build the data that all grammars share. This takes seconds."""
+        """Import xgrammar and compile the rules that grammars share. This takes seconds."""
         _ = self._xgrammar_compiler, self._usable_token_mask, self._token_classes
+        self._rule_caching_compiler.compile_grammar(write_usual_strings())
 
-    def compile(self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None) -> Grammar:
-        """Compile a grammar whose JSON schemas were converted by `convert_grammar`. Raises GrammarError."""
+    def compile(
+        self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None, rules: str | None = None
+    ) -> Grammar:
+        """Compile a grammar whose JSON schemas were converted by `convert_grammar`. Raises GrammarError.
+
+        rules: the result of `write_rules` for this grammar, to save the time; None to write the rules now.
+        """
         inner = self._xgrammar_compiler
         try:
             match spec.kind:
                 case "json_schema" | "structural_tag":
-                    compiled = compile_json(inner, spec)
+                    compiled = self._compile_json(spec, rules)
                 case "regex":
                     compiled = inner.compile_regex(spec.source)
                 case "ebnf":
@@ -199,6 +221,13 @@ class Compiler:
             )
         return grammar
 
+    def _compile_json(self, spec: GrammarSpec, rules: str | None) -> "xgrammar.CompiledGrammar":
+        rules = write_json_rules(spec) if rules is None else rules
+        if rules is None:
+            return self._xgrammar_compiler.compile_structural_tag(prepare_source(spec)[0])
+        has_long_rule = max(map(len, rules.split("\n"))) > MAX_CACHED_RULE_LENGTH
+        return (self._xgrammar_compiler if has_long_rule else self._rule_caching_compiler).compile_grammar(rules)
+
 
 _NAME_BY_KIND = {
     "json_schema": "JSON schema",
@@ -215,6 +244,30 @@ def _short_message(error: Exception) -> str:
 
 def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
     """Compile a JSON schema or a structural tag. Raises ValueError, RuntimeError, TypeError and RecursionError."""
+    rules = write_json_rules(spec)
+    return (
+        compiler.compile_structural_tag(prepare_source(spec)[0]) if rules is None else compiler.compile_grammar(rules)
+    )
+
+
+def write_rules(spec: GrammarSpec) -> str | None:
+    """The rules of a grammar whose JSON schemas were converted by `convert_grammar`, in xgrammar's syntax.
+
+    Returns None for other kinds of grammars, and for a structural tag that names tokens by their text.
+    Raises GrammarError, also if compiling the rules would cost too much.
+    """
+    if spec.kind not in ("json_schema", "structural_tag"):
+        return None
+    try:
+        return write_json_rules(spec)
+    except (RuntimeError, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError(f"this {_NAME_BY_KIND[spec.kind]} can't be compiled: {_short_message(error)}") from error
+
+
+def write_json_rules(spec: GrammarSpec) -> str | None:
+    """Like `write_rules`, but raises ValueError, RuntimeError, TypeError and RecursionError."""
     import xgrammar
 
     text, bounded_strings = prepare_source(spec)
@@ -227,15 +280,13 @@ def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xg
             if bounded_strings:
                 raise
             # A tag may name tokens by their text. Only the compiler has the vocabulary that resolves such names.
-            return compiler.compile_structural_tag(text)
-    rules = bounded_strings.insert_rules(str(grammar)) if bounded_strings else str(grammar)
-    merged_rules = merge_whitespace_rules(rules)
-    if (num_rules := len(re.findall(r"^\S+ ::= ", merged_rules, re.MULTILINE))) > MAX_RULES:
-        raise ValueError(
-            f"it takes {num_rules} grammar rules, but may take at most {MAX_RULES}: use fewer properties, or fewer "
-            "alternatives"
-        )
-    return compiler.compile_grammar(merged_rules)
+            return None
+    written = str(grammar)
+    rules = shorten_value_lookaheads(
+        merge_whitespace_rules(bounded_strings.insert_rules(written) if bounded_strings else written)
+    )
+    check_compile_cost(rules)
+    return rules
 
 
 def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:

@@ -126,7 +126,7 @@ class _VettingCompiler:
             vetter, compiler = self._vetter, self._compiler
             compiler.warm_up()
         converted = vetter.vet(spec)
-        return compiler.compile(converted.spec, converted.parameter_types)
+        return compiler.compile(converted.spec, converted.parameter_types, converted.rules)
 
     def close(self) -> None:
         """End the vetter's process if one was started."""

@@ -15,10 +15,15 @@ MAX_CONVERTED_BYTES = 1 << 20
 
 
 class EnforceableGrammar(msgspec.Struct, frozen=True):
-    """A grammar with converted JSON schemas. parameter_types: types of the values in XML parameters."""
+    """A grammar with converted JSON schemas.
+
+    parameter_types: types of the values in XML parameters.
+    rules: the result of `compiler.write_rules`; None before the rules are written, and for other kinds of grammars.
+    """
 
     spec: GrammarSpec
     parameter_types: ParameterTypes
+    rules: str | None = None
 
 
 def convert_grammar(spec: GrammarSpec) -> EnforceableGrammar:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from nanovllm_core.errors import GrammarError
-from nanovllm_core.grammar.compiler import Compiler
+from nanovllm_core.grammar.compiler import Compiler, write_rules
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
@@ -136,8 +136,9 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup
         # Warnings of the C++ code quote the grammars of clients: keep them out of the engine's log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         enforceable = convert_grammar(spec)  # The grammar with converted JSON schemas.
-        compiler.compile(enforceable.spec)
-        _write_reply(reply_fd, enforceable)
+        rules = write_rules(enforceable.spec)
+        compiler.compile(enforceable.spec, rules=rules)
+        _write_reply(reply_fd, msgspec.structs.replace(enforceable, rules=rules))
         exit_code = 0
     except GrammarError as error:
         if "bad_alloc" not in error.message:  # If memory ran out, keep exit code 2: the verdict is DIED.

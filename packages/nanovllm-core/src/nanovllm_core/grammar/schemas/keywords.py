@@ -9,6 +9,7 @@ from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.complements import complement_shapes
 from nanovllm_core.grammar.schemas.document import LocatedSchema, SchemaError, escape_pointer_part
 from nanovllm_core.grammar.schemas.json_values import JSON, describe_value, equality_key
+from nanovllm_core.grammar.schemas.overlaps import OverlapIndex
 from nanovllm_core.grammar.schemas.shape_resolver import Negation, ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import (
     ANY_VALUE_SHAPES,
@@ -311,12 +312,14 @@ class _KeywordReader:
     def apply_one_of(self, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
         """Restricts `shapes` to values that are valid against exactly one schema of `oneOf`."""
         options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
+        overlaps = OverlapIndex([option for _, option in options])
         valid_for_one: dict[Shape, None] = {}
         complements: dict[int, tuple[Shape, ...]] = {}  # By index of the option.
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 only_in_option: tuple[Shape, ...] = (shape,)
-                for other_index, (conjunction, other) in enumerate(options):
+                for other_index in overlaps.find(shape):
+                    conjunction, other = options[other_index]
                     if other_index != index and self.may_overlap(only_in_option, other):
                         # If excluding undeclared properties separates the options, no complement is needed.
                         declared_only = tuple(_without_undeclared_properties(part) for part in only_in_option)

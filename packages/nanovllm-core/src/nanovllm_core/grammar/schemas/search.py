@@ -8,7 +8,7 @@ from nanovllm_core.grammar.schemas.characters import Ranges
 # Adds to the number of steps spent on converting one schema, and raises SchemaError above the limit.
 CountSteps = Callable[[int], None]
 # A search counts one step per this number of positions in a string.
-POSITIONS_PER_STEP = 16
+POSITIONS_PER_STEP = 8
 
 
 def is_found(tree: regex.Node, text: str, count_steps: CountSteps) -> bool:

@@ -30,9 +30,9 @@ from nanovllm_core.grammar.schemas.shapes import (
 )
 
 # Maximum number of steps, such as intersections of two shapes, to convert one schema for xgrammar. A step takes about
-# 2.5 us. Usual schemas take less than 40,000 steps.
+# 2.5 us. Published schemas take less than 50,000 steps.
 # Without this limit, a few kilobytes of `oneOf` take seconds: the time is quadratic in the number of alternatives.
-MAX_STEPS = 400_000
+MAX_STEPS = 120_000
 # Maximum number of shapes of one conjunction.
 MAX_SHAPES = 4096
 # Maximum number of pairs of shapes that one `intersect` compares.
@@ -70,6 +70,9 @@ class ShapeResolver:
         self._shapes: dict[Conjunction, tuple[Shape, ...]] = {(): ANY_VALUE_SHAPES, FALSE_SCHEMA: ()}
         self._conjunctions_in_progress: list[Conjunction] = []
         self._num_steps = 0
+        self.num_open_objects = 0  # Planned objects that have declared properties and may have undeclared properties.
+        # The schemas by the property's name, by the `id` of the shape. The tuple keeps the shape alive.
+        self._properties_by_shape_id: dict[int, tuple[Object, dict[str, Conjunction]]] = {}
 
     def conjunction_of(self, located: LocatedSchema) -> Conjunction:
         """The conjunction that consists of the schema `located`; () for the schemas `true` and {}."""
@@ -239,8 +242,9 @@ class ShapeResolver:
 
     def schemas_of_property(self, shape: Object, name: str) -> Conjunction:
         """The schemas against which the property `name` must be valid in objects of `shape`."""
-        self.count_steps(1 + len(shape.properties) // 32)
-        conjunctions = [conjunction for known, conjunction in shape.properties if known == name]
+        self.count_steps()
+        properties = self._properties_by_name(shape)
+        conjunctions = [properties[name]] if name in properties else []
         conjunctions += [conjunction for pattern, conjunction in shape.patterns if self.is_found(pattern, name, shape)]
         if not conjunctions:
             conjunctions = [shape.rest or ()]
@@ -250,6 +254,12 @@ class ShapeResolver:
         for conjunction in conjunctions:
             joined = join_conjunctions(joined, conjunction)
         return joined
+
+    def _properties_by_name(self, shape: Object) -> dict[str, Conjunction]:
+        if id(shape) not in self._properties_by_shape_id:
+            self.count_steps(1 + len(shape.properties) // 32)
+            self._properties_by_shape_id[id(shape)] = shape, dict(shape.properties)
+        return self._properties_by_shape_id[id(shape)][1]
 
     def is_found(self, pattern: str, text: str, shape: Shape) -> bool:
         """Whether a search for `pattern` in `text` succeeds. Raises SchemaError if regex engines disagree."""

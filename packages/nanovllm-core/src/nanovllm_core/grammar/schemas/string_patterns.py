@@ -14,8 +14,10 @@ from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 MAX_LENGTH = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie.
-MAX_TRIE_PREFIXES = 16
+# Maximum number of prefixes in this trie, and in the tries of later objects if a schema has many. Compiling a prefix
+# takes 7 ms.
+MAX_TRIE_PREFIXES = 6
+MAX_LATER_TRIE_PREFIXES = 1
 
 
 def format_pattern(name: str) -> str | None:
@@ -109,11 +111,14 @@ class _TrieNode:
     children: "dict[str, _TrieNode]" = field(default_factory=dict)
 
 
-def exclude_strings(texts: Collection[str]) -> regex.Node:
+def exclude_strings(texts: Collection[str], max_prefixes: int = MAX_TRIE_PREFIXES) -> regex.Node:
     """A regex tree that matches all strings except `texts`. It excludes further strings if `texts` are many or long."""
-    max_depth = MAX_TRIE_DEPTH
-    while max_depth > 1 and len({text[:length] for text in texts for length in range(max_depth)}) > MAX_TRIE_PREFIXES:
-        max_depth //= 2
+    max_depth, num_prefixes = 1, 1
+    while max_depth < MAX_TRIE_DEPTH:
+        num_prefixes += len({text[:max_depth] for text in texts if len(text) >= max_depth})
+        if num_prefixes > max_prefixes:
+            break
+        max_depth += 1
     root = _TrieNode()
     for text in texts:
         node = root

@@ -5,7 +5,15 @@ from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.pattern_writer import write_pattern
 from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 from nanovllm_core.grammar.schemas.shapes import FALSE_SCHEMA, Conjunction, Constant, Object, Text, keyword_place
-from nanovllm_core.grammar.schemas.string_patterns import exclude_strings, string_tree
+from nanovllm_core.grammar.schemas.string_patterns import (
+    MAX_LATER_TRIE_PREFIXES,
+    MAX_TRIE_PREFIXES,
+    exclude_strings,
+    string_tree,
+)
+
+# After this number of objects with undeclared properties, the names of undeclared properties are restricted more.
+MAX_EXACT_OBJECTS = 4
 
 
 def plan_undeclared_properties(
@@ -25,7 +33,10 @@ def plan_undeclared_properties(
     if not shape.name_schemas:
         if not declared:
             return [], [(None, rest)]
-        return [], [(write_pattern(exclude_strings(declared)), rest)]
+        resolver.num_open_objects += 1
+        is_one_of_many = resolver.num_open_objects > MAX_EXACT_OBJECTS
+        names = exclude_strings(declared, MAX_LATER_TRIE_PREFIXES if is_one_of_many else MAX_TRIE_PREFIXES)
+        return [], [(write_pattern(names), rest)]
     named: list[tuple[str, Conjunction, bool]] = []
     patterns: list[tuple[str | None, Conjunction]] = []
     for name_shape in resolver.shapes(shape.name_schemas):
