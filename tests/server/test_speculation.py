@@ -113,7 +113,6 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(clients
         check_same_answer(answer, other)
 
 
-@pytest.mark.xfail(reason="the runner does not verify drafts yet", strict=True)
 async def test_usage_and_metrics_count_the_drafts(clients, server, speculating_server):
     before = draft_totals(speculating_server)
     answer = await create(clients[1], **REQUESTS["greedy"])

@@ -21,7 +21,7 @@ from nanovllm_core.engine.status import EngineInfo
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
-from nanovllm_core.outputs import PromptLogprobs, RequestFinish, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import DraftTotals, PromptLogprobs, RequestFinish, StepOutputs, TokenLogprobs
 from nanovllm_core.request import Request
 from nanovllm_models import ChatFormat
 from nanovllm_models.errors import TemplateError
@@ -213,7 +213,8 @@ class ScriptedEngine(Engine):
                         for token in new_tokens
                     ],
                     starts=[(key, self.num_cached_tokens, scheduled_time)] if num_generated == len(new_tokens) else [],
-                    finishes=[RequestFinish(key, reason, stop, *self.num_drafts)] if reason is not None else [],
+                    finishes=[RequestFinish(key, reason, stop)] if reason is not None else [],
+                    draft_totals=[DraftTotals(key, *self.num_drafts)],
                     prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],
                 )
             )

@@ -80,8 +80,14 @@ class RequestFinish(NamedTuple):
     key: int
     reason: FinishReason
     stop_token: int | None
-    num_accepted_drafts: int = 0
-    num_rejected_drafts: int = 0
+
+
+class DraftTotals(NamedTuple):
+    """Reports how many drafts of a request have been verified so far. Fields: see `RequestOutput`."""
+
+    key: int
+    num_accepted_drafts: int
+    num_rejected_drafts: int
 
 
 class RequestFailure(NamedTuple):
@@ -99,6 +105,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: pairs (request key, log-probabilities for a new token), only for requests with this option.
     prompt_logprobs: pairs (request key, log-probabilities of consecutive prompt tokens), in order. The last pair of a
         request comes no later than the request's first output token.
+    draft_totals: only of unfinished requests for which the step verified drafts.
     """
 
     keys: list[int] = []
@@ -108,6 +115,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     finishes: list[RequestFinish] = []
     failures: list[RequestFailure] = []
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+    draft_totals: list[DraftTotals] = []
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -121,8 +129,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: log-probabilities of all prompt tokens except the first. None in all outputs but the first, and
         if not requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
-    num_accepted_drafts, num_rejected_drafts: drafts of speculative decoding that the output has and has not. 0 in all
-        outputs but the last.
+    num_accepted_drafts, num_rejected_drafts: numbers of verified drafts of speculative decoding so far.
     """
 
     id: str

@@ -19,6 +19,8 @@ from nanovllm_core.outputs import TokenLogprobs
 from nanovllm_core.sampling_params import ReasoningBudget
 
 OUTPUT = 24
+NUM_ROWS = 5
+MAX_DRAFTS = 4
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]
 SPECIAL = [
     {"temperature": 0.0, "repetition_penalty": 3.0},
@@ -49,28 +51,45 @@ class Replayed:
 
 
 class StandIns(StepGraphs):
-    """Has a captured step for every decode. num_replays: by the `SamplingOps` of the replayed sampling graph."""
+    """Has a captured step for every decode.
+
+    num_replays: by the `SamplingOps` of the replayed sampling graph. num_draft_replays: of steps with drafts.
+    """
 
     num_replays: dict[int, int] = {}
+    num_draft_replays = 0
+    speculates = False
 
     def capture(self, run_forward, choose_tokens):
         self._run_forward, self._choose_tokens = run_forward, choose_tokens
 
     def dispatch(self, batch, *, allows_graph=True):
-        if batch.query_len != 1 or not allows_graph:
+        if (batch.query_len != 1 and not batch.has_drafts) or not allows_graph:
             return super().dispatch(batch, allows_graph=allows_graph)
-        count = batch.num_reqs
-        shape = GraphShape(count, count, 1, "full_decode_only")
-        found = ForwardOutput(
-            torch.empty(count, VOCAB), torch.empty(count, dtype=torch.int32), torch.empty(count, 16, dtype=torch.int32)
+        if batch.has_drafts:
+            # Two tokens are padding, and perhaps requests.
+            shape = GraphShape(NUM_ROWS, batch.num_tokens + 2, 1 + MAX_DRAFTS, "full_decode_only", has_drafts=True)
+            num_decodes = 0
+            StandIns.num_draft_replays += 1
+        else:
+            shape = GraphShape(batch.num_reqs, batch.num_reqs, 1, "full_decode_only")
+            num_decodes = batch.num_reqs
+        num_reqs, num_samples = shape.num_reqs, shape.num_tokens
+
+        def ints(*sizes: int) -> torch.Tensor:
+            return torch.empty(sizes, dtype=torch.int32)
+
+        logits = torch.empty(num_samples, VOCAB)
+        found = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
+        step = CapturedStep(
+            [Replayed(found, lambda: self._run_forward(shape, None, num_decodes=num_decodes))], [], found
         )
-        step = CapturedStep([Replayed(found, lambda: self._run_forward(shape, None, num_decodes=count))], [], found)
         for ops in CAPTURED_OPS:
-            tokens = torch.empty(count, dtype=torch.int32)
+            tokens = ints(num_samples + (num_reqs * (MAX_DRAFTS + 1 + batch.has_drafts) if self.speculates else 0))
 
             def choose(ops=ops):
                 self.num_replays[ops] = self.num_replays.get(ops, 0) + 1
-                return (self._choose_tokens(ops, found),)
+                return (self._choose_tokens(ops, found, batch.has_drafts),)
 
             step.sampling_graphs[ops] = Replayed((tokens,), choose), tokens
         return step
@@ -82,16 +101,24 @@ def requests() -> list[Request]:
     return [
         Request(
             f"r{index}",
-            [7 + index, *range(3, 3 + index % 5)],
+            # Repetitions, so that drafts are proposed.
+            [7 + index, *range(3, 3 + index % 5), *[8, 9, 10, 11] * (index % 3)],
             SamplingParams(seed=index, max_tokens=6 + (7 * index) % OUTPUT, ignore_eos=True, **kind),
         )
         for index, kind in enumerate(kinds)
     ]
 
 
-async def answers(device: str, graph_mode: str) -> list[Answer]:
+async def answers(device: str, graph_mode: str, *, speculates: bool = False) -> list[Answer]:
     config = EngineConfig(
-        device=device, max_num_seqs=5, num_blocks=100, graph_mode=graph_mode, depth=2, forbid_sync=device == "cuda"
+        device=device,
+        max_num_seqs=NUM_ROWS,
+        num_blocks=100,
+        graph_mode=graph_mode,
+        depth=2,
+        forbid_sync=device == "cuda",
+        speculate="ngram" if speculates else None,
+        num_speculative_tokens=MAX_DRAFTS,
     )
     engine = await AsyncEngine.start(toy_spec(), config)
 
@@ -118,15 +145,20 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
             assert [token for token, _ in entry.top] == [token for token, _ in other.top]
 
 
-async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(monkeypatch):
+@pytest.mark.parametrize("speculates", [False, True])
+async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(speculates, monkeypatch):
     expected = await answers("cpu", "none")
     monkeypatch.setattr(runner_module, "StepGraphs", StandIns)
     monkeypatch.setattr(StandIns, "num_replays", {})
-    check_equal(await answers("cpu", "none"), expected)
+    monkeypatch.setattr(StandIns, "num_draft_replays", 0)
+    monkeypatch.setattr(StandIns, "speculates", speculates)
+    check_equal(await answers("cpu", "none", speculates=speculates), expected)
     assert StandIns.num_replays[CAPTURED_OPS[-1]] > 20
+    assert (StandIns.num_draft_replays > 10) == speculates
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("graph_mode", ["full_decode_only", "piecewise", "full"])
-async def test_graphs_choose_what_launched_steps_choose(graph_mode):
-    check_equal(await answers("cuda", graph_mode), await answers("cuda", "none"))
+async def test_graphs_choose_what_launched_steps_choose(graph_mode, speculates):
+    check_equal(await answers("cuda", graph_mode, speculates=speculates), await answers("cuda", "none"))

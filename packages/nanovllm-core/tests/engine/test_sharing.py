@@ -11,7 +11,7 @@ from nanovllm_core import EngineClient, EngineConfig, Request, SamplingParams
 from nanovllm_core.engine import wire
 from nanovllm_core.engine.output_buffers import OutputBuffer, OutputBuffers
 from nanovllm_core.engine.server import split_by_client
-from nanovllm_core.outputs import PromptLogprobs, RequestFinish, RequestOutput, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import DraftTotals, PromptLogprobs, RequestFinish, RequestOutput, StepOutputs, TokenLogprobs
 
 CONFIG = EngineConfig(device="cpu", num_blocks=128, max_num_seqs=8)
 
@@ -135,7 +135,8 @@ def test_unread_outputs_are_taken_as_one():
     buffers.dispatch(StepOutputs([9, 8, 9], [8, 1, 9], [(9, logprobs[1]), (8, logprobs[0]), (9, logprobs[2])]))
     assert buffer.take() == RequestOutput("a", (7, 8, 9), 3, 2, 3, tuple(logprobs[:3]), scheduled_time=1.5)
     assert buffer.take() is None
-    buffers.dispatch(StepOutputs([9], [5], [(9, logprobs[3])], finishes=[RequestFinish(9, "stop", 5, 2, 1)]))
+    last_logprobs, totals = [(9, logprobs[3])], [DraftTotals(9, 2, 1), DraftTotals(8, 5, 5)]
+    buffers.dispatch(StepOutputs([9], [5], last_logprobs, finishes=[RequestFinish(9, "stop", 5)], draft_totals=totals))
     buffers.dispatch(StepOutputs([9], [6]))
     assert buffer.take() == RequestOutput("a", (5,), 3, 2, 4, (logprobs[3],), "stop", 5, None, 1.5, 2, 1)
     assert buffer.take() is None

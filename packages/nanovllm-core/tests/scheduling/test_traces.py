@@ -347,8 +347,6 @@ class Trace:
             for finish in outputs.finishes:
                 assert finish.stop_token == (self.outputs[finish.key][-1] if finish.reason == "stop" else None)
                 self.reasons[finish.key] = finish.reason
-                self.num_accepted += finish.num_accepted_drafts
-                self.num_rejected += finish.num_rejected_drafts
         for group, cache in enumerate(scheduler.caches):
             rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
             check_ownership(cache, [request for request in rows if request is not None])
@@ -377,7 +375,10 @@ class Trace:
     def check_end(self) -> None:
         scheduler = self.scheduler
         num_verified, num_accepted = scheduler.draft_totals
-        assert sum(num_accepted) <= sum(request.num_accepted_drafts for request in self.requests)
+        self.num_accepted = sum(num_accepted)
+        self.num_rejected = sum(num_verified) - self.num_accepted
+        assert self.num_accepted == sum(request.num_accepted_drafts for request in self.requests)
+        assert self.num_rejected == sum(request.num_rejected_drafts for request in self.requests)
         assert all(accepted <= verified for accepted, verified in zip(num_accepted, num_verified, strict=True))
         for totals in (num_verified, num_accepted):
             assert list(totals) == sorted(totals, reverse=True)

@@ -115,17 +115,14 @@ class OutputBuffers:
     def dispatch(self, outputs: StepOutputs) -> None:
         """Add `outputs` to the buffers of open requests, and wake the listeners."""
         buffers = self._buffer_by_key
-        for key, num_cached_tokens, scheduled_time in outputs.starts:
-            if (buffer := buffers.get(key)) is not None:
-                buffer.num_cached_tokens, buffer.scheduled_time = num_cached_tokens, scheduled_time
+        self._record_totals(outputs)
         for buffer, prompt_logprobs in self._with_buffers(outputs.prompt_logprobs):
             buffer.prompt_logprobs.append(prompt_logprobs)
         for buffer, logprobs in self._with_buffers(outputs.logprobs):
             buffer.logprobs.append(logprobs)
-        for key, reason, stop_token, num_accepted, num_rejected in outputs.finishes:
+        for key, reason, stop_token in outputs.finishes:
             if (buffer := buffers.get(key)) is not None:
                 buffer.finish_reason, buffer.stop_token = reason, stop_token
-                buffer.num_accepted_drafts, buffer.num_rejected_drafts = num_accepted, num_rejected
         for key, token in zip(outputs.keys, outputs.tokens, strict=True):
             if (buffer := buffers.get(key)) is not None:
                 buffer.tokens.append(token)
@@ -136,6 +133,15 @@ class OutputBuffers:
             if (buffer := buffers.pop(key, None)) is not None:
                 buffer.failure = failure
                 buffer.listener.wake()
+
+    def _record_totals(self, outputs: StepOutputs) -> None:
+        buffers = self._buffer_by_key
+        for key, num_cached_tokens, scheduled_time in outputs.starts:
+            if (buffer := buffers.get(key)) is not None:
+                buffer.num_cached_tokens, buffer.scheduled_time = num_cached_tokens, scheduled_time
+        for key, num_accepted, num_rejected in outputs.draft_totals:
+            if (buffer := buffers.get(key)) is not None:
+                buffer.num_accepted_drafts, buffer.num_rejected_drafts = num_accepted, num_rejected
 
     def _with_buffers(self, values: Iterable[tuple[int, ValueT]]) -> Iterator[tuple[OutputBuffer, ValueT]]:
         """Replace the request key of each pair by the request's buffer. Pairs of closed requests are skipped."""

@@ -240,7 +240,7 @@ def split_by_client(outputs: StepOutputs) -> dict[int, StepOutputs]:
         part = parts[client_number]
         part.keys.append(key)
         part.tokens.append(token)
-    for name in ("logprobs", "starts", "finishes", "failures", "prompt_logprobs"):
+    for name in ("logprobs", "starts", "finishes", "failures", "prompt_logprobs", "draft_totals"):
         for entry in getattr(outputs, name):
             getattr(parts[entry[0] // wire.KEYS_PER_CLIENT], name).append(entry)
     return parts

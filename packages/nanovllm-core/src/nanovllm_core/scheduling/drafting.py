@@ -70,8 +70,11 @@ class DraftPlanner:
 
     def observe(
         self, rows: RowIndices, num_drafts: NDArray[np.int64], first_tokens: NDArray[np.int32], results: DraftResults
-    ) -> None:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Learn from a finished step.
+
+        Returns the numbers of each row's verified and accepted drafts, int64 [n]. A step may have tokens in the place
+        of drafts that were never proposed; these do not count.
 
         rows: int64 [n], the rows that sampled.
         num_drafts: int64 [n], number of drafts in the step.
@@ -95,6 +98,7 @@ class DraftPlanner:
         self._keys[rows] = self._rows.keys[rows]
         self._num_proposed[rows] = results.num_proposed
         self._first_drafts[rows] = results.first_drafts
+        return num_verified, num_accepted
 
     def _acceptance(self, rows: RowIndices) -> NDArray[np.float64]:
         """The estimated probability that a draft is accepted if all drafts before it are accepted."""

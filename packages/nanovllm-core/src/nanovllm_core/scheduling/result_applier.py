@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.outputs import RequestFailure, RequestFinish, RequestStart, StepOutputs, TokenLogprobs
+from nanovllm_core.outputs import DraftTotals, RequestFailure, RequestFinish, RequestStart, StepOutputs, TokenLogprobs
 from nanovllm_core.scheduling.drafting import DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import RequestColumns, ScheduledRows, ScheduledStep, StepResults
@@ -45,8 +45,9 @@ class ResultApplier:
         """
         rows, scheduled = self._rows, step.plan.scheduled
         rows.num_steps_in_flight[scheduled.rows] -= 1
+        draft_totals: list[DraftTotals] = []
         if self._draft_planner is not None:
-            self._correct_bounds(step, results, self._draft_planner)
+            draft_totals = self._correct_bounds(step, results, self._draft_planner)
         failures = self._finish_failed_requests(scheduled, results)
         # Requests may have finished after the step was scheduled: discard their results.
         is_finished = rows.is_finished[scheduled.rows]
@@ -65,26 +66,39 @@ class ResultApplier:
         keys = new_tokens.columns.keys
         if new_tokens.num_tokens is not None:
             keys = np.repeat(keys, new_tokens.num_tokens).tolist()
-        return StepOutputs(keys, new_tokens.tokens.tolist(), logprobs, starts, finishes, failures, prompt_logprobs)
+        tokens = new_tokens.tokens.tolist()
+        return StepOutputs(keys, tokens, logprobs, starts, finishes, failures, prompt_logprobs, draft_totals)
 
-    def _correct_bounds(self, step: ScheduledStep, results: StepResults, planner: DraftPlanner) -> None:
-        """Subtract rejected drafts from the numbers of tokens, and let the planner learn from the step."""
+    def _correct_bounds(self, step: ScheduledStep, results: StepResults, planner: DraftPlanner) -> list[DraftTotals]:
+        """Subtract rejected drafts from the numbers of tokens, and let the planner learn from the step.
+
+        Returns the totals of unfinished requests for which the step verified drafts.
+        """
         if results.drafts is None:
             if results.tokens.size:
                 raise ValueError("with speculation, the results of each step that samples need `drafts`")
-            return
+            return []
         rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
         sampled_rows = scheduled.rows[scheduled.is_sampled]
         num_drafts = scheduled.num_tokens - 1 if step.plan.shape.has_drafts else np.zeros(len(sampled_rows), np.int64)
         num_rejected = num_drafts + 1 - num_tokens
         rows.num_tokens[sampled_rows] -= num_rejected
         rows.num_computed_tokens[sampled_rows] -= num_rejected
-        for index in np.flatnonzero(num_drafts):
-            (request,) = rows.requests_of(sampled_rows[index : index + 1])
-            request.num_accepted_drafts += int(num_tokens[index]) - 1
-            request.num_rejected_drafts += int(num_rejected[index])
         first_tokens = results.tokens[np.cumsum(num_tokens) - num_tokens]
-        planner.observe(sampled_rows, num_drafts, first_tokens, results.drafts)
+        num_verified, num_accepted = planner.observe(sampled_rows, num_drafts, first_tokens, results.drafts)
+        totals: list[DraftTotals] = []
+        verified_indices = np.flatnonzero(num_verified)
+        for request, verified, accepted in zip(
+            rows.requests_of(sampled_rows[verified_indices]),
+            num_verified[verified_indices].tolist(),
+            num_accepted[verified_indices].tolist(),
+            strict=True,
+        ):
+            request.num_accepted_drafts += accepted
+            request.num_rejected_drafts += verified - accepted
+            if not rows.is_finished[request.row]:
+                totals.append(DraftTotals(request.key, request.num_accepted_drafts, request.num_rejected_drafts))
+        return totals
 
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
         """Register the blocks that a step filled. Requests that have finished register theirs at the end."""
@@ -194,14 +208,6 @@ class ResultApplier:
         for index in np.flatnonzero(is_finished).tolist():
             request = requests[index]
             stop_token = request.output_ids[-1] if index in stopped else None
-            finishes.append(
-                RequestFinish(
-                    keys[index],
-                    "length" if stop_token is None else "stop",
-                    stop_token,
-                    request.num_accepted_drafts,
-                    request.num_rejected_drafts,
-                )
-            )
+            finishes.append(RequestFinish(keys[index], "length" if stop_token is None else "stop", stop_token))
             self._lifecycle.finish(request)
         return starts, finishes
