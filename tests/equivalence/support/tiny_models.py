@@ -164,7 +164,10 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
     return model
 
 
-async def generate(path: Path, device: str, settings: dict, *, is_preempted: bool = False) -> list[list[int]]:
+async def generate(
+    path: Path, device: str, settings: dict, *, is_preempted: bool = False, predictions: list[list[int]] | None = None
+) -> list[list[int]]:
+    """Return the greedy answers to `make_prompts`. predictions: of the answers, for engines with speculation."""
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     engine = await AsyncEngine.start(load(path), config)
     rng = random.Random(5)
@@ -173,7 +176,8 @@ async def generate(path: Path, device: str, settings: dict, *, is_preempted: boo
         # The arrival times are short, or a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
         sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-        outputs = engine.generate(Request(f"r{index}", prompt, sampling))
+        prediction = () if predictions is None else predictions[index]
+        outputs = engine.generate(Request(f"r{index}", prompt, sampling, prediction=prediction))
         return [token async for output in outputs for token in output.new_token_ids]
 
     try:
@@ -184,6 +188,9 @@ async def generate(path: Path, device: str, settings: dict, *, is_preempted: boo
         assert (stats.num_preemptions > 0) == is_preempted
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_state_slots == engine.info.num_state_slots
+        if predictions is not None:
+            # Steps have verified right and wrong drafts.
+            assert sum(stats.num_verified_drafts) > sum(stats.num_accepted_drafts) > NUM_PROMPTS // 2
         return found
     finally:
         await engine.stop()

@@ -21,7 +21,7 @@ STOP_MESSAGE = b""  # tells a rank to end
 
 
 class RowMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A `NewRow` without the fields that only rank 0 needs. token_ids: int32 [n] as bytes."""
+    """A `NewRow` without the fields that only rank 0 needs. token_ids, prediction_ids: int32 [n] as bytes."""
 
     row: int
     token_ids: bytes
@@ -31,6 +31,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     stop_ids: tuple[int, ...]
     state: NewState
+    prediction_ids: bytes
 
     @classmethod
     def from_row(cls, new: NewRow) -> "RowMessage":
@@ -47,6 +48,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
             new.seed,
             new.stop_ids,
             new.state,
+            new.prediction_ids.tobytes(),
         )
 
     def to_row(self) -> NewRow:
@@ -60,6 +62,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
             self.seed,
             self.stop_ids,
             state=self.state,
+            prediction_ids=np.frombuffer(self.prediction_ids, np.int32),
         )
 
 

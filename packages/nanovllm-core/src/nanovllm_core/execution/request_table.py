@@ -28,6 +28,9 @@ _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6  # kernels need a positive top-p
+# Only the first tokens of a longer prediction are searched for drafts. A multiple of 16, so that rows stay aligned.
+_MAX_PREDICTION_TOKENS = 16_384
+_NO_TOKEN = -1
 
 
 class SamplingOps(IntFlag):
@@ -92,6 +95,10 @@ class RequestTable:
 
     num_rows: number of rows.
     requests: selects this rank's part of a plan.
+    search_tokens: int32 [rows, n], the tokens in which drafts are searched: the request's predicted tokens, padded with
+        -1 on the left, then `tokens`.
+    tokens: int32 [rows, max_model_len + 1 + max_drafts], view of the last columns of `search_tokens`: the tokens of each
+        request, then drafts.
     num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks].
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
@@ -125,8 +132,14 @@ class RequestTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self.max_prediction_tokens = 0
+        if max_drafts:
+            self.max_prediction_tokens = min(-(-max_model_len // 16) * 16, _MAX_PREDICTION_TOKENS)
         # The additional columns are for tokens that a step in flight samples after its request has finished.
-        self.tokens = zeros(num_rows, max_model_len + 1 + max_drafts)
+        self.search_tokens = zeros(num_rows, self.max_prediction_tokens + max_model_len + 1 + max_drafts)
+        self.search_tokens[:, : self.max_prediction_tokens] = _NO_TOKEN
+        self.tokens = self.search_tokens[:, self.max_prediction_tokens :]
+        self._has_prediction = np.zeros(num_rows, np.bool_)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         # `_floats` holds six sampling options. The next line names them.
@@ -243,7 +256,7 @@ class RequestTable:
 
     def _make_row_arrays(self, new_rows: Sequence[NewRow]) -> list[Int32Array]:
         """Flat arrays with the values of new rows, in the order of `_write_rows`."""
-        row_stride = self.tokens.shape[1]
+        row_stride, first_column = self.search_tokens.shape[1], self.max_prediction_tokens
         samplings = [new.sampling for new in new_rows]
         floats = np.array(
             [
@@ -262,7 +275,12 @@ class RequestTable:
             np.array([min(s.top_k, self.vocab_size) for s in samplings], np.int32),
             np.array([new.seed for new in new_rows], np.int64).view(np.int32),
             floats.reshape(-1).view(np.int32),
-            np.concatenate([np.arange(len(new.token_ids), dtype=np.int32) + new.row * row_stride for new in new_rows]),
+            np.concatenate(
+                [
+                    np.arange(len(new.token_ids), dtype=np.int32) + (new.row * row_stride + first_column)
+                    for new in new_rows
+                ]
+            ),
             np.concatenate([new.token_ids for new in new_rows]),
         ]
 
@@ -275,10 +293,10 @@ class RequestTable:
         self.top_k[rows] = top_k
         self.seeds[rows] = seeds.view(torch.int64)
         self._floats[:, rows] = floats.view(torch.float32).view(6, -1)
-        self.tokens.view(-1)[token_indices.long()] = token_ids
+        self.search_tokens.view(-1)[token_indices.long()] = token_ids
 
     def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
-        """Write token counts, biases and forbidden sequences, or clear the values of the row's previous request.
+        """Write counts, biases, forbidden sequences and predictions, or clear those of the row's previous request.
 
         Few requests need these tables, so each request has its own upload.
         """
@@ -295,6 +313,17 @@ class RequestTable:
                 self._write_forbidden(new)
             elif stale_ops & SamplingOps.FORBID:
                 self.forbidden[new.row].fill_(-1)
+            if self.max_prediction_tokens:
+                self._write_prediction(new)
+
+    def _write_prediction(self, new: NewRow) -> None:
+        columns = self.search_tokens[new.row, : self.max_prediction_tokens]
+        if self._has_prediction[new.row]:
+            columns.fill_(_NO_TOKEN)
+        self._has_prediction[new.row] = has_prediction = len(new.prediction_ids) > 0
+        if has_prediction:
+            (prediction,) = upload([new.prediction_ids[: self.max_prediction_tokens]], self.device)
+            columns[len(columns) - len(prediction) :] = prediction
 
     def _write_forbidden(self, new: NewRow) -> None:
         sequences = np.full((MAX_FORBIDDEN_SEQUENCES, MAX_FORBIDDEN_SEQUENCE_TOKENS), -1, np.int32)

@@ -156,8 +156,9 @@ class TokenChooser:
             return []
         if table.num_pending is not None:
             _update_pending(table.num_pending, rows, num_new)
+        searched = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
         match = {"num_drafts": table.max_drafts, "min_match": _MIN_MATCH, "max_match": _MAX_MATCH}
-        drafts, num_proposed = propose_ngrams(rows.table_rows, rows.is_sampled, tables, **match)
+        drafts, num_proposed = propose_ngrams(rows.table_rows, rows.is_sampled, searched, **match)
         return [drafts.view(-1), num_proposed, *([] if num_new is None else [num_new])]
 
     def _make_chosen(self, packed: Tensor, output: ForwardOutput, *, has_drafts: bool) -> ChosenTokens:

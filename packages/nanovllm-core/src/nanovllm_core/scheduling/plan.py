@@ -12,7 +12,7 @@ from nanovllm_core.outputs import PromptLogprobs, TokenLogprobs
 from nanovllm_core.request_state import Checkpoint, RequestState
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.step_time import StepWork
-from nanovllm_core.token_ids import TokenIds
+from nanovllm_core.token_ids import TokenIds, as_token_ids
 
 RowIndices = NDArray[np.int64]
 
@@ -79,7 +79,11 @@ NO_STATE = NewState(0, 0, ())
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that gets a row. token_ids: the prompt, and after a preemption also the existing output."""
+    """A request that gets a row.
+
+    token_ids: the prompt, and after a preemption also the existing output.
+    prediction_ids: see `Request.prediction_ids`.
+    """
 
     row: int
     token_ids: TokenIds
@@ -90,6 +94,7 @@ class NewRow:
     stop_ids: tuple[int, ...]
     compiled_grammar: CompiledGrammar | None = None
     state: NewState = NO_STATE
+    prediction_ids: TokenIds = field(default_factory=lambda: as_token_ids(()))
 
 
 class PromptLogprobsRange(NamedTuple):
