@@ -12,7 +12,7 @@ from torch import Tensor
 class HostCopySlot:
     """The buffer and the events of one step.
 
-    tokens: pinned int32 [size].
+    tokens: pinned int32 [size], see `ChosenTokens.packed`.
     token_array: the same memory as a numpy array.
     begin_event, end_event: timing events, recorded when the step begins and ends.
     stream: the stream of all steps, stored because asking torch for the current stream is slow.
@@ -35,7 +35,7 @@ class HostCopySlot:
 class HostCopyRing:
     """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
-    size: maximum number of sampled tokens of a step.
+    size: maximum length of `ChosenTokens.packed`.
     max_steps_in_flight: maximum number of steps that are launched but not finished.
     """
 
