@@ -67,8 +67,8 @@ class StandIns(StepGraphs):
         if (batch.query_len != 1 and not batch.has_drafts) or not allows_graph:
             return super().dispatch(batch, allows_graph=allows_graph)
         if batch.has_drafts:
-            # Two tokens are padding, and perhaps requests.
-            shape = GraphShape(NUM_ROWS, batch.num_tokens + 2, 1 + MAX_DRAFTS, "full_decode_only", has_drafts=True)
+            # Some requests are padding, but no tokens: sampling on a CPU refuses the NaN in logits of padding.
+            shape = GraphShape(NUM_ROWS, batch.num_tokens, 1 + MAX_DRAFTS, "full_decode_only", has_drafts=True)
             num_decodes = 0
             StandIns.num_draft_replays += 1
         else:
