@@ -25,6 +25,7 @@ from nanovllm_core import (
 from nanovllm_core.config import resolve
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
+LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
 # An engine that does not notice an ended rank would wait for minutes. On an idle machine it ends in less than a second.
 MAX_END_S = 60
 PROMPTS = [[7, 8, 9], [7, 8, 9, *range(10, 50)], [11], [*range(20, 60)], [7, 8, 9, *range(10, 48), 3]]
@@ -71,18 +72,23 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
+@pytest.fixture(scope="module")
+def expected(vetter) -> dict[str, list[list[RequestOutput]]]:
+    """The outputs of one rank with memory for all requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        vetter.use(patch)
+        return asyncio.run(answer_all(replace(CONFIG, tensor_parallel_size=1, **LIMITS, depth=1)))
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "dp_attention", "depth"), [(64, False, 1), (18, False, 1), (64, True, 1), (9, True, 2)]
 )
-def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, dp_attention, depth, monkeypatch):
-    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48, depth=depth)
-    vetter = grammars.SharedVetter()
+def test_two_ranks_answer_like_one_rank_with_every_sampling_option(
+    num_blocks, dp_attention, depth, expected, vetter, monkeypatch
+):
     vetter.use(monkeypatch)
-    try:
-        expected = asyncio.run(answer_all(replace(config, tensor_parallel_size=1)))
-        found = asyncio.run(answer_all(replace(config, dp_attention=dp_attention)))
-    finally:
-        vetter.end()
+    config = replace(CONFIG, num_blocks=num_blocks, dp_attention=dp_attention, depth=depth, **LIMITS)
+    found = asyncio.run(answer_all(config))
     for name, outputs in expected.items():
         assert tokens_of(found[name]) == tokens_of(outputs), name
         assert [output.finish_reason for output in found[name]][-1] == outputs[-1].finish_reason
