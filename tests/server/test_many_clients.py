@@ -1,4 +1,4 @@
-"""Sixty-four clients stream at once from the default model; some leave midway."""
+"""Forty clients stream at once from the default model; some leave midway."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ import torch
 from nanovllm_models import load_tokenizer
 
 MODEL = "SmolLM2-135M-Instruct"
-CLIENTS, LEAVERS, TOKENS = 64, 20, 24
+CLIENTS, LEAVERS, TOKENS = 40, 12, 20
 
 
 @dataclass
@@ -29,7 +29,7 @@ class StreamResult:
 @pytest.fixture(scope="module")
 def busy_server(run_server, default_model) -> Iterator:
     """A server in float32, where a token does not depend on other requests in the batch."""
-    with run_server(default_model, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32") as server:
+    with run_server(default_model, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "20") as server:
         yield server
 
 

@@ -18,7 +18,7 @@ from nanovllm_kernels.platform import has_triton
 
 KERNELS = Path(__file__).parent / "kernels"
 # These files take about half of the total time, so that two processes take equally long.
-FIRST_HALF_FILES = (KERNELS / "test_attention.py", KERNELS / "test_sampling.py")
+FIRST_HALF_FILES = tuple(KERNELS / f"test_{name}.py" for name in ("attention", "gemm", "mla", "sampling"))
 INTERPRETER = Path(__file__).with_name("test_interpreter.py")
 INTERPRETED = pytest.StashKey[dict[str, subprocess.Popen[str]]]()
 

@@ -528,18 +528,29 @@ def test_work_list_planning_compiles():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 32), (16, 64)])
-@pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size", "dtype"),
+    [
+        # Every pair of two parameters' values. Tests on a GPU run more combinations.
+        *((64, 1, 16, "BFloat16"), (64, 8, 32, "Float16"), (64, 16, 64, "BFloat16")),
+        *((128, 1, 16, "Float16"), (128, 8, 32, "BFloat16"), (128, 16, 64, "Float16")),
+        *((256, 1, 16, "BFloat16"), (256, 8, 32, "Float16"), (256, 16, 64, "BFloat16")),
+    ],
+)
 def test_cute_decode_fits_shared_memory(head_dim, group, page_size, dtype, tmp_path):
     ptx = compile_cute(head_dim, group, page_size, dtype, dtype, tmp_path)
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize(("group", "page_size"), [(1, 16), (8, 64)])
-@pytest.mark.parametrize("dtype", ["BFloat16", "Float16"])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size", "dtype"),
+    [
+        # Every pair of two parameters' values.
+        *((128, 1, 16, "BFloat16"), (128, 8, 64, "Float16")),
+        *((256, 1, 16, "Float16"), (256, 8, 64, "BFloat16")),
+    ],
+)
 def test_cute_decode_of_fp8_cache_compiles(head_dim, group, page_size, dtype, tmp_path):
     ptx = compile_cute(head_dim, group, page_size, dtype, "Uint8", tmp_path)
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16" in ptx

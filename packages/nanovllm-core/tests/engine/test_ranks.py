@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import grammars
 import pytest
 import torch
 import toy_model
@@ -20,28 +19,34 @@ from nanovllm_core import (
     EngineConfig,
     EngineDeadError,
     Request,
+    RequestOutput,
     SamplingParams,
 )
 from nanovllm_core.config import resolve
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
+LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
 # An engine that does not notice an ended rank would wait for minutes. On an idle machine it ends in less than a second.
 MAX_END_S = 60
+
+
+@pytest.fixture(scope="module")
+def expected(vetter) -> dict[str, list[RequestOutput]]:
+    """The answers of one rank with memory for all requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        vetter.use(patch)
+        return asyncio.run(answer_all(replace(CONFIG, tensor_parallel_size=1, depth=1, **LIMITS), PROMPTS))
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "dp_attention", "depth"), [(64, False, 1), (18, False, 1), (64, True, 1), (9, True, 2)]
 )
-def test_two_ranks_answer_like_one_rank_with_every_sampling_option(num_blocks, dp_attention, depth, monkeypatch):
-    config = replace(CONFIG, num_blocks=num_blocks, max_model_len=128, max_num_batched_tokens=48, depth=depth)
-    vetter = grammars.SharedVetter()
+def test_two_ranks_answer_like_one_rank_with_every_sampling_option(
+    num_blocks, dp_attention, depth, expected, vetter, monkeypatch
+):
     vetter.use(monkeypatch)
-    try:
-        expected = asyncio.run(answer_all(replace(config, tensor_parallel_size=1)))
-        found = asyncio.run(answer_all(replace(config, dp_attention=dp_attention)))
-    finally:
-        vetter.end()
-    compare_answers(found, expected)
+    config = replace(CONFIG, num_blocks=num_blocks, dp_attention=dp_attention, depth=depth, **LIMITS)
+    compare_answers(asyncio.run(answer_all(config, PROMPTS)), expected)
 
 
 def test_a_rank_that_can_not_build_the_model_fails_the_start_with_its_reason():

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 
-import grammars
 import pytest
 import sampled_answers
 from sampled_answers import answer_all, compare_answers
@@ -15,29 +14,21 @@ CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_model_len
 PROMPTS = [*sampled_answers.PROMPTS[:2], [11, 12, 13] * 6, [*range(20, 32), *range(20, 30)]]
 
 
-def answer_with(config: EngineConfig) -> dict[str, list[RequestOutput]]:
-    """The answers of an engine to `PROMPTS` with every sampling option."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampled_answers, "PROMPTS", PROMPTS)
-        vetter = grammars.SharedVetter()
-        vetter.use(patch)
-        try:
-            return asyncio.run(answer_all(config))
-        finally:
-            vetter.end()
-
-
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[RequestOutput]]:
-    return answer_with(CONFIG)
+def expected(vetter) -> dict[str, list[RequestOutput]]:
+    """The answers of an engine without speculation, with memory for all requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        vetter.use(patch)
+        return asyncio.run(answer_all(CONFIG, PROMPTS))
 
 
 @pytest.mark.parametrize(
     ("num_blocks", "depth", "num_drafts", "num_ranks"), [(18, 2, 3, 1), (64, 2, 15, 1), (64, 1, 4, 2)]
 )
-def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, num_ranks, expected):
+def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, num_ranks, expected, vetter, monkeypatch):
+    vetter.use(monkeypatch)
     settings = {"speculate": "ngram", "num_speculative_tokens": num_drafts, "tensor_parallel_size": num_ranks}
-    found = answer_with(replace(CONFIG, num_blocks=num_blocks, depth=depth, **settings))
+    found = asyncio.run(answer_all(replace(CONFIG, num_blocks=num_blocks, depth=depth, **settings), PROMPTS))
     compare_answers(found, expected)
     finals = [outputs[-1] for outputs in found.values()]
     assert sum(final.num_accepted_drafts for final in finals) > 20

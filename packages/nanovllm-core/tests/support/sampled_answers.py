@@ -32,12 +32,12 @@ async def collect(engine, prompt: list[int], sampling: SamplingParams, name: str
     return [output async for output in engine.generate(Request(name, prompt, sampling))]
 
 
-async def answer_all(config: EngineConfig) -> dict[str, list[list[RequestOutput]]]:
+async def answer_all(config: EngineConfig, prompts: list[list[int]]) -> dict[str, list[RequestOutput]]:
     """The outputs of every prompt with every sampling, all at once."""
     engine = await AsyncEngine.start(toy_model.toy_spec(), config)
     try:
-        names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(PROMPTS))]
-        pairs = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in PROMPTS]
+        names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(prompts))]
+        pairs = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in prompts]
         outputs = await asyncio.gather(*(collect(engine, *pair, name) for pair, name in zip(pairs, names, strict=True)))
         assert engine.info.num_blocks == config.num_blocks * (2 if config.dp_attention else 1)
         # With depth 2, a step may still use the blocks of a finished request.

@@ -67,14 +67,13 @@ def interpreter_with_fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
 
 
-@pytest.fixture(autouse=True)
-def interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def changed_interpreter() -> None:
     if not INTERPRETED:
         return
-    from interpreter_fixes import make_numpy_2_4_patch
-    from triton.runtime import interpreter
+    from interpreter_fixes import change_interpreter
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", make_numpy_2_4_patch())
+    change_interpreter()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from collective_checks import check_copies, check_nan_is_no_empty_slot, check_norm, check_sums
-from interpreter_fixes import make_numpy_2_4_patch
+from interpreter_fixes import change_interpreter
 from triton.runtime import interpreter
 
 from nanovllm_kernels import collective
@@ -104,7 +104,7 @@ def _map_slots(region: tl.tensor, indices: np.ndarray) -> np.ndarray:
 
 def interpret_kernels() -> None:
     """Replace the Gluon kernels of this process."""
-    interpreter._patch_lang_tensor = make_numpy_2_4_patch()
+    change_interpreter()
     gluon_language = TritonForGluon()
     interpreted: dict[str, object] = {"put": put, "take": take, "gl": gluon_language, "tl": tl}
     for module, names in KERNELS:

@@ -1,12 +1,23 @@
-"""Fixes of Triton 3.6's interpreter that several processes apply."""
+"""Changes of Triton 3.6's interpreter that several processes apply: a fix for numpy 2.4, and less repeated work."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import math
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 
-def make_numpy_2_4_patch() -> Callable[..., None]:
-    """Return a replacement of `interpreter._patch_lang_tensor`, whose conversion to integers numpy 2.4 rejects.
+def change_interpreter() -> None:
+    """Fix the interpreter of this process for numpy 2.4, and skip work that it repeats. No result changes."""
+    _fix_for_numpy_2_4()
+    _patch_language_once()
+    _remember_types()
+    _drop_unused_overflow_checks()
+
+
+def _fix_for_numpy_2_4() -> None:
+    """Replace a conversion to integers that numpy 2.4 rejects.
 
     https://github.com/triton-lang/triton/issues/9171, fixed in later versions.
     """
@@ -16,4 +27,49 @@ def make_numpy_2_4_patch() -> Callable[..., None]:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    return patch_tensor_and_index
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+def _patch_language_once() -> None:
+    """Replace Triton's functions once per module. The interpreter replaces them at each call of a device function."""
+    patch = interpreter._patch_lang
+    is_patched: set[tuple[bool, bool]] = set()
+
+    def patch_once(kernel):
+        values = kernel.__globals__.values()
+        used = any(value is tl for value in values), any(value is tl.core for value in values)
+        if used not in is_patched:
+            # Do not restore these functions: the next call needs them again.
+            patch(kernel)
+            is_patched.add(used)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
+def _remember_types() -> None:
+    """Compute the numpy dtype of a Triton dtype, and the shape of a tensor in Triton's constants, once per value."""
+    find_dtype = interpreter._get_np_dtype
+    find_scalar_dtype = functools.cache(find_dtype)
+
+    def get_dtype(dtype):
+        return find_dtype(dtype) if isinstance(dtype.scalar, tl.pointer_type) else find_scalar_dtype(dtype.scalar)
+
+    make_shape = functools.cache(lambda shape: tl.core.tuple([tl.constexpr(size) for size in shape]))
+    make_numel = functools.cache(lambda shape: tl.constexpr(math.prod(shape)))
+
+    def initialize_tensor(self, handle, tensor_type) -> None:
+        sizes = tensor_type.shape if tensor_type.is_block() else ()
+        shape = tuple(tl.core._unwrap_if_constexpr(size) for size in sizes)
+        self.handle, self.type, self.dtype = handle, tensor_type, tensor_type.scalar
+        self.shape, self.numel = make_shape(shape), make_numel(shape)
+
+    interpreter._get_np_dtype = get_dtype
+    tl.tensor.__init__ = initialize_tensor
+
+
+def _drop_unused_overflow_checks() -> None:
+    """Do not compute sums and products of integers again in int64: the interpreter drops the result of this check."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "Triton's interpreter now uses the result of its overflow checks"
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

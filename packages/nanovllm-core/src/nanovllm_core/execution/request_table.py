@@ -97,7 +97,7 @@ class RequestTable:
     requests: selects this rank's part of a plan.
     search_tokens: int32 [rows, n], the tokens in which drafts are searched: the request's predicted tokens (padded with
         -1 on the left), then `tokens`.
-    tokens: int32 [rows, max_model_len + 1 + max_drafts], the last columns of `search_tokens`: the request's tokens, then
+    tokens: int32 [rows, max_model_len + 1 + max_drafts], the last columns of `search_tokens`: the request's tokens and
         drafts.
     num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks].
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.

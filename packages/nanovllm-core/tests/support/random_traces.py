@@ -1,0 +1,451 @@
+"""Random traces of requests through scheduler and cache, on a simulated device that checks every slot that it reads.
+
+`python random_traces.py [--blocks N] [--groups N ...]` runs N blocks of seeds; test_traces.py runs a sample.
+"""
+
+import argparse
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.state_pool import StatePool
+from nanovllm_core.outputs import PromptLogprobs
+from nanovllm_core.request import Request
+from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.sampling_params import SamplingParams
+from nanovllm_core.scheduling.budget import StepLimits
+from nanovllm_core.scheduling.drafting import DraftLimits
+from nanovllm_core.scheduling.plan import (
+    DraftResults,
+    NewRow,
+    NewState,
+    PromptLogprobsRange,
+    StepPlan,
+    StepResults,
+)
+from nanovllm_core.scheduling.scheduler import Scheduler
+
+VOCAB = 50
+TRACES_PER_BLOCK = 250
+EOS = 0
+
+
+def digest(previous_digest: int, token: int) -> int:
+    # Integers have the same hash in each interpreter; strings have not.
+    return hash((previous_digest, token))
+
+
+def next_token(prefix_digest: int, eos_rate: int) -> int:
+    return EOS if prefix_digest % 997 < eos_rate else 1 + prefix_digest % (VOCAB - 1)
+
+
+@dataclass
+class Device:
+    """A simulated device of one group of requests. Each cache slot and state slot holds a digest of all tokens so far.
+
+    slots: digest by cache slot. tables: block id by entry, by row. tokens: tokens by row. computed: number of computed
+        tokens by row.
+    states: digest by state slot; None for a model without recurrent layers. state_of: `NewState` by row.
+    max_drafts: number of drafts that are proposed after each sampled token. drafts: by row.
+    """
+
+    block_size: int
+    eos_rate: int
+    slots: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, dict[int, int]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+    states: dict[int, int] | None = None
+    state_of: dict[int, NewState] = field(default_factory=dict)
+    max_drafts: int = 0
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def restore_states(self, new_rows: Sequence[NewRow]) -> None:
+        assert self.states is not None
+        source_slots = [new.state.source_slot for new in new_rows if new.state.source_slot]
+        source_digests = {slot: self.states[slot] for slot in source_slots}
+        for new in new_rows:
+            assert bool(new.state.source_slot) == bool(new.num_computed_tokens)
+            self.states[new.state.slot] = source_digests[new.state.source_slot] if new.state.source_slot else 1
+            self.state_of[new.row] = new.state
+
+    def advance_state(self, row: int, previous_digest: int, new_digest: int, position: int) -> None:
+        """Advance a row's recurrent state by the token at `position`."""
+        assert self.states is not None
+        slot, _, checkpoints = self.state_of[row]
+        assert self.states[slot] == previous_digest, "a state slot holds another prompt's state"
+        self.states[slot] = new_digest
+        for checkpoint in checkpoints:
+            if checkpoint.position == position + 1:
+                self.states[checkpoint.slot] = new_digest
+
+    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
+        if self.states is not None:
+            self.restore_states(new_rows)
+        for new in new_rows:
+            self.tokens[new.row] = new.token_ids.tolist()
+            self.computed[new.row] = new.num_computed_tokens
+            self.tables[new.row] = {}
+
+    def compute(self, row: int, count: int) -> list[tuple[int, int, int]]:
+        """Compute `count` tokens of a row. Returns (row, position, digest of the tokens so far) of each token."""
+        prefix_digest, hidden_states = 1, []
+        end = self.computed[row] + count
+        for position, token in enumerate((self.tokens[row] + self.drafts.get(row, []))[:end]):
+            previous_digest, prefix_digest = prefix_digest, digest(prefix_digest, token)
+            slot = self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
+            if position >= self.computed[row]:
+                self.slots[slot] = prefix_digest
+            if position >= self.computed[row] and self.states is not None:
+                self.advance_state(row, previous_digest, prefix_digest, position)
+            assert self.slots[slot] == prefix_digest, "a cached block holds another prompt's keys"
+            if position >= self.computed[row]:
+                hidden_states.append((row, position, prefix_digest))
+        self.computed[row] = end
+        return hidden_states
+
+    def sample(self, row: int, prefix_digest: int) -> int:
+        self.tokens[row].append(next_token(prefix_digest, self.eos_rate))
+        return self.tokens[row][-1]
+
+    def verify(self, row: int, hidden_states: list[tuple[int, int, int]]) -> list[int]:
+        """Sample after the last token and after each draft; keep the drafts that are right, and one token."""
+        drafts = self.drafts[row][: len(hidden_states) - 1]
+        self.computed[row] -= len(drafts)
+        tokens = [self.sample(row, hidden_states[0][2])]
+        for draft, (_, _, prefix_digest) in zip(drafts, hidden_states[1:], strict=True):
+            if tokens[-1] != draft:
+                break
+            self.computed[row] += 1
+            tokens.append(self.sample(row, prefix_digest))
+        return tokens
+
+    def propose(self, row: int) -> int:
+        """Propose drafts, of which some are right. Returns their number, beyond which the drafts are left over."""
+        *_, prefix_digest = accumulate(self.tokens[row], digest, initial=1)
+        drafts: list[int] = []
+        for _ in range(self.max_drafts):
+            right = next_token(prefix_digest, self.eos_rate)
+            drafts.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
+            prefix_digest = digest(prefix_digest, drafts[-1])
+        self.drafts[row] = drafts
+        return self.rng.randrange(self.max_drafts + 1)
+
+    def score(self, part: PromptLogprobsRange, hidden_states: list[tuple[int, int, int]]) -> PromptLogprobs:
+        """Stand-ins for log-probabilities: digests of a prompt token and of all tokens that the device saw before."""
+        ranks = []
+        for row, position, prefix_digest in hidden_states[
+            part.first_logits_index : part.first_logits_index + part.num_tokens
+        ]:
+            assert (row, position) == (part.row, part.start + len(ranks) - 1), "the hidden state of another token"
+            ranks.append(digest(prefix_digest, self.tokens[row][position + 1]))
+        return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
+
+
+def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> StepResults:
+    """Run a step. Each device runs the rows of its group."""
+    for group, device in enumerate(devices):
+        device.add_rows([new for new in plan.new_rows if new.row // rows_per_group == group])
+    blocks = plan.new_blocks
+    for row, entry, block in zip(blocks.rows, blocks.entries, blocks.block_ids, strict=True):
+        devices[row // rows_per_group].tables[row][entry] = block
+    sampled_tokens, hidden_states, num_tokens, num_proposed = [], [], [], []
+    for row, count, samples in zip(*(column.tolist() for column in plan.scheduled), strict=True):
+        device = devices[row // rows_per_group]
+        if not (device.max_drafts and plan.shape.has_drafts):
+            device.drafts[row] = []
+        row_states = device.compute(row, count)
+        hidden_states += row_states
+        if plan.shape.has_drafts:
+            assert samples
+            assert len(row_states) == count <= 1 + device.max_drafts
+            new_tokens = device.verify(row, row_states)
+        else:
+            assert samples == (device.computed[row] == len(device.tokens[row]))
+            new_tokens = [device.sample(row, row_states[-1][2])] if samples else []
+        if samples:
+            sampled_tokens += new_tokens
+            num_tokens.append(len(new_tokens))
+            num_proposed.append((row, device.propose(row)))
+    drafts = None
+    if devices[0].max_drafts:
+        first_drafts = [devices[row // rows_per_group].drafts[row][0] for row, _ in num_proposed]
+        drafts = DraftResults(
+            np.array(num_tokens, np.int64),
+            np.array([count for _, count in num_proposed], np.int64),
+            np.array(first_drafts, np.int32),
+        )
+    scores = [devices[part.row // rows_per_group].score(part, hidden_states) for part in plan.prompt_logprobs_ranges]
+    return StepResults(np.array(sampled_tokens, np.int32), (), (), scores, drafts)
+
+
+def expected_output(request: RequestState, limit: int, eos_rate: int) -> list[int]:
+    prefix_digest, output = 1, []
+    for token in request.prompt_ids.tolist():
+        prefix_digest = digest(prefix_digest, token)
+    while len(output) < limit:
+        output.append(next_token(prefix_digest, eos_rate))
+        if output[-1] == EOS and not request.sampling.ignore_eos:
+            break
+        prefix_digest = digest(prefix_digest, output[-1])
+    return output
+
+
+def expected_scores(request: RequestState) -> list[int]:
+    return [*accumulate(request.prompt_ids.tolist(), digest, initial=1)][2:]
+
+
+def check_ownership(cache: CacheManager, requests: list[RequestState]) -> None:
+    """requests: all requests that have a row in the group of `cache`."""
+    num_holders = Counter(block for request in requests for block in request.block_ids)
+    pool = cache.pool
+    for block in range(1, pool.num_blocks + 1):
+        assert pool.count_holders(block) == num_holders[block]
+    assert pool.num_free == pool.num_blocks - len(num_holders)
+    assert 0 not in num_holders, "the null block was given out"
+    states = cache.state_pool
+    if states is not None:
+        slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
+        slots = [slot for slot in slots if slot]
+        assert len(set(slots)) == len(slots), "a state slot was given out twice"
+        assert states.slots.num_free == states.slots.num_blocks - len(slots)
+        assert all(bool(request.state_slot) == bool(request.block_ids) for request in requests)
+    for request in requests:
+        assert len(set(request.block_ids)) == len(request.block_ids)
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan, decodes: set[int], budget: int) -> None:
+    counts = plan.scheduled.num_tokens.tolist()
+    assert min(counts) >= 1
+    assert counts == sorted(counts, key=lambda count: count != 1), "decodes must come first"
+    rows = plan.scheduled.rows.tolist()
+    assert len(set(rows)) == len(rows)
+    groups = [scheduler.rows.group_of(row) for row in rows]
+    tokens_by_group = Counter()
+    for group, count in zip(groups, counts, strict=True):
+        tokens_by_group[group] += count
+    assert plan.shape.num_tokens == max(tokens_by_group.values()) <= budget
+    assert not plan.shape.has_drafts or set(rows) <= decodes
+    assert plan.shape.num_reqs == max(Counter(groups).values())
+    new_groups = {scheduler.rows.group_of(new.row) for new in plan.new_rows}
+    group_decodes = {row for row in decodes if scheduler.rows.group_of(row) in new_groups}
+    assert group_decodes <= set(rows), "a prefill was admitted although a running decode of its group was left out"
+
+
+class Trace:
+    def __init__(self, seed: int, num_groups: int):
+        rng = self.rng = random.Random(seed)
+        self.block_size = rng.choice([2, 4, 16])
+        self.eos_rate = rng.choice([0, 30, 200])
+        # Checkpoints are at multiples of 64 tokens.
+        is_recurrent = rng.random() < 0.2
+        self.max_model_len = 150 if is_recurrent else rng.choice([24, 64])
+        blocks_per_request = -(-self.max_model_len // self.block_size)
+        num_blocks = blocks_per_request * rng.choice([1, 2, 4]) + rng.randrange(3)
+        max_num_seqs = rng.choice([1, 3, 8])
+        self.budget = max_num_seqs + self.block_size + rng.choice([0, 5, 200])
+        self.max_steps_in_flight = rng.choice([1, 2, 3])
+        cache_options = {
+            "prefix_caching": (prefix_caching := rng.random() < 0.8),
+            "hash_algorithm": rng.choice(["fast", "sha256"]),
+            "watermark": rng.choice([0, 0.1]),
+        }
+        # A decode with drafts may fill at most one new block.
+        max_drafts = 0 if is_recurrent or num_groups > 1 else rng.choice([0, 1, self.block_size - 1])
+        num_slots = max_num_seqs + prefix_caching * rng.choice([1, 3, 20]) if is_recurrent else 0
+        caches = [
+            CacheManager(
+                num_blocks,
+                self.block_size,
+                state_pool=StatePool(num_slots, max_num_seqs, self.block_size) if is_recurrent else None,
+                **cache_options,
+            )
+            for _ in range(num_groups)
+        ]
+        self.scheduler = Scheduler(
+            caches,
+            max_num_seqs=num_groups * max_num_seqs,
+            limits=StepLimits(self.budget),
+            max_model_len=self.max_model_len,
+            eos_token_ids=[EOS],
+            draft_limits=DraftLimits(max_drafts, self.budget),
+        )
+        self.rows_per_group = max_num_seqs
+        self.devices = [
+            Device(self.block_size, self.eos_rate, states={} if is_recurrent else None, max_drafts=max_drafts)
+            for _ in range(num_groups)
+        ]
+        self.prefixes = [
+            [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if is_recurrent else 2)
+        ]
+        self.requests: list[RequestState] = []
+        self.aborted: set[int] = set()
+        self.outputs: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
+        self.scores: dict[int, list[int]] = {}
+        self.num_resumed_midway = self.num_restored = self.num_accepted = self.num_rejected = 0
+        self.in_flight: deque = deque()
+
+    def submit(self) -> None:
+        rng = self.rng
+        length = rng.randrange(1, self.max_model_len)
+        shared = rng.randrange(length + 1) if rng.random() < 0.6 else 0
+        if self.devices[0].states is not None and rng.random() < 0.7:
+            shared = min(length, rng.choice([70, 130]))
+        prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)]
+        client_request = Request(
+            id=f"r{len(self.requests)}",
+            token_ids=prompt,
+            sampling=SamplingParams(
+                max_tokens=rng.choice([None, 1, 2, 20]) if length < self.max_model_len - 20 else None,
+                ignore_eos=rng.random() < 0.2,
+                prompt_logprobs=rng.choice([None, None, 0, 3]),
+            ),
+            cache_salt=rng.choice(["", "", "tenant"]),
+            priority=rng.choice([0, 0, 0, -1, 1]),
+            arrival_time=float(len(self.requests)),
+        )
+        request = RequestState(len(self.requests), client_request)
+        self.requests.append(request)
+        self.outputs[request.key] = []
+        self.scores[request.key] = []
+        self.scheduler.add(request)
+
+    def step(self) -> bool:
+        scheduler = self.scheduler
+        while len(self.in_flight) < self.max_steps_in_flight:
+            rows = scheduler.rows
+            decodes = {
+                request.row
+                for request in scheduler.running_requests
+                if rows.num_tokens[request.row] - rows.num_computed_tokens[request.row] == 1
+                and rows.num_tokens[request.row] < request.max_total_tokens
+            }
+            step = scheduler.schedule()
+            if step is None:
+                break
+            check_plan(scheduler, step.plan, decodes, self.budget)
+            for new in step.plan.new_rows:
+                (request,) = scheduler.rows.requests_of(np.array([new.row]))
+                if 0 < len(self.scores[request.key]) < request.num_prompt_tokens - 1:
+                    self.num_resumed_midway += 1
+                self.num_restored += new.state.source_slot > 0
+            self.in_flight.append((step, run_plan(self.devices, self.rows_per_group, step.plan)))
+        if self.in_flight:
+            outputs = scheduler.complete(*self.in_flight.popleft())
+            for key, logprobs in outputs.prompt_logprobs:
+                assert key not in self.aborted
+                assert not self.outputs[key], "log-probabilities of a prompt came after the first token"
+                self.scores[key].extend(np.frombuffer(logprobs.ranks, np.int64).tolist())
+            for key, token in zip(outputs.keys, outputs.tokens, strict=True):
+                assert key not in self.aborted
+                assert key not in self.reasons, "an output after the last one"
+                assert self.outputs[key] or key in {start.key for start in outputs.starts}
+                self.outputs[key].append(token)
+            for finish in outputs.finishes:
+                assert finish.stop_token == (self.outputs[finish.key][-1] if finish.reason == "stop" else None)
+                self.reasons[finish.key] = finish.reason
+        for group, cache in enumerate(scheduler.caches):
+            rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
+            check_ownership(cache, [request for request in rows if request is not None])
+        return bool(self.in_flight)
+
+    def abort_random_request(self) -> None:
+        unfinished = [request for request in self.requests if request.status is not RequestStatus.FINISHED]
+        if unfinished:
+            request = self.rng.choice(unfinished)
+            assert self.scheduler.abort(request.key)
+            self.aborted.add(request.key)
+
+    def run(self) -> None:
+        for _ in range(self.rng.randrange(1, 12)):
+            for _ in range(self.rng.randrange(5)):
+                self.submit()
+            if self.rng.random() < 0.2:
+                self.abort_random_request()
+            for _ in range(self.rng.randrange(6)):
+                self.step()
+        for _ in range(5000):
+            if not self.step() and not self.scheduler.has_requests:
+                break
+        self.check_end()
+
+    def check_end(self) -> None:
+        scheduler = self.scheduler
+        num_verified, num_accepted = scheduler.draft_totals
+        self.num_accepted = sum(num_accepted)
+        self.num_rejected = sum(num_verified) - self.num_accepted
+        assert self.num_accepted == sum(request.num_accepted_drafts for request in self.requests)
+        assert self.num_rejected == sum(request.num_rejected_drafts for request in self.requests)
+        assert all(accepted <= verified for accepted, verified in zip(num_accepted, num_verified, strict=True))
+        for totals in (num_verified, num_accepted):
+            assert list(totals) == sorted(totals, reverse=True)
+        assert not scheduler.has_requests
+        assert not scheduler.running_requests
+        assert scheduler.num_waiting == 0
+        for cache in scheduler.caches:
+            assert cache.pool.num_free == cache.pool.num_blocks
+            assert cache.pool.num_cached <= cache.pool.num_free
+            if (states := cache.state_pool) is not None:
+                assert states.slots.num_free == states.slots.num_blocks
+        for request in self.requests:
+            assert request.status is RequestStatus.FINISHED
+            assert (request.row, request.block_ids, request.state_slot) == (-1, [], 0)
+            limit = request.max_total_tokens - request.num_prompt_tokens
+            expected = expected_output(request, limit, self.eos_rate)
+            output = self.outputs[request.key]
+            if request.key in self.aborted:
+                assert output == expected[: len(output)]
+                continue
+            assert output == expected
+            assert self.scores[request.key] == (
+                [] if request.sampling.prompt_logprobs is None else expected_scores(request)
+            )
+            stopped = expected[-1] == EOS and not request.sampling.ignore_eos
+            assert self.reasons[request.key] == ("stop" if stopped else "length")
+
+
+def check_block_of_traces(block: int, num_groups: int) -> None:
+    """Run `TRACES_PER_BLOCK` traces, whose seeds follow those of the block before."""
+    num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = num_counted = 0
+    for seed in range(block * TRACES_PER_BLOCK, (block + 1) * TRACES_PER_BLOCK):
+        trace = Trace(seed, num_groups)
+        try:
+            trace.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        num_preemptions += trace.scheduler.counters.num_preemptions
+        num_hits += trace.scheduler.counters.num_cached_tokens
+        num_resumed += trace.num_resumed_midway
+        num_restored += trace.num_restored
+        num_accepted += trace.num_accepted
+        num_rejected += trace.num_rejected
+        num_counted += sum(trace.scheduler.draft_totals[1])
+    # Otherwise the traces would not cover the difficult cases.
+    assert num_preemptions > 100
+    assert num_hits > 1000
+    assert num_resumed > 2
+    assert num_restored > 20
+    assert num_groups > 1 or min(num_accepted, num_rejected, num_counted) > 100
+
+
+def main() -> None:
+    """Run blocks of traces, and print a line per block. Ends with a traceback at the first failure."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--blocks", type=int, default=8)
+    options.add_argument("--groups", type=int, nargs="+", default=[1, 2, 3])
+    arguments = options.parse_args()
+    for num_groups in arguments.groups:
+        for block in range(arguments.blocks):
+            check_block_of_traces(block, num_groups)
+            print(f"{num_groups} groups | block {block} | as expected", flush=True)
+
+
+if __name__ == "__main__":
+    main()
