@@ -84,6 +84,11 @@ class IndependentSettings:
         "answer; ngram: propose the tokens that followed the last tokens earlier in the request",
     ] = None
     num_speculative_tokens: Annotated[int, "maximum number of drafts per request and step"] = 5
+    acceptance_length: Annotated[
+        float | None,
+        "for benchmarks: mean number of tokens per request that a step with drafts gives, because it keeps drafts at "
+        "random, right or wrong; answers become meaningless",
+    ] = None
     check_ranks: Annotated[
         bool, "for debugging: fail if ranks have different hidden states after a step; waits for each step"
     ] = False
@@ -271,6 +276,9 @@ def _check_speculation(config: EngineConfig) -> None:
     _require(config.speculate in (None, *methods), "speculate", config.speculate, f"None or one of {methods}")
     num_drafts = config.num_speculative_tokens
     _require(1 <= num_drafts <= MAX_DRAFTS, "num_speculative_tokens", num_drafts, f"1..{MAX_DRAFTS}")
+    if (length := config.acceptance_length) is not None:
+        _require(config.speculate is not None, "acceptance_length", length, "None without speculate")
+        _require(1 <= length <= 1 + num_drafts, "acceptance_length", length, f"1..{1 + num_drafts} (1 + drafts)")
     if config.speculate is not None and config.dp_attention:
         raise ConfigError("speculate does not support dp_attention yet: leave out one of these settings")
 

@@ -76,7 +76,9 @@ class Runner:
             max_drafts=config.max_drafts,
             parallel=parallel,
         )
-        self._token_chooser = TokenChooser(self._table, parallel, config.max_draft_step_tokens, compiles=config.compile)
+        self._token_chooser = TokenChooser(
+            self._table, parallel, config.max_draft_step_tokens, config.acceptance_length, compiles=config.compile
+        )
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
         # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm_core.execution.constraints import Constraints
+from nanovllm_core.execution.forced_acceptance import ForcedAcceptance
 from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import DeviceRows, Masks, stage_upload
@@ -44,9 +45,23 @@ GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 class TokenChooser:
-    """Chooses the tokens of all rows of a step with kernels or a captured graph."""
+    """Chooses the tokens of all rows of a step with kernels or a captured graph.
 
-    def __init__(self, table: RequestTable, parallel: ParallelContext, max_draft_step_tokens: int, *, compiles: bool):
+    acceptance_length: see `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        parallel: ParallelContext,
+        max_draft_step_tokens: int,
+        acceptance_length: float | None = None,
+        *,
+        compiles: bool,
+    ):
+        self._forced_acceptance = None
+        if acceptance_length is not None:
+            self._forced_acceptance = ForcedAcceptance(acceptance_length, table)
         self._table = table
         self._parallel = parallel
         num_rows = parallel.count_gathered(table.num_rows)
@@ -133,6 +148,8 @@ class TokenChooser:
             output.logits, own_rows, own_positions, self._table, ops, self._gather_columns, own_masks
         )
         tokens = parallel.gather_rows(own_tokens, parallel.count_gathered(count))
+        if has_drafts and self._forced_acceptance is not None:
+            tokens = self._forced_acceptance.replace_samples(tokens, output.table_rows, output.positions)
         # The tables have this rank's requests only, if ranks have different requests.
         results = self._write_tokens(
             rows, own_tokens if parallel.splits_requests else tokens, ops, has_drafts=has_drafts
@@ -159,6 +176,8 @@ class TokenChooser:
         searched = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
         match = {"num_drafts": table.max_drafts, "min_match": _MIN_MATCH, "max_match": _MAX_MATCH}
         drafts, num_proposed = propose_ngrams(rows.table_rows, rows.is_sampled, searched, **match)
+        if self._forced_acceptance is not None:
+            num_proposed = self._forced_acceptance.count_proposed(rows.is_sampled)
         return [drafts.view(-1), num_proposed, *([] if num_new is None else [num_new])]
 
     def _make_chosen(self, packed: Tensor, output: ForwardOutput, *, has_drafts: bool) -> ChosenTokens:

@@ -29,7 +29,7 @@ SHARED_ENGINE_SETTINGS = (
 )
 UNSHARED_ENGINE_SETTINGS = (
     *("cpu_cache_gib", "kv_cache_dtype", "depth", "graph_mode", "compile", "trace"),
-    "dp_attention",
+    *("dp_attention", "speculate", "num_speculative_tokens", "acceptance_length"),
 )
 
 
