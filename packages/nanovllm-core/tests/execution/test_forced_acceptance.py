@@ -46,9 +46,6 @@ async def test_engine_keeps_as_many_drafts_as_asked(acceptance_length):
     probability = find_probability(acceptance_length, NUM_DRAFTS)
     # The share of drafts that are kept, if all drafts before them in the step are kept.
     assert accepted[0] / verified[0] == pytest.approx(probability, abs=0.12)
-    if acceptance_length == 1:
-        # The engine stops drafting without any success.
-        assert verified[0] < 100
 
 
 def test_acceptance_length_without_drafts_or_beyond_them_is_refused():

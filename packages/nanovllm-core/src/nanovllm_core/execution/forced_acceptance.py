@@ -41,7 +41,7 @@ class ForcedAcceptance:
 
 
 def find_probability(acceptance_length: float, max_drafts: int) -> float:
-    """The probability of keeping a draft, if all drafts before it are kept, that gives a mean of kept drafts and one."""
+    """The probability of keeping a draft, if all drafts before it are kept, for a mean of kept drafts plus one."""
     low, high = 0.0, 1.0
     for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2

@@ -13,10 +13,10 @@ from nanovllm_core.scheduling.plan import DraftResults, RowIndices
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# A new request's acceptance is estimated as if _PRIOR_TRIALS drafts had been verified, with this share accepted.
+# The acceptance of all drafts of a request is estimated as if one more draft had been accepted with this probability.
 _PRIOR_ACCEPTANCE = 0.5
-_PRIOR_TRIALS = 1.0
-# Each verification multiplies the weights of a request's earlier verifications by this factor.
+# The acceptance of a request's next drafts is estimated from recent drafts, as if one more draft had been accepted with
+# the acceptance of all drafts. Each verification multiplies the weights of earlier verifications by this factor.
 _ACCEPTANCE_DECAY = 0.9
 # Rounds in which the output rate and the numbers of drafts, which depend on each other, are computed.
 _NUM_ROUNDS = 2
@@ -45,8 +45,9 @@ class DraftPlanner:
         self._limits = limits
         self._model = step_time_model
         self._num_proposed, self._first_drafts, self._keys = np.zeros((3, len(rows.keys)), np.int64)
-        # Weighted numbers of verified and accepted drafts, by row.
-        self._trials, self._successes = np.zeros((2, len(rows.keys)))
+        # Numbers of verified and accepted drafts by row: of all drafts, and weighted by age.
+        self._all_trials, self._all_successes = np.zeros((2, len(rows.keys)))
+        self._recent_trials, self._recent_successes = np.zeros((2, len(rows.keys)))
         self.num_verified, self.num_accepted = np.zeros((2, limits.max_drafts), np.int64)
 
     def choose(self, decode_rows: RowIndices, work: StepWork) -> NDArray[np.int64] | None:
@@ -93,8 +94,10 @@ class DraftPlanner:
         trials = np.where(is_unused, 1, np.minimum(num_accepted + 1, num_verified))
         successes = np.where(is_unused, was_right, num_accepted)
         decay = np.where(is_known, _ACCEPTANCE_DECAY ** (trials > 0), 0)
-        self._trials[rows] = self._trials[rows] * decay + trials
-        self._successes[rows] = self._successes[rows] * decay + successes
+        self._recent_trials[rows] = self._recent_trials[rows] * decay + trials
+        self._recent_successes[rows] = self._recent_successes[rows] * decay + successes
+        self._all_trials[rows] = self._all_trials[rows] * is_known + trials
+        self._all_successes[rows] = self._all_successes[rows] * is_known + successes
         self._keys[rows] = self._rows.keys[rows]
         self._num_proposed[rows] = results.num_proposed
         self._first_drafts[rows] = results.first_drafts
@@ -102,8 +105,8 @@ class DraftPlanner:
 
     def _acceptance(self, rows: RowIndices) -> NDArray[np.float64]:
         """The estimated probability that a draft is accepted if all drafts before it are accepted."""
-        successes = self._successes[rows] + _PRIOR_TRIALS * _PRIOR_ACCEPTANCE
-        return successes / (self._trials[rows] + _PRIOR_TRIALS)
+        acceptance = (self._all_successes[rows] + _PRIOR_ACCEPTANCE) / (self._all_trials[rows] + 1)
+        return (self._recent_successes[rows] + acceptance) / (self._recent_trials[rows] + 1)
 
     def _choose_profitable(
         self, max_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], work: StepWork
