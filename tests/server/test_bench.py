@@ -68,7 +68,7 @@ def test_speculation_measures_real_prompts_on_the_default_model(default_model, t
     sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]
     assert bench_cli.main(["speculation", str(default_model), "--device=cpu", *sizes, f"--json={file}"]) == 0
     figures = json.loads(file.read_bytes())
-    assert (figures["method"], figures["num_speculative_tokens"]) == ("ngram", 5)
+    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "bfloat16")
     assert [(kind["kind"], kind["num_equal"]) for kind in figures["kinds"]] == [
         ("summary", 1),
         ("code edit", 1),

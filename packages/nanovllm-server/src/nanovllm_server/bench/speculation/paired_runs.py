@@ -17,6 +17,9 @@ from nanovllm_server.bench.report import BenchError
 # A CPU's engine samples every 0.2 s which cores other processes use, and runs slower beside busy processes. After this
 # pause, the engine no longer counts the other engine's last run.
 PAUSE_S = 0.5
+# With a shorter time limit, measured times decide the chunks of a prompt. The chunks change the last bits of keys, and
+# sometimes tokens, also without drafts. With this limit, both engines compute the same chunks.
+STEP_LIMIT_MS = 60_000.0
 # The margin of a difference is only known if both tokens are among the likeliest ones.
 _NUM_TOP_TOKENS = 20
 
@@ -98,7 +101,7 @@ async def run_pairs(
     Two runs of a pair follow each other directly. The order changes from pair to pair. After the last round, prompts
     whose answers differ run once more, to measure the margin.
 
-    config: of the engine with drafts; the other engine differs only in `speculate`.
+    config: of the engine with drafts; the other engine differs only in `speculate`. `target_step_ms` is replaced.
     prompts: token ids.
     warm_up_indices: indices of the prompts that both engines answer before the first round.
     max_tokens: maximum length of an answer, at least 2.
@@ -109,7 +112,7 @@ async def run_pairs(
     async with AsyncExitStack() as stack:
         engines: list[EngineClient] = []
         for speculate in (None, config.speculate):
-            engine = await EngineClient.launch(spec, replace(config, speculate=speculate))
+            engine = await EngineClient.launch(spec, replace(config, speculate=speculate, target_step_ms=STEP_LIMIT_MS))
             stack.push_async_callback(engine.stop)
             engines.append(engine)
         # A garbage collection of torch's objects would delay the reading of outputs by 0.2 s.

@@ -99,13 +99,16 @@ def run(options: SpeculationOptions, spec: ModelSpec, tokenizer: Tokenizer) -> N
         for prompt, ids, prompt_runs in zip(prompts, token_ids, runs, strict=True)
     ]
     device = options.config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    default_dtype = (spec.cuda_dtype if device == "cuda" else None) or spec.dtype
+    dtype = str(options.config.dtype or default_dtype).removeprefix("torch.")
     report(
         "speculation",
-        f"speculation: {spec.name} on {device}; one request at a time, greedy, up to {options.output_len} tokens, "
-        f"at most {options.config.num_speculative_tokens} drafts, median of {options.num_rounds}",
+        f"speculation: {spec.name} in {dtype} on {device}; one request at a time, greedy, up to {options.output_len} "
+        f"tokens, at most {options.config.num_speculative_tokens} drafts, median of {options.num_rounds}",
         make_tables(results),
         {
             "model": spec.name,
+            "dtype": dtype,
             "device": device,
             "method": options.config.speculate,
             "num_speculative_tokens": options.config.num_speculative_tokens,
