@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 CORPORA = ("suite", "tools", "real")
 # Fields of an outcome that `record` writes.
-OUTCOME_FIELDS = ("verdict", "detail", "text", "tokens", "seconds", "accepted_drafts", "rejected_drafts")
+OUTCOME_FIELDS = ("verdict", "detail", "text", "tokens", "seconds", "token_ids", "accepted_drafts", "rejected_drafts")
 # Functions of the corpus "tools" that one request offers if it requires a call of any of them.
 OFFERED = 4
 
