@@ -60,3 +60,25 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["case", "figure", "ours"] in rows
     assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CASE_NAMES)
+
+
+@pytest.mark.slow
+def test_speculation_measures_real_prompts_on_the_default_model(default_model, tmp_path, capsys):
+    file = tmp_path / "speculation.json"
+    sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]
+    assert bench_cli.main(["speculation", str(default_model), "--device=cpu", *sizes, f"--json={file}"]) == 0
+    figures = json.loads(file.read_bytes())
+    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "bfloat16")
+    assert [(kind["kind"], kind["num_equal"]) for kind in figures["kinds"]] == [
+        ("summary", 1),
+        ("code edit", 1),
+        ("chat", 1),
+    ]
+    assert [prompt["kind"] for prompt in figures["prompts"]] == ["summary", "code edit", "chat"]
+    # The answer to a code edit begins with the code of the prompt.
+    assert figures["prompts"][1]["accepted"] > 0
+    for prompt in figures["prompts"]:
+        (single_round,) = prompt["rounds"]
+        assert 2 <= single_round["output_tokens"] <= 24
+        assert prompt["ratio"] == single_round["drafted_rate"] / single_round["plain_rate"] > 0
+    assert "median ratio" in capsys.readouterr().out

@@ -23,6 +23,8 @@ from asking import FAILURES, VERDICTS, WAYS, Client, Named, Outcome, Question, W
 from tqdm import tqdm
 
 CORPORA = ("suite", "tools", "real")
+# Fields of an outcome that `record` writes.
+OUTCOME_FIELDS = ("verdict", "detail", "text", "tokens", "seconds", "token_ids", "accepted_drafts", "rejected_drafts")
 # Functions of the corpus "tools" that one request offers if it requires a call of any of them.
 OFFERED = 4
 
@@ -58,9 +60,9 @@ def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: in
 
 
 @contextmanager
-def own_server() -> Iterator[str]:
-    """Run a server with the default model and settings; yields its URL."""
-    command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning"]
+def own_server(*flags: str) -> Iterator[str]:
+    """Run a server with the default model and these flags; yields its URL."""
+    command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -123,7 +125,7 @@ def record(outcome: Outcome) -> dict[str, object]:
         "corpus": question.corpus,
         "way": question.way,
         "names": [each.name for each in question.named],
-        **{name: getattr(outcome, name) for name in ("verdict", "detail", "text", "tokens", "seconds")},
+        **{name: getattr(outcome, name) for name in OUTCOME_FIELDS},
     }
 
 

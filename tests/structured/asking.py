@@ -33,6 +33,7 @@ FAILURES: frozenset[Verdict] = frozenset({"run away", "invalid", "broken"})
 # Characters of the schema in the prompt of an answer. The server itself shows functions, completely.
 SHOWN = 500
 TIMEOUT_S = 1800
+NUM_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a question. detail: the error, the reason of a refusal, or where the answer was cut."""
+    """The outcome of a question.
+
+    detail: the error, the reason of a refusal, or where the answer was cut.
+    token_ids: ids of the answer's tokens; empty if the server answered with an error.
+    accepted_drafts, rejected_drafts: drafts of speculative decoding that the server verified.
+    """
 
     question: Question
     verdict: Verdict
@@ -67,6 +73,9 @@ class Outcome:
     text: str
     tokens: int
     seconds: float
+    token_ids: tuple[int, ...] = ()
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,9 +101,36 @@ class Client:
             status, body = self._exchange("POST", "/v1/chat/completions", self._request(question, seed))
         except (OSError, http.client.HTTPException, ValueError) as error:
             return Outcome(question, "broken", f"{type(error).__name__}: {error}", "", 0, time.perf_counter() - begin)
-        tokens = 0 if status != 200 else body["usage"]["completion_tokens"]
+        seconds = time.perf_counter() - begin
         verdict, detail, text = judge(question, status, body)
-        return Outcome(question, verdict, detail, text, tokens, time.perf_counter() - begin)
+        if status != 200:
+            return Outcome(question, verdict, detail, text, 0, seconds)
+        usage, details = body["usage"], body["usage"]["completion_tokens_details"]
+        return Outcome(
+            question,
+            verdict,
+            detail,
+            text,
+            usage["completion_tokens"],
+            seconds,
+            tuple(body["choices"][0]["token_ids"]),
+            details["accepted_prediction_tokens"],
+            details["rejected_prediction_tokens"],
+        )
+
+    def likeliest_tokens(self, question: Question, seed: int) -> list[dict[int, float]]:
+        """Send a question again. Return the likeliest tokens at each place of the answer, with log-probabilities.
+
+        Grammar, temperature and seed change only the tokens before a place.
+        """
+        options = {"logprobs": True, "top_logprobs": NUM_TOP_LOGPROBS, "return_tokens_as_token_ids": True}
+        status, body = self._exchange("POST", "/v1/chat/completions", {**self._request(question, seed), **options})
+        if status != 200:
+            raise RuntimeError(f"{self.url}: status {status} for a question that the server has answered before")
+        return [
+            {int(top["token"].removeprefix("token_id:")): top["logprob"] for top in entry["top_logprobs"]}
+            for entry in body["choices"][0]["logprobs"]["content"]
+        ]
 
     def _request(self, question: Question, seed: int) -> dict[str, Any]:
         settings = {

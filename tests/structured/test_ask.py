@@ -1,9 +1,14 @@
-"""Over HTTP, a real model's answers meet the schemas that they were asked for: a sample of ask.py's run."""
+"""Over HTTP, a real model's answers meet their schemas, and drafts do not change them: samples of ask.py's and
+compare_drafts.py's runs.
+"""
+
+from dataclasses import replace
 
 import corpora
 import pytest
 from ask import ask_all, questions
 from asking import WAYS, Client, Named
+from compare_drafts import find_differences
 from tails import tail_of
 
 # One case per kind of problem: endless numbers, recursion, and refused schemas.
@@ -13,22 +18,52 @@ SUITE = (
     "ref: root pointer ref",
     "not: not",
 )
+# In bf16, other chunks of a prompt may change tokens. Measured times decide the chunks.
+FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "16")
 
 
 @pytest.fixture(scope="module")
 def client(run_server, default_model):
-    flags = ("--max-model-len", "2048", "--cpu-cache-gib", "0.25", "--max-num-seqs", "16")
-    with run_server(default_model, *flags) as server:
+    with run_server(default_model, *FLAGS) as server:
         yield Client(server.url, 64, 0.0)
 
 
-def test_answers_of_a_real_model(client):
+@pytest.fixture(scope="module")
+def outcomes(client):
     suite = [Named("suite", case.name, case.schema) for case in corpora.suite() if case.name in SUITE]
     assert len(suite) == len(SUITE)
     tools = [Named("tools", case.name, case.schema) for case in corpora.tools()[::600]]
-    outcomes = ask_all(client, questions([*suite, *tools], ["suite", "tools"], list(WAYS), None), 16)
+    return ask_all(client, questions([*suite, *tools], ["suite", "tools"], list(WAYS), None), 16)
+
+
+def test_answers_of_a_real_model(outcomes):
     verdicts = {outcome.verdict for outcome in outcomes}
     assert {"valid", "refused"} <= verdicts <= {"valid", "refused", "no object", "cut"}, outcomes
+
+
+@pytest.mark.slow
+def test_answers_with_drafts_are_equal(run_server, default_model, client, outcomes):
+    plain = [outcome for outcome in outcomes if outcome.question.corpus == "tools"]
+    with run_server(default_model, *FLAGS, "--speculate", "ngram") as server:
+        drafted = ask_all(Client(server.url, 64, 0.0), [outcome.question for outcome in plain], 16)
+    assert sum(outcome.accepted_drafts for outcome in drafted) > 0
+    assert sum(outcome.accepted_drafts + outcome.rejected_drafts for outcome in plain) == 0
+    assert find_differences(client, plain, drafted) == []
+
+
+def test_difference_has_its_place_and_margin(client, outcomes):
+    valid = [index for index, each in enumerate(outcomes) if each.verdict == "valid"]
+    seed = min(valid, key=lambda index: outcomes[index].tokens)
+    outcome = outcomes[seed]
+    likeliest = client.likeliest_tokens(outcome.question, seed)
+    # The grammar may choose an unlikely token.
+    place = next(place for place, token in enumerate(outcome.token_ids) if token in likeliest[place])
+    chosen, top = outcome.token_ids[place], likeliest[place]
+    other = next(token for token in top if token != chosen)
+    changed = replace(outcome, token_ids=(*outcome.token_ids[:place], other))
+    (difference,) = find_differences(client, outcomes, [*outcomes[:seed], changed, *outcomes[seed + 1 :]])
+    assert (difference.seed, difference.position, difference.tokens) == (seed, place, (chosen, other))
+    assert difference.margin == pytest.approx(top[chosen] - top[other], abs=1e-3)
 
 
 @pytest.mark.parametrize(

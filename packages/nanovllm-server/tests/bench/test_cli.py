@@ -10,7 +10,8 @@ from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.flags import build_parser
 from nanovllm_server.bench.workload import IntegerRange
 
-COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "soak", "trace", "kernels")
+COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "soak", "speculation")
+COMMANDS += ("trace", "kernels")
 
 
 def test_help_imports_nothing_slow():
@@ -58,6 +59,9 @@ def test_serve_takes_several_rates_and_concurrencies():
         ["serve", "--rate", "nan"],
         ["serve", "--concurrency", "0"],
         ["grammars", "--streams", "1"],
+        ["speculation", "--prompts", "0"],
+        ["speculation", "--output-len", "1"],
+        ["speculation", "--num-speculative-tokens", "16"],
         ["interference", "--cases", "turn,other"],
         ["interference", "--turn-len", "1"],
         ["interference", "--timeout", "inf"],

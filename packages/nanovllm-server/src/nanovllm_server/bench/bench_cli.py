@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "grammars": _run_grammars,
         "interference": _run_interference,
         "soak": _run_soak,
+        "speculation": _run_speculation,
         "trace": _run_trace,
         "kernels": _run_kernels,
     }
@@ -51,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_offline(flags: argparse.Namespace) -> None:
-    if flags.threads is not None:
-        # Torch reads these variables when it is imported. `torch.set_num_threads` would affect only the calling thread.
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(flags.threads)
-
+    _set_threads(flags.threads)
     import nanovllm_models
     from nanovllm_core import ConfigError, RequestError
     from nanovllm_server.bench.offline import comparison
@@ -149,6 +147,35 @@ def _run_soak(flags: argparse.Namespace) -> None:
         files=_make_output_files(flags),
     )
     soak_command.run(options)
+
+
+def _run_speculation(flags: argparse.Namespace) -> None:
+    _set_threads(flags.threads)
+    import nanovllm_models
+    from nanovllm_core import ConfigError, RequestError
+    from nanovllm_server.bench.report import InvalidSettingsError
+    from nanovllm_server.bench.speculation import speculation_command
+
+    try:
+        model = nanovllm_models.find_model(flags.model)
+        spec = nanovllm_models.load(model.path, served_name=model.name)
+        options = speculation_command.SpeculationOptions(
+            config=make_engine_config(flags),
+            max_per_kind=flags.prompts,
+            num_rounds=flags.rounds,
+            output_len=flags.output_len,
+            files=_make_output_files(flags),
+        )
+        speculation_command.run(options, spec, nanovllm_models.load_tokenizer(model.path))
+    except (ConfigError, RequestError, nanovllm_models.ModelError, nanovllm_models.TemplateError) as error:
+        raise InvalidSettingsError(str(error)) from error
+
+
+def _set_threads(num_threads: int | None) -> None:
+    """Sets the number of torch's threads, of this process and its child processes. None for torch's default."""
+    if num_threads is not None:
+        # Torch reads these variables when it is imported. `torch.set_num_threads` would affect only the calling thread.
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
 
 
 def _run_trace(flags: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from nanovllm_server.bench.argument_types import (
     request_rate,
 )
 from nanovllm_server.bench.interference import interference_flags
+from nanovllm_server.bench.speculation import speculation_flags
 from nanovllm_server.bench.workload import IntegerRange
 from nanovllm_server.engine_flags import add_engine_flags
 from nanovllm_server.flag_types import seconds
@@ -103,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-growth", type=float, default=2.0, metavar="PERCENT", help="fail if a process grows by this much")
     add("--seed", type=int, default=0, help="seed of the random traffic")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+
+    speculation_flags.add_flags(add_command("speculation", speculation_flags.SUMMARY))
 
     trace = add_command("trace", "times of steps on host and device, and idle times of the device, from a trace file")
     trace.add_argument("file", type=Path, help="file that --trace wrote")

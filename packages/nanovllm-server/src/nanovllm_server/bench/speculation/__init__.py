@@ -1,0 +1,1 @@
+"""The command `speculation`: how fast real text decodes with and without drafts, and whether the answers are equal."""

@@ -1,0 +1,165 @@
+"""`python tests/structured/compare_drafts.py`: asks for JSON and tool calls with and without drafts, and compares.
+
+It starts two servers, one after the other, with the default model in float32 on the CPU. Only the first one has
+`--speculate ngram`. Both get the same questions with the same seeds. The program prints verdicts, drafts and every
+difference of token ids. It exits with 1 if an answer is a failure or differs.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ask import CORPORA, ask_all, own_server, questions, read_cases, record, table
+from asking import FAILURES, WAYS, Client, Outcome, Question
+
+PLAIN_FLAGS = ("--device", "cpu", "--dtype", "float32")
+DRAFT_FLAGS = (*PLAIN_FLAGS, "--speculate", "ngram")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token in which the answers without and with drafts differ. Pairs are in this order.
+
+    seed: of the request; also the index of the question.
+    tokens: None for an answer that has ended.
+    margin: log-probability of the token without drafts minus that of the token with drafts, before grammar and
+        temperature. None if unknown: the question is asked again, and the answer may then have other tokens.
+    """
+
+    name: str
+    way: str
+    seed: int
+    verdicts: tuple[str, str]
+    position: int
+    tokens: tuple[int | None, int | None]
+    margin: float | None
+
+
+def spread(asked: list[Question], number: int) -> list[Question]:
+    """Choose `number` of the questions, evenly spread; all if there are fewer."""
+    count = min(number, len(asked))
+    return [asked[index * len(asked) // count] for index in range(count)]
+
+
+def find_differences(client: Client, plain: list[Outcome], drafted: list[Outcome]) -> list[Difference]:
+    """Compare outcomes by their token ids and verdicts. client: of the server without drafts; measures margins."""
+    return [
+        _difference(client, seed, *pair)
+        for seed, pair in enumerate(zip(plain, drafted, strict=True))
+        if pair[0].token_ids != pair[1].token_ids or pair[0].verdict != pair[1].verdict
+    ]
+
+
+def _difference(client: Client, seed: int, plain: Outcome, drafted: Outcome) -> Difference:
+    both = zip(plain.token_ids, drafted.token_ids, strict=False)
+    position = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+    plain_token, drafted_token = (
+        outcome.token_ids[position] if position < len(outcome.token_ids) else None for outcome in (plain, drafted)
+    )
+    return Difference(
+        ", ".join(each.name for each in plain.question.named),
+        plain.question.way,
+        seed,
+        (plain.verdict, drafted.verdict),
+        position,
+        (plain_token, drafted_token),
+        _margin(client, seed, plain, position, drafted_token),
+    )
+
+
+def _margin(client: Client, seed: int, plain: Outcome, position: int, drafted_token: int | None) -> float | None:
+    if position >= len(plain.token_ids) or drafted_token is None:
+        return None
+    # The answer may differ again, because the question is now alone in its steps.
+    again = client.ask(plain.question, seed)
+    if again.token_ids[: position + 1] != plain.token_ids[: position + 1]:
+        return None
+    top = client.likeliest_tokens(plain.question, seed)[position]
+    plain_token = plain.token_ids[position]
+    return top[plain_token] - top[drafted_token] if {plain_token, drafted_token} <= top.keys() else None
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """Return the number of answers, failures, tokens and drafts as one line."""
+    answered = [outcome for outcome in outcomes if outcome.token_ids]
+    failures = sum(outcome.verdict in FAILURES for outcome in outcomes)
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    accepted = sum(outcome.accepted_drafts for outcome in outcomes)
+    verified = accepted + sum(outcome.rejected_drafts for outcome in outcomes)
+    return f"{len(answered)} answers, {failures} failures, {tokens} tokens, {accepted} of {verified} drafts accepted"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcomes of all questions at one temperature."""
+
+    temperature: float
+    plain: list[Outcome]
+    drafted: list[Outcome]
+    differences: list[Difference]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether no answer is a failure, and all answers are equal."""
+        return not self.differences and not any(outcome.verdict in FAILURES for outcome in (*self.plain, *self.drafted))
+
+    def describe(self) -> str:
+        """Return a table of the answers with drafts, a summary of both servers, and all differences."""
+        lines = [f"\ntemperature {self.temperature:g}, with drafts", table(self.drafted)]
+        lines += [f"without drafts: {summary(self.plain)}", f"with drafts:    {summary(self.drafted)}"]
+        ways = Counter(difference.way for difference in self.differences)
+        lines.append(f"different answers: {len(self.differences)} {dict(ways) or ''}")
+        return "\n".join([*lines, *(f"  {difference}" for difference in self.differences)])
+
+    def record(self) -> dict[str, object]:
+        """Return everything as a JSON object."""
+        return {
+            "temperature": self.temperature,
+            "plain": [*map(record, self.plain)],
+            "drafted": [*map(record, self.drafted)],
+            "differences": [*map(asdict, self.differences)],
+        }
+
+
+def compare(asked: list[Question], temperatures: list[float], max_tokens: int, concurrency: int) -> list[Comparison]:
+    """Ask a server with drafts, then a server without drafts."""
+    with own_server(*DRAFT_FLAGS) as url:
+        drafted = [ask_all(Client(url, max_tokens, temperature), asked, concurrency) for temperature in temperatures]
+    comparisons: list[Comparison] = []
+    with own_server(*PLAIN_FLAGS) as url:
+        for temperature, outcomes in zip(temperatures, drafted, strict=True):
+            client = Client(url, max_tokens, temperature)
+            plain = ask_all(client, asked, concurrency)
+            comparisons.append(Comparison(temperature, plain, outcomes, find_differences(client, plain, outcomes)))
+    return comparisons
+
+
+def main() -> int:
+    """Ask both servers, print the comparison, and return 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=1000, help="questions, evenly spread over corpora and ways")
+    parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=["tools"])
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="what schemas are asked for as")
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7])
+    parser.add_argument("--cases", type=Path, help="read the corpora from a file that ask.py --save wrote")
+    parser.add_argument("--outcomes", type=Path, help="write all outcomes and differences to a file, as JSON")
+    options = parser.parse_args()
+    asked = spread(questions(read_cases(options.cases), options.corpus, options.way, None), options.number)
+    comparisons = compare(asked, options.temperature, options.max_tokens, options.concurrency)
+    for comparison in comparisons:
+        print(comparison.describe())
+    if options.outcomes is not None:
+        options.outcomes.write_text(json.dumps([comparison.record() for comparison in comparisons]))
+    return int(not all(comparison.is_good for comparison in comparisons))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
