@@ -23,8 +23,10 @@ from nanovllm_core.grammar_types import GrammarSpec
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary
 
-# Limits on the wall-clock time and the additional memory of converting and compiling one grammar.
+# Limits on the CPU time, the wall-clock time and the additional memory of converting and compiling one grammar. On a busy
+# machine, a grammar takes many times its CPU time.
 MAX_SECONDS = 10.0
+MAX_WALL_SECONDS = 60.0
 MAX_BYTES = 512 << 20
 # Time for the vetting process to import torch, or to kill a child after the deadline.
 _START_TIMEOUT_S = 60.0
@@ -35,12 +37,13 @@ _HEADER = struct.Struct("<I")
 
 
 class VettingSetup(msgspec.Struct, frozen=True):
-    """The first message to the vetting process: the vocabulary and the limits."""
+    """The first message to the vetting process: the vocabulary and the limits. max_seconds: of CPU time."""
 
     tokens: list[bytes]
     end_ids: tuple[int, ...]
     vocab_size: int
     max_seconds: float
+    max_wall_seconds: float
     max_bytes: int
 
 
@@ -125,7 +128,7 @@ class Vetter:
                 self._send(spec, write_end)
             finally:
                 os.close(write_end)
-            return _read_all(read_end, time.monotonic() + _START_TIMEOUT_S + MAX_SECONDS)
+            return _read_all(read_end, time.monotonic() + _START_TIMEOUT_S + MAX_WALL_SECONDS)
         finally:
             os.close(read_end)
 
@@ -149,7 +152,8 @@ class Vetter:
     def _send_to(self, connection: socket.socket, spec: GrammarSpec, reply_fd: int) -> None:
         if not self._is_set_up:
             tokens, end_ids = self._read_vocabulary()
-            setup = VettingSetup(list(tokens), end_ids, self._vocab_size, self._max_seconds, self._max_bytes)
+            limits = self._max_seconds, MAX_WALL_SECONDS, self._max_bytes
+            setup = VettingSetup(list(tokens), end_ids, self._vocab_size, *limits)
             # Sending megabytes blocks until the process has finished its imports. A timeout raises OSError.
             connection.settimeout(_START_TIMEOUT_S)
             send_message(connection, setup, [])

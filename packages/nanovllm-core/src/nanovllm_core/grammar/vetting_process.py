@@ -4,6 +4,7 @@ An inherited socket connects this process to the engine. This process must stay 
 """
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -101,7 +102,7 @@ def _serve(
                 for child in children.values():
                     os.close(child.reply_fd)
                 _compile_and_exit(compiler, msgspec.msgpack.decode(payload, type=GrammarSpec), setup, reply_fd)
-            children[pid] = VettingChild(time.monotonic() + setup.max_seconds, reply_fd)
+            children[pid] = VettingChild(time.monotonic() + setup.max_wall_seconds, reply_fd)
 
 
 def _send_verdicts(children: dict[int, VettingChild]) -> None:
@@ -127,8 +128,9 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup
     exit_code = 2
     try:
         os.nice(_NICE)
-        seconds = int(setup.max_seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        seconds = math.ceil(setup.max_seconds)
+        # At the first limit the process gets SIGXCPU, from which the parent knows the cause; at the second, SIGKILL.
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if (address_space := _address_space()) is not None:
             limit = address_space + setup.max_bytes
