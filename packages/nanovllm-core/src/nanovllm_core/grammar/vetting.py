@@ -23,8 +23,8 @@ from nanovllm_core.grammar_types import GrammarSpec
 if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary
 
-# Limits on the CPU time, the wall-clock time and the additional memory of converting and compiling one grammar. On a busy
-# machine, a grammar takes many times its CPU time.
+# Limits on the CPU time, the wall-clock time and the additional memory of converting and compiling one grammar. On a
+# busy machine, a grammar takes many times its CPU time.
 MAX_SECONDS = 10.0
 MAX_WALL_SECONDS = 60.0
 MAX_BYTES = 512 << 20
