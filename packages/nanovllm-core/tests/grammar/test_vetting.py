@@ -1,5 +1,6 @@
 """Grammars that take too much time or memory are refused in time, without affecting others."""
 
+import json
 import os
 import signal
 import subprocess
@@ -53,6 +54,26 @@ def test_slow_grammar_is_refused_without_delaying_others(strict):
         message.startswith("this grammar takes more than 2 s to compile: make it smaller") for message in outcomes[3:]
     )
     assert len(outcomes) == 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_time_in_which_a_grammar_gets_no_cpu_does_not_count(strict):
+    properties = {f"name {index}": {"type": "integer"} for index in range(700)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    thread = threading.Thread(
+        target=lambda: outcomes.append(strict.vet(GrammarSpec("json_schema", json.dumps(schema))))
+    )
+    outcomes = []
+    thread.start()
+    while not (trials := children(strict.pid)):
+        assert thread.is_alive()
+    os.kill(trials[0], signal.SIGSTOP)
+    # Longer than the limit of `strict`.
+    time.sleep(2.5)
+    assert outcomes == []
+    os.kill(trials[0], signal.SIGCONT)
+    thread.join()
+    assert outcomes[0].rules
 
 
 def test_a_process_that_was_killed_is_replaced_and_memory_is_limited(strict):

@@ -58,7 +58,7 @@ class EngineStats:
     iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
     step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, in the first
         pair whose maximum it does not exceed. The last maximum is infinite.
-    graph_steps: triples (graph mode, "decode" or "mixed", number of steps).
+    graph_steps: triples (graph mode, kind of step, number of steps), see `StepGraphs.num_steps`.
     num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
     num_accepted_drafts: number of accepted drafts by position.

@@ -41,7 +41,14 @@ class BatchBounds(NamedTuple):
         """The bounds of a step that is not padded to a captured shape. query_lens: see `StepInputs`."""
         shape, num_decodes = plan.shape, int(np.count_nonzero(query_lens == 1))
         max_query_len = int(query_lens.max(initial=1))
-        return cls(shape.num_tokens, num_decodes, max_query_len, plan.max_seq_len, *shape[3:])
+        return cls(
+            shape.num_tokens,
+            num_decodes,
+            max_query_len,
+            plan.max_seq_len,
+            shape.has_only_whole_prompts,
+            shape.has_drafts,
+        )
 
 
 class ForwardOutput(NamedTuple):

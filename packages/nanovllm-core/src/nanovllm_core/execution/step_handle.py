@@ -42,7 +42,7 @@ class ChosenTokens:
 
     @property
     def _num_other_ints(self) -> int:
-        return self.num_reqs * (self.max_drafts + 1 + self.has_drafts) if self.max_drafts else 0
+        return _count_draft_ints(self.num_reqs, self.max_drafts, self.has_drafts)
 
     def split(self, packed: NDArray[np.int32]) -> "SplitTokens":
         """The parts of `packed` on the host."""
@@ -70,7 +70,14 @@ NO_TOKENS = SplitTokens(np.zeros(0, np.int32), None, None, None)
 
 def count_packed(num_reqs: int, num_samples: int, max_drafts: int) -> int:
     """The maximum length of `ChosenTokens.packed`."""
-    return max(num_reqs, num_samples) + num_reqs * (max_drafts + 2) if max_drafts else num_reqs
+    if not max_drafts:
+        return num_reqs
+    return max(num_reqs, num_samples) + _count_draft_ints(num_reqs, max_drafts, has_drafts=True)
+
+
+def _count_draft_ints(num_reqs: int, max_drafts: int, has_drafts: bool) -> int:
+    """The length of the parts of `ChosenTokens.packed` after the samples."""
+    return num_reqs * (max_drafts + 1 + has_drafts) if max_drafts else 0
 
 
 class StepHandle:
