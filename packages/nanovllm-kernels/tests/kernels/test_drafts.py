@@ -107,7 +107,7 @@ def test_small_verifications_match_reference(device, query_lens, alphabet):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("alphabet", [1, 3, 40, 50000])
+@pytest.mark.parametrize("alphabet", [1, 3, 12, 50000])
 @pytest.mark.parametrize(("num_reqs", "max_len"), [(1, 131072), (64, 9000), (512, 9000), (16, 131072)])
 def test_large_proposals_match_reference(device, num_reqs, max_len, alphabet):
     torch.manual_seed(num_reqs)

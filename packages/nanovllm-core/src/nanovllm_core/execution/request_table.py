@@ -289,7 +289,7 @@ class RequestTable:
         rows = rows.long()
         self.num_computed[rows] = num_computed
         if self.num_pending is not None:
-            self.num_pending[rows] = 0
+            self.num_pending.index_fill_(0, rows, 0)
         self.top_k[rows] = top_k
         self.seeds[rows] = seeds.view(torch.int64)
         self._floats[:, rows] = floats.view(torch.float32).view(6, -1)
