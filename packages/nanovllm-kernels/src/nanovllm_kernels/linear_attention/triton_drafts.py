@@ -417,7 +417,6 @@ def _decode_requests(
             RING_ROWS,
             RING_WIDTH,
         )
-        out = tl.zeros([NUM_BLOCKS, BLOCK_V], dtype=tl.float32)
         # Load no other tensors in this loop: loads between the loads of states make the loop slower.
         for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
             block_ptrs = state_ptr + state_offsets + block * (BLOCK_V * K_DIM)
@@ -425,9 +424,8 @@ def _decode_requests(
             state = tl.load(block_ptrs, mask=row_mask & load_mask, other=0.0).to(tl.float32)
             v_block = v if NUM_BLOCKS == 1 else tl.gather(v, block * BLOCK_V + rows, 0)
             state, block_out = _apply_token(state, q, k, v_block, decay, beta, k_dot_q)
-            out = tl.where((tl.arange(0, NUM_BLOCKS) == block)[:, None], block_out[None, :], out)
+            tl.store(raw_out_ptr + block * BLOCK_V + rows, block_out, mask=block * BLOCK_V + rows < V_DIM)
             tl.store(block_ptrs, state.to(recurrent_ptr.dtype.element_ty), mask=row_mask & k_mask)
-        _store_result(out, norm, z_ptrs, out_ptr + dims, dim_mask, eps, V_DIM)
     else:
         for block in range(NUM_BLOCKS):
             block_ptrs = state_ptr + state_offsets + block * (BLOCK_V * K_DIM)
@@ -466,12 +464,13 @@ def _decode_requests(
                 is_row = (block * BLOCK_V + rows < V_DIM) & (position >= first_position)
                 tl.store(raw_ptrs, block_out, mask=is_row)
                 state = rounded.to(tl.float32)
-        # Below, this program's threads read results of other threads.
-        tl.debug_barrier()
-        for index in range(num_tokens):
-            out = tl.load(raw_out_ptr + index * (HEADS * V_DIM) + dims, mask=dim_mask, other=0.0)
-            out_ptrs = out_ptr + index * (HEADS * V_DIM) + dims
-            _store_result(out, norm, z_ptrs + index * qkvz_stride, out_ptrs, dim_mask, eps, V_DIM)
+    # Below, this program's threads read results of other threads. Both branches above leave results in memory, because
+    # the norm must add their squares in the same order.
+    tl.debug_barrier()
+    for index in range(num_tokens):
+        out = tl.load(raw_out_ptr + index * (HEADS * V_DIM) + dims, mask=dim_mask, other=0.0)
+        out_ptrs = out_ptr + index * (HEADS * V_DIM) + dims
+        _store_result(out, norm, z_ptrs + index * qkvz_stride, out_ptrs, dim_mask, eps, V_DIM)
 
     # The copies below read values that other threads of this program have stored in the states.
     tl.debug_barrier()
