@@ -44,8 +44,8 @@ async def test_engine_keeps_as_many_drafts_as_asked(acceptance_length):
     verified, accepted = stats.num_verified_drafts, stats.num_accepted_drafts
     assert verified[0] > 0
     probability = find_probability(acceptance_length, NUM_DRAFTS)
-    # The share of drafts that are kept, if all drafts before them in the step are kept.
-    assert accepted[0] / verified[0] == pytest.approx(probability, abs=0.12)
+    # The share of drafts that are kept, if all drafts before them in the step are kept. Right drafts are rejected too.
+    assert accepted[0] / verified[0] == pytest.approx(probability, abs=0.12 if probability > 1e-6 else 1e-6)
 
 
 def test_acceptance_length_without_drafts_or_beyond_them_is_refused():

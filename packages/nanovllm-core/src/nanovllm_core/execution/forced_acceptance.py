@@ -27,13 +27,16 @@ class ForcedAcceptance:
         table.tokens.random_(table.vocab_size, generator=generator)
 
     def replace_samples(self, samples: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:
-        """Replace samples by the drafts at their positions, which are kept then.
+        """Replace samples by the drafts that are kept. Replace a sample that equals another draft by the next token id.
 
         samples, table_rows, positions: int32 [num_samples], see `ForwardOutput`.
         """
         # Padding and finished requests may have positions outside the table.
         rows, positions = table_rows.long(), positions.clamp(0, self._is_kept.shape[1] - 1).long()
-        return torch.where(self._is_kept[rows, positions], self._table.tokens[rows, positions], samples)
+        drafts = self._table.tokens[rows, positions]
+        is_kept = self._is_kept[rows, positions]
+        rejecting = torch.where(samples == drafts, (samples + 1) % self._table.vocab_size, samples)
+        return torch.where(is_kept, drafts, rejecting)
 
     def count_proposed(self, is_sampled: Tensor) -> Tensor:
         """The number of proposed drafts of each request: as many as a step may have. is_sampled: int32 [n], 0 or 1."""
