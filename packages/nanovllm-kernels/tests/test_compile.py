@@ -529,42 +529,51 @@ def test_work_list_planning_compiles():
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "page_size", "dtype"),
+    ("head_dim", "group", "queries", "page_size", "dtype"),
     [
         # Every pair of two parameters' values. Tests on a GPU run more combinations.
-        *((64, 1, 16, "BFloat16"), (64, 8, 32, "Float16"), (64, 16, 64, "BFloat16")),
-        *((128, 1, 16, "Float16"), (128, 8, 32, "BFloat16"), (128, 16, 64, "Float16")),
-        *((256, 1, 16, "BFloat16"), (256, 8, 32, "Float16"), (256, 16, 64, "BFloat16")),
+        *(
+            (64, 1, 1, 16, "BFloat16"),
+            (64, 8, 1, 32, "Float16"),
+            (64, 16, 1, 64, "BFloat16"),
+            (64, 3, 5, 16, "Float16"),
+        ),
+        *((128, 1, 1, 16, "Float16"), (128, 8, 1, 32, "BFloat16"), (128, 16, 1, 64, "Float16")),
+        *((128, 4, 4, 64, "BFloat16"), (256, 8, 2, 16, "BFloat16")),
+        *((256, 1, 1, 16, "BFloat16"), (256, 8, 1, 32, "Float16"), (256, 16, 1, 64, "BFloat16")),
     ],
 )
-def test_cute_decode_fits_shared_memory(head_dim, group, page_size, dtype, tmp_path):
-    ptx = compile_cute(head_dim, group, page_size, dtype, dtype, tmp_path)
+def test_cute_decode_fits_shared_memory(head_dim, group, queries, page_size, dtype, tmp_path):
+    """queries: queries per tile, more than 1 with drafts."""
+    ptx = compile_cute(head_dim, group, queries, page_size, dtype, dtype, tmp_path)
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{'bf16' if dtype == 'BFloat16' else 'f16'}" in ptx
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the extra cutedsl")
 @pytest.mark.parametrize(
-    ("head_dim", "group", "page_size", "dtype"),
+    ("head_dim", "group", "queries", "page_size", "dtype"),
     [
         # Every pair of two parameters' values.
-        *((128, 1, 16, "BFloat16"), (128, 8, 64, "Float16")),
-        *((256, 1, 16, "Float16"), (256, 8, 64, "BFloat16")),
+        *((128, 1, 1, 16, "BFloat16"), (128, 8, 1, 64, "Float16"), (128, 4, 2, 16, "BFloat16")),
+        *((256, 1, 1, 16, "Float16"), (256, 8, 1, 64, "BFloat16")),
     ],
 )
-def test_cute_decode_of_fp8_cache_compiles(head_dim, group, page_size, dtype, tmp_path):
-    ptx = compile_cute(head_dim, group, page_size, dtype, "Uint8", tmp_path)
+def test_cute_decode_of_fp8_cache_compiles(head_dim, group, queries, page_size, dtype, tmp_path):
+    ptx = compile_cute(head_dim, group, queries, page_size, dtype, "Uint8", tmp_path)
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16" in ptx
     assert "cvt.rn.f16x2.e4m3x2" in ptx
 
 
-def compile_cute(head_dim, group, page_size, dtype, cached, tmp_path):
+def compile_cute(head_dim, group, queries, page_size, dtype, cached, tmp_path):
     import cutlass
 
     from nanovllm_kernels.attention.gqa import cute_decode
     from nanovllm_kernels.attention.gqa.cute_tile import DecodeShape
 
     ring = cute_decode.FP8_RING_SIZES[head_dim] if cached == "Uint8" else cute_decode.RING_SIZES[head_dim]
-    shape = DecodeShape(getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, page_size, *ring)
+    shape = DecodeShape(
+        getattr(cutlass, dtype), getattr(cutlass, cached), head_dim, group, queries > 1, queries, page_size, *ring
+    )
     # Rings, barriers, the warps' statistics and places, each rounded up; the system reserves the first KiB.
     slot = shape.slot_bytes + shape.scale_bytes + 8
     assert shape.num_warps * (shape.num_stages * slot + 128 + 4) + 256 <= SHARED_MEMORY - 1024

@@ -45,6 +45,58 @@ def allocate_workspace_for(batch):
     return allocate_workspace(num_reqs, num_heads, batch.kv_cache.shape[2] // 2, head_dim, batch.q.device)
 
 
+def check_tiles(batch, naive_attention):
+    from nanovllm_kernels.attention.gqa.cute_decode import (
+        allocate_workspace,
+        max_tile_queries,
+        paged_decode,
+        plan_tiles,
+    )
+
+    num_heads, head_dim = batch.q.shape[1:]
+    num_kv_heads = batch.kv_cache.shape[2] // 2
+    tile_queries = max_tile_queries(num_heads // num_kv_heads, batch.kv_cache.dtype)
+    tiles = plan_tiles(batch.seq_lens, batch.query_start_loc, batch.max_query_len, tile_queries)
+    sizes = (num_heads, num_kv_heads, head_dim, batch.q.device)
+    workspace = allocate_workspace(len(tiles.lens), *sizes, tile_queries=tile_queries)
+    expected = naive_attention(batch)
+    # Run twice, because the second run uses the counters that the first run left.
+    for _ in range(2):
+        out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype, device="cuda")
+        paged_decode(
+            *(batch.q, batch.kv_cache, batch.kv_scales, batch.block_tables, tiles.lens),
+            *(batch.scale, workspace, out),
+            tiles=tiles.queries,
+        )
+        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
+    assert not workspace.counters.any()
+
+
+# (queries, tokens) of each request: rows that do not see a request's last tokens, steps and pages.
+DRAFTS = [(1, 1), (1, 16), (0, 40), (6, 6), (2, 17), (5, 18), (16, 33), (3, 64), (6, 66), (4, 131), (7, 500), (6, 2049)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (9, 3), (32, 8), (14, 2), (16, 1)])
+def test_tiles_of_several_queries_match_float64(
+    paged_batch, quantized, naive_attention, dtype, head_dim, page_size, num_heads, num_kv_heads
+):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
+    batch = paged_batch(DRAFTS, dtype=dtype, device="cuda", **sizes)
+    check_tiles(batch, naive_attention)
+    if head_dim > 64 and num_heads // num_kv_heads <= 8:
+        check_tiles(quantized(batch), naive_attention)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_tiles_in_many_parts_are_merged(paged_batch, naive_attention, num_kv_heads):
+    sizes = {"num_heads": 4 * num_kv_heads, "num_kv_heads": num_kv_heads, "head_dim": 128, "page_size": 16}
+    batch = paged_batch([(6, 32768), (1, 5), (3, 9000)], dtype=torch.bfloat16, device="cuda", **sizes)
+    check_tiles(batch, naive_attention)
+
+
 def decode(batch, workspace, out):
     from nanovllm_kernels.attention.gqa.cute_decode import paged_decode
 

@@ -270,6 +270,15 @@ def test_many_decodes_match_float64(device, paged_batch, naive_attention):
     check_attention(batch, naive_attention)
 
 
+# Mixed steps, prompts, decodes, and decodes with drafts.
+BACKEND_MIXES = [
+    [(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)],
+    [(70, 70), (2, 300)],
+    [(1, 50), (1, 7)],
+    [(1, 9), (6, 70), (16, 1000), (2, 2)],
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not (has_flash_attention() and has_cute()), reason="needs both extras and a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -277,7 +286,7 @@ def test_many_decodes_match_float64(device, paged_batch, naive_attention):
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("backend", ["flash", "cutedsl", "fastest"])
 def test_backends_match_float64(device, paged_batch, naive_attention, dtype, head_dim, page_size, backend):
-    for requests in ([(1, 1), (1, 1000), (130, 130), (64, 1000), (513, 600)], [(70, 70), (2, 300)], [(1, 50), (1, 7)]):
+    for requests in BACKEND_MIXES:
         batch = paged_batch(
             requests,
             num_heads=8,

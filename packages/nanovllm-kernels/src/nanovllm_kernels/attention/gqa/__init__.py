@@ -23,6 +23,8 @@ __all__ = [
 
 # Page size, in tokens, unless larger pages make attention faster.
 MIN_PAGE_SIZE = 16
+# Maximum number of queries per request with which the CuTe DSL kernel computes all requests of a step.
+MAX_TILED_QUERIES = 16
 
 
 def plan_batch(
@@ -72,8 +74,10 @@ def plan_batch(
         if num_decodes is not None and is_bf16_on_cpu and uses_float32_for_rows(int(query_start_loc[-1])):
             return replace(batch, uses_numba_gqa=True)
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)  # For `gqa_reference`.
+    if not has_only_whole_prompts:
+        batch = _plan_cute_decodes(batch, kv_cache, num_heads, num_decodes, backend, query_dtype)
     return _plan_work_lists(
-        _plan_cute_decodes(batch, kv_cache, num_heads, num_decodes, backend, query_dtype),
+        batch,
         kv_cache,
         num_heads,
         num_decodes,
@@ -91,8 +95,13 @@ def _plan_cute_decodes(
     backend: Backend,
     dtype: torch.dtype,
 ) -> AttentionBatch:
-    """Plan requests with one query for the CuTe DSL kernel, if it supports sizes and dtypes. Return the new batch."""
-    if num_decodes == 0 or backend not in ("cutedsl", "fastest") or not has_cute():
+    """Plan the requests that the CuTe DSL kernel computes, if it supports sizes and dtypes. Return the new batch.
+
+    These are all requests if each has few queries, as decodes with drafts have. Otherwise, these are the requests with
+    one query.
+    """
+    has_few_queries = 1 < batch.max_query_len <= MAX_TILED_QUERIES
+    if (num_decodes == 0 and not has_few_queries) or backend not in ("cutedsl", "fastest") or not has_cute():
         return batch
     from nanovllm_kernels.attention.gqa import cute_decode
 
@@ -101,13 +110,16 @@ def _plan_cute_decodes(
     group_size = num_heads // num_kv_heads  # Query heads per key-value head.
     if not cute_decode.supports_decode(head_dim, group_size, page_size, dtype, kv_cache.dtype, device):
         return batch
-    config = tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=False)
-    if num_decodes is None and 1 < batch.max_query_len <= config.block_m // group_size:
-        # A request's queries (draft tokens) fit one tile of `block_m` rows. One work list then serves all requests.
-        return batch
+    sizes = (num_heads, num_kv_heads, head_dim, device)
+    if has_few_queries:
+        tile_queries = cute_decode.max_tile_queries(group_size, kv_cache.dtype)
+        tiles = cute_decode.plan_tiles(batch.seq_lens, batch.query_start_loc, batch.max_query_len, tile_queries)
+        workspace = cute_decode.allocate_workspace(len(tiles.lens), *sizes, tile_queries=tile_queries)
+        return replace(batch, cute_decode_lens=tiles.lens, cute_tiles=tiles.queries, cute_workspace=workspace)
     decode_lens = _find_decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
-    workspace = cute_decode.allocate_workspace(len(decode_lens), num_heads, num_kv_heads, head_dim, device)
-    return replace(batch, cute_decode_lens=decode_lens, cute_workspace=workspace)
+    return replace(
+        batch, cute_decode_lens=decode_lens, cute_workspace=cute_decode.allocate_workspace(len(decode_lens), *sizes)
+    )
 
 
 def _find_decode_lens(seq_lens: Tensor, query_start_loc: Tensor, num_decodes: int | None, max_query_len: int) -> Tensor:
@@ -130,6 +142,8 @@ def _plan_work_lists(
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
     """Plan work lists (for Triton) and FlashAttention, except requests of the CuTe DSL kernel. Return the new batch."""
+    if batch.cute_tiles is not None:
+        return batch
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
     # Narrow tiles (few queries), then wide tiles. A tile has `block_m` rows: one per query and query head.
@@ -253,6 +267,7 @@ def paged_attention(
         batch.query_start_loc,
         [tensor for tensor in batch.flash_requests or () if tensor is not None],
         batch.cute_decode_lens,
+        batch.cute_tiles,
         list(batch.cute_workspace),
         list(batch.narrow_work or ()),
         list(batch.wide_work or ()),
@@ -283,6 +298,7 @@ def _paged_attention_op(
     query_start_loc: Tensor,
     flash_tensors: list[Tensor],
     cute_decode_lens: Tensor | None,
+    cute_tiles: Tensor | None,
     cute_workspace: list[Tensor],
     narrow_work: list[Tensor],
     wide_work: list[Tensor],
@@ -297,12 +313,15 @@ def _paged_attention_op(
     if cute_decode_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
-        # Requests with one query come first, so token b is the query of request b. For other requests the length is 0,
-        # and this kernel writes zeros. Kernels below overwrite these zeros.
-        num_reqs = min(len(cute_decode_lens), len(q))
-        decode_tensors = (block_tables[:num_reqs], cute_decode_lens[:num_reqs])
+        if cute_tiles is None:
+            # Requests with one query come first, so token b is the query of request b. For other requests the length
+            # is 0, and this kernel writes zeros. Kernels below overwrite these zeros.
+            num_reqs = min(len(cute_decode_lens), len(q))
+            block_tables, cute_decode_lens = block_tables[:num_reqs], cute_decode_lens[:num_reqs]
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
-        cute_decode.paged_decode(q, kv_cache, kv_scales, *decode_tensors, scale, workspace, out)
+        cute_decode.paged_decode(
+            q, kv_cache, kv_scales, block_tables, cute_decode_lens, scale, workspace, out, tiles=cute_tiles
+        )
     for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:
             triton_gqa.attend_to_pages(q, requests, WorkList(*work), scale, out, many_queries=many_queries)

@@ -1,5 +1,7 @@
 """Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
+A tile holds consecutive queries of a request, which share the loads of keys and values. A decode is one query. A decode
+with drafts has several queries, and may need several tiles. The kernel computes each tile like a request of its own.
 The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
 Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
 """
@@ -50,6 +52,17 @@ class DecodeWorkspace(NamedTuple):
     counters: Tensor
 
 
+class QueryTiles(NamedTuple):
+    """The tiles of B requests, R per request. A tile may have no queries.
+
+    lens: int32 [B * R], number of tokens that the tile's last query sees, 0 for a tile without queries.
+    queries: int32 [B * R, 2], pairs (row of the tile's first query, number of queries).
+    """
+
+    lens: Tensor
+    queries: Tensor
+
+
 def supports_decode(
     head_dim: int, group_size: int, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
 ) -> bool:
@@ -62,24 +75,43 @@ def supports_decode(
     return (
         describe_device(device).capability == HOPPER
         and head_dim in (FP8_RING_SIZES if is_fp8 else RING_SIZES)
-        and 1 <= group_size <= (TILE_ROWS // 2 if is_fp8 else TILE_ROWS)
+        and max_tile_queries(group_size, cache_dtype) >= 1
         and page_size in PAGE_SIZES
         and dtype in CUTLASS_DTYPES
         and (is_fp8 or cache_dtype == dtype)
     )
 
 
+def max_tile_queries(group_size: int, cache_dtype: torch.dtype) -> int:
+    """Return the maximum number of queries in a tile; 0 if a tile has not enough rows for one query."""
+    return (TILE_ROWS // 2 if cache_dtype == fp8.DTYPE else TILE_ROWS) // group_size
+
+
+def plan_tiles(seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, tile_queries: int) -> QueryTiles:
+    """Divide the queries of B requests into tiles, on the device.
+
+    seq_lens: int32 [B], tokens of each request. query_start_loc: int32 [B + 1], each request's first query, then the
+    number of queries. max_query_len: maximum number of queries of a request.
+    """
+    num_tiles = -(-max_query_len // tile_queries)
+    starts, query_lens = query_start_loc[:-1, None], query_start_loc.diff()[:, None]
+    first_queries = torch.arange(0, num_tiles * tile_queries, tile_queries, dtype=torch.int32, device=seq_lens.device)
+    num_queries = (query_lens - first_queries).clamp_(0, tile_queries)
+    lens = torch.where(num_queries > 0, seq_lens[:, None] - query_lens + first_queries + num_queries, 0)
+    return QueryTiles(lens.view(-1), torch.stack((starts + first_queries, num_queries), 2).view(-1, 2))
+
+
 def allocate_workspace(
-    max_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    max_tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, tile_queries: int = 1
 ) -> DecodeWorkspace:
-    """Allocate a workspace for at most `max_requests` requests of any lengths."""
+    """Allocate a workspace for at most `max_tiles` tiles of any lengths. tile_queries: maximum queries of a tile."""
     # A slot holds one partial result: of a part (a CTA's share of the work), or of a group of parts.
     num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
-    num_rows = (num_part_slots + num_group_slots) * num_heads
+    num_rows = (num_part_slots + num_group_slots) * num_heads * tile_queries
     return DecodeWorkspace(
         partial_out=torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
         partial_stats=torch.empty(num_rows * 2, dtype=torch.float32, device=device),
-        counters=torch.zeros((num_group_slots + max_requests) * num_kv_heads, dtype=torch.int32, device=device),
+        counters=torch.zeros((num_group_slots + max_tiles) * num_kv_heads, dtype=torch.int32, device=device),
     )
 
 
@@ -92,17 +124,21 @@ def paged_decode(
     scale: float,
     workspace: DecodeWorkspace,
     out: Tensor,
+    *,
+    tiles: Tensor | None = None,
 ) -> None:
-    """Compute grouped-query attention (Ainslie et al. 2023) of one query per request. Requires `supports_decode`.
+    """Compute grouped-query attention (Ainslie et al. 2023) of few queries per request. Requires `supports_decode`.
 
-    q: [>= B, Hq, D], float16 or bfloat16. Row b is the query of request b. Heads are contiguous, rows have any stride.
+    q: [T, Hq, D], float16 or bfloat16. Heads are contiguous, rows have any stride.
     kv_cache: contiguous [N, P, 2 * Hkv, D], q's dtype or float8_e4m3fn; each slot holds the key heads, then the value
         heads. This step's keys and values are already written.
     kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
-    seq_lens: int32 [B], tokens of each request. A request with 0 tokens gets zeros.
+    seq_lens: int32 [B], tokens of each request; with `tiles`, `QueryTiles.lens`.
     scale: positive factor of the query-key products.
-    out: contiguous [>= B, Hq, D] in q's dtype; B rows are written.
+    out: contiguous [T, Hq, D] in q's dtype.
+    tiles: `QueryTiles.queries`; tiles have up to `max_tile_queries` queries. None: row b is the only query of
+        request b. A request with 0 tokens then gets zeros.
 
     The first call for a shape compiles the kernel, and cannot be captured in a CUDA graph.
     """
@@ -111,13 +147,18 @@ def paged_decode(
     num_kv_heads = heads_per_slot // 2
     dtype = CUTLASS_DTYPES[q.dtype]
     cache_dtype, ring_size = (dtype, RING_SIZES[head_dim]) if kv_scales is None else (Uint8, FP8_RING_SIZES[head_dim])
-    launch = compile_decode(DecodeShape(dtype, cache_dtype, head_dim, num_heads // num_kv_heads, page_size, *ring_size))
+    group_size, has_tiles = num_heads // num_kv_heads, tiles is not None
+    tile_queries = max_tile_queries(group_size, kv_cache.dtype) if has_tiles else 1
+    launch = compile_decode(
+        DecodeShape(dtype, cache_dtype, head_dim, group_size, has_tiles, tile_queries, page_size, *ring_size)
+    )
     launch(
         _make_pointer(dtype, q, 4),
         _make_pointer(cache_dtype, kv_cache, 128),
         _make_pointer(Uint8, kv_cache if kv_scales is None else kv_scales, 16),
         _make_pointer(Int32, block_tables, 4),
         _make_pointer(Int32, seq_lens, 4),
+        _make_pointer(Int32, seq_lens if tiles is None else tiles, 4),
         _make_pointer(dtype, out, 16),
         _make_pointer(Float32, workspace.partial_out, 16),
         _make_pointer(Float32, workspace.partial_stats, 8),
@@ -127,6 +168,7 @@ def paged_decode(
         num_kv_heads,
         q.stride(0),
         block_tables.stride(0),
+        seq_lens.shape[0] // block_tables.shape[0],
         _num_parts(num_kv_heads, q.device),
         scale * LOG2_E,
         cuda.CUstream(torch.cuda.current_stream(q.device).cuda_stream),
@@ -136,12 +178,12 @@ def paged_decode(
 @functools.cache
 def compile_decode(shape: DecodeShape, options: str = ""):
     """Compile the kernel. options: compiler flags; "--gpu-arch sm_90a" compiles without a GPU."""
-    pointer_types = [(shape.dtype, 4), (shape.cache_dtype, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (shape.dtype, 16)]
-    pointer_types += [(Float32, 16), (Float32, 8), (Int32, 4)]
+    pointer_types = [(shape.dtype, 4), (shape.cache_dtype, 128), (Uint8, 16), (Int32, 4), (Int32, 4), (Int32, 4)]
+    pointer_types += [(shape.dtype, 16), (Float32, 16), (Float32, 8), (Int32, 4)]
     pointers = [
         make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=alignment) for dtype, alignment in pointer_types
     ]
-    integers = [Int32(0)] * 6
+    integers = [Int32(0)] * 7
     return cute.compile(DecodeKernel(shape), *pointers, *integers, Float32(0.0), cuda.CUstream(0), options=options)
 
 

@@ -1,4 +1,6 @@
-"""Computes paged decode in the CuTe DSL, with one query per request. The bulk copy engine (TMA) loads keys and values.
+"""Computes paged decode in the CuTe DSL, for few queries per request. The bulk copy engine (TMA) loads keys and values.
+
+A request here is a tile of consecutive queries of one of the step's requests, see `cute_decode`.
 
 A step is 16 consecutive tokens of one page for one key-value head. Each warp loads its steps into a ring buffer in
 shared memory, and computes them. For each key-value head, the steps of all requests are cut into equal parts, one per
@@ -16,7 +18,14 @@ from cutlass.memory import SmemAllocator
 
 from nanovllm_kernels.attention.gqa import cute_ptx, cute_tile, cute_tile_fp8
 from nanovllm_kernels.attention.gqa.cute_merge import ResultExchange, clear_empty_requests, merge_request
-from nanovllm_kernels.attention.gqa.cute_tile import STEP_TOKENS, TILE_ROWS, WARP_SIZE, DecodeShape
+from nanovllm_kernels.attention.gqa.cute_tile import (
+    NO_SCORE,
+    STEP_TOKENS,
+    TILE_ROWS,
+    WARP_SIZE,
+    DecodeShape,
+    QueryTile,
+)
 
 LOG2_STEP_TOKENS = STEP_TOKENS.bit_length() - 1
 
@@ -29,7 +38,7 @@ class StepLoader:
     cache_steps: the cache of this key-value head. The last index is a position in the cache, counted in steps.
     ring_slots: slots of all ring buffers of the CTA. The warp's slots begin at `first_ring_slot`.
     barriers: one barrier per slot.
-    block_tables: page numbers of all requests. The table of request b begins at b * `table_stride`.
+    block_tables: page numbers. The table of request b begins at b // `tiles_per_table` * `table_stride`.
     end_step: the step after the CTA's last step.
     scales_ptr: pointer to this head's first key scale in an FP8 cache.
     scale_ring_address: address in shared memory of the CTA's ring buffers for scales.
@@ -42,6 +51,7 @@ class StepLoader:
     first_ring_slot: Int32
     block_tables: cute.Tensor
     table_stride: Int32
+    tiles_per_table: Int32
     seq_lens: cute.Tensor
     end_step: Int32
     scales_ptr: cute.Pointer
@@ -65,6 +75,7 @@ class DecodeKernel:
         kv_scales: cute.Pointer,
         block_tables: cute.Pointer,
         seq_lens: cute.Pointer,
+        tiles: cute.Pointer,
         out: cute.Pointer,
         partial_out: cute.Pointer,
         partial_stats: cute.Pointer,
@@ -74,6 +85,7 @@ class DecodeKernel:
         num_kv_heads: Int32,
         q_stride: Int32,
         table_stride: Int32,
+        tiles_per_table: Int32,
         num_parts: Int32,
         scale_log2: Float32,
         stream: cuda.CUstream,
@@ -107,6 +119,7 @@ class DecodeKernel:
             q,
             cute.make_tensor(block_tables, cute.make_layout(num_reqs * table_stride)),
             cute.make_tensor(seq_lens, cute.make_layout(num_reqs)),
+            cute.make_tensor(tiles, cute.make_layout(2 * num_reqs)),
             out,
             partial_out,
             partial_stats,
@@ -115,6 +128,7 @@ class DecodeKernel:
             num_kv_heads,
             q_stride,
             table_stride,
+            tiles_per_table,
             num_parts,
             scale_log2,
         ).launch(
@@ -136,6 +150,7 @@ class DecodeKernel:
         q: cute.Pointer,
         block_tables: cute.Tensor,
         seq_lens: cute.Tensor,
+        tiles: cute.Tensor,
         out: cute.Pointer,
         partial_out: cute.Pointer,
         partial_stats: cute.Pointer,
@@ -144,6 +159,7 @@ class DecodeKernel:
         num_kv_heads: Int32,
         q_stride: Int32,
         table_stride: Int32,
+        tiles_per_table: Int32,
         num_parts: Int32,
         scale_log2: Float32,
     ):
@@ -202,6 +218,7 @@ class DecodeKernel:
             first_ring_slot,
             block_tables,
             table_stride,
+            tiles_per_table,
             seq_lens,
             part_end,
             kv_scales + kv_head * shape.page_size,
@@ -212,7 +229,8 @@ class DecodeKernel:
         next_index, next_step, next_request, next_begin, next_end = self.fill_ring(
             loader, step, request, request_begin, request_end
         )
-        clear_empty_requests(shape, exchange, seq_lens, num_reqs, part)
+        if cutlass.const_expr(not shape.has_tiles):
+            clear_empty_requests(shape, exchange, seq_lens, num_reqs, part)
 
         queries = cute.make_rmem_tensor(shape.head_dim // 4, Int32)
         acc = cute.make_rmem_tensor(shape.head_dim // 2, Float32)
@@ -225,11 +243,12 @@ class DecodeKernel:
             request_part_end = cutlass.min(request_end, part_end)
             if request_part_end > request_part_begin:
                 seq_len = seq_lens[request]
-                query_offset = request * q_stride + kv_head * shape.group_size * shape.head_dim
-                scale = self.load_queries(queries, q, query_offset, lane, scale_log2)
+                first_token, num_queries = self.load_tile(tiles, request)
+                query_offset = first_token * q_stride + kv_head * shape.group_size * shape.head_dim
+                scale = self.load_queries(queries, q, query_offset, q_stride, num_queries, lane, scale_log2)
                 acc.fill(0.0)
                 row_sum.fill(0.0)
-                row_max.fill(-Float32.inf)
+                row_max.fill(NO_SCORE)
                 while step < request_part_end:
                     # `spare_slot` held the warp's previous step.
                     next_index, next_step, next_request, next_begin, next_end = self.refill_slot(
@@ -239,7 +258,18 @@ class DecodeKernel:
                     step_address = ring_base + ring_slot * shape.slot_bytes
                     num_valid = seq_len - (step - request_begin) * STEP_TOKENS
                     scales_address = scale_ring_address + ring_slot * shape.scale_bytes
-                    self.attend(queries, acc, row_max, row_sum, step_address, scales_address, num_valid, lane, scale)
+                    self.attend(
+                        queries,
+                        acc,
+                        row_max,
+                        row_sum,
+                        step_address,
+                        scales_address,
+                        num_valid,
+                        num_queries,
+                        lane,
+                        scale,
+                    )
                     arch.sync_warp()
                     spare_slot = ring_slot
                     ring_slot += 1
@@ -258,6 +288,8 @@ class DecodeKernel:
                     row_sum,
                     spare_address,
                     request,
+                    first_token,
+                    num_queries,
                     is_whole,
                     part,
                     first_part,
@@ -361,21 +393,27 @@ class DecodeKernel:
             end += self.count_steps(seq_lens[request])
         return request, begin, end
 
-    def load_queries(self, queries, q, query_offset, lane, scale_log2):
+    def load_tile(self, tiles, request):
+        """Return (row of the request's first query, number of queries)."""
+        if self.shape.has_tiles:
+            return tiles[2 * request], tiles[2 * request + 1]
+        return request, Int32(1)
+
+    def load_queries(self, queries, q, offset, token_stride, num_queries, lane, scale_log2):
         """Load the queries of one key-value head. Return the factor of query-key products, for scores in base 2."""
+        tile = QueryTile(q, offset, token_stride, num_queries)
         if self.shape.is_fp8:
-            return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, q, query_offset, lane)
-        cute_tile.load_queries(self.shape, queries, q, query_offset, lane)
+            return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, tile, lane)
+        cute_tile.load_queries(self.shape, queries, tile, lane)
         return scale_log2
 
-    def attend(self, queries, acc, row_max, row_sum, step_address, scales_address, num_valid, lane, scale):
-        """Accumulate one step into the running softmax. num_valid: number of the request's tokens from this step on."""
+    def attend(self, queries, acc, row_max, row_sum, step_address, scales_address, *lengths_lane_and_scale):
+        """Accumulate one step into the running softmax, see `cute_tile.attend`."""
+        state = queries, acc, row_max, row_sum, step_address
         if self.shape.is_fp8:
-            cute_tile_fp8.attend(
-                self.shape, queries, acc, row_max, row_sum, step_address, scales_address, num_valid, lane, scale
-            )
+            cute_tile_fp8.attend(self.shape, *state, scales_address, *lengths_lane_and_scale)
         else:
-            cute_tile.attend(self.shape, queries, acc, row_max, row_sum, step_address, num_valid, lane, scale)
+            cute_tile.attend(self.shape, *state, *lengths_lane_and_scale)
 
     def count_steps(self, seq_len):
         """Return the number of steps of a request of `seq_len` tokens."""
@@ -383,7 +421,8 @@ class DecodeKernel:
 
     def look_up_step(self, loader, request, request_step):
         """Return a request's step as an index in the cache, counted in steps."""
-        page = loader.block_tables[request * loader.table_stride + (request_step >> self.page_shift)]
+        table = request // loader.tiles_per_table if self.shape.has_tiles else request
+        page = loader.block_tables[table * loader.table_stride + (request_step >> self.page_shift)]
         return (page << self.page_shift) + (request_step & ((1 << self.page_shift) - 1))
 
     def start_copy(self, loader, ring_slot, cache_index):

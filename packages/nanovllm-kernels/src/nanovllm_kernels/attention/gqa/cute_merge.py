@@ -2,8 +2,8 @@
 
 A part is the work of one CTA. Parts are merged as in split-KV attention (Dao et al. 2023). A CTA that has stored its
 part of a request increments the request's counter. The last CTA merges the parts and resets the counter, so that graphs
-can be replayed. Many parts are first merged in groups. `shape` is a `DecodeShape`. Its `group_size` query heads share a
-key-value head. `quad` is the index of four adjacent elements in the output of these query heads.
+can be replayed. Many parts are first merged in groups. `shape` is a `DecodeShape`. `quad` is the index of four adjacent
+elements in the output rows of a tile. A request here is a tile of queries, see `cute_decode`.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ MERGED_PARTS = 8
 class ResultExchange:
     """Holds the memory through which warps and CTAs exchange results, and the thread's position.
 
-    out: [B, Hq, D].
-    partial_out: float32 [slots, Hkv, group_size, D].
-    partial_stats: float32 [slots, Hkv, group_size, 2], each row's maximum score and sum of weights.
+    out: [T, Hq, D].
+    partial_out: float32 [slots, Hkv, num_rows, D].
+    partial_stats: float32 [slots, Hkv, num_rows, 2], each row's maximum score and sum of weights.
     counters: int32 [(group slots + B) * Hkv], number of arrived CTAs for each group of parts, then for each request.
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
     row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the counter that thread 0 read.
@@ -58,7 +58,10 @@ def count_slots(num_parts: int) -> tuple[int, int]:
 def clear_empty_requests(
     shape: cutlass.Constexpr, exchange: cutlass.Constexpr, seq_lens: cute.Tensor, num_reqs: Int32, part: Int32
 ):
-    """Zero the outputs of requests without tokens. CTAs divide these requests among themselves."""
+    """Zero the outputs of requests without tokens. CTAs divide these requests among themselves.
+
+    A request has one query. A tile of several queries has no output without tokens.
+    """
     for request in range(part, num_reqs, exchange.num_parts):
         if seq_lens[request] == 0:
             first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
@@ -75,6 +78,8 @@ def merge_request(
     row_sum: cute.Tensor,
     spare_address: Int32,
     request: Int32,
+    first_token: Int32,
+    num_queries: Int32,
     is_whole: Boolean,
     part: Int32,
     first_part: Int32,
@@ -82,21 +87,22 @@ def merge_request(
 ):
     """Merge the warps' results for one request. If several parts share the request, merge the parts too.
 
+    first_token: row of the request's first query in `exchange.out`.
     is_whole: whether this part holds all steps of the request.
     spare_address: address of a free slot in the warp's ring buffer. Other warps read this warp's rows from this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
     arch.sync_threads()
-    out = exchange.out + (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
+    out = exchange.out + (first_token * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
     slot = 2 * part + Int32(part == first_part)
-    for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+    for quad in range(exchange.thread, shape.num_rows * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
         max_score, weight_sum, sums = _merge_warps(shape, exchange, quad)
         if is_whole:
-            _store_result(shape, out + quad * 4, sums, weight_sum)
+            _store_result(shape, exchange, out, quad, num_queries, sums, weight_sum)
         else:
             _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
     if not is_whole:
-        _merge_parts(shape, exchange, out, request, part, first_part, last_part)
+        _merge_parts(shape, exchange, out, request, num_queries, part, first_part, last_part)
     # The bulk copy engine (asynchronous proxy) must not write to the spare slots before these accesses.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
@@ -108,6 +114,7 @@ def _merge_parts(
     exchange: cutlass.Constexpr,
     out: cute.Pointer,
     request: Int32,
+    num_queries: Int32,
     part: Int32,
     first_part: Int32,
     last_part: Int32,
@@ -125,7 +132,7 @@ def _merge_parts(
         slot = 2 * part_group + Int32(part_group == first_index)
         is_last = _arrives_last(shape, exchange, slot, group_last_part - group_first_part + 1)
         if is_last:
-            for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+            for quad in range(exchange.thread, shape.num_rows * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
                 max_score, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
                     shape, exchange, quad, Int32(0), first_part, group_first_part, group_last_part
                 )
@@ -133,7 +140,8 @@ def _merge_parts(
                     shape, exchange, first_slot + slot, quad, max_score, weight_sum, (sum_0, sum_1, sum_2, sum_3)
                 )
     if is_last:
-        _merge_last_parts(shape, exchange, out, num_group_slots + request, first_slot, first_index, last_index)
+        counter_index = num_group_slots + request
+        _merge_last_parts(shape, exchange, out, num_queries, counter_index, first_slot, first_index, last_index)
 
 
 @cute.jit
@@ -141,6 +149,7 @@ def _merge_last_parts(
     shape: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     out: cute.Pointer,
+    num_queries: Int32,
     counter_index: Int32,
     first_slot: Int32,
     first_index: Int32,
@@ -148,11 +157,11 @@ def _merge_last_parts(
 ):
     """Merge parts (or groups) first_index..last_index of a request, if this CTA is the last to arrive."""
     if _arrives_last(shape, exchange, counter_index, last_index - first_index + 1):
-        for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
+        for quad in range(exchange.thread, shape.num_rows * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
             _, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
                 shape, exchange, quad, first_slot, first_index, first_index, last_index
             )
-            _store_result(shape, out + quad * 4, (sum_0, sum_1, sum_2, sum_3), weight_sum)
+            _store_result(shape, exchange, out, quad, num_queries, (sum_0, sum_1, sum_2, sum_3), weight_sum)
 
 
 @cute.jit
@@ -185,7 +194,7 @@ def _share_rows(
         weight_sum = row_sum[lane_row]
         for i in cutlass.range_constexpr(2):
             weight_sum = weight_sum + arch.shuffle_sync_bfly(weight_sum, 1 << i)
-        if row + 8 * lane_row < shape.group_size:
+        if row + 8 * lane_row < shape.num_rows:
             for tile in cutlass.range_constexpr(shape.head_dim // 8):
                 offset, first, second = _locate_lane_sums(shape, exchange.lane, row, lane_row, tile)
                 cute_ptx.store_shared_2_floats(spare_address + offset * 4, acc[first], acc[second])
@@ -271,7 +280,7 @@ def _merge_slots(
 
 def _partial_row(shape, exchange, slot, quad):
     """Return the row of the partial results that holds elements 4 * quad to 4 * quad + 3 of the output."""
-    return (slot * exchange.num_kv_heads + exchange.kv_head) * shape.group_size + quad // (shape.head_dim // 4)
+    return (slot * exchange.num_kv_heads + exchange.kv_head) * shape.num_rows + quad // (shape.head_dim // 4)
 
 
 @cute.jit
@@ -291,9 +300,26 @@ def _store_slot(
         cute_ptx.store_global_2_words(exchange.partial_stats + 2 * row, max_score, weight_sum)
 
 
-def _store_result(shape, pointer, sums, weight_sum):
-    """Divide four sums by the sum of weights, round the results and store them."""
-    inverse_sum = arch.rcp_approx(weight_sum)
-    low_pair = cute_ptx.round_pair(shape.dtype, sums[0] * inverse_sum, sums[1] * inverse_sum)
-    high_pair = cute_ptx.round_pair(shape.dtype, sums[2] * inverse_sum, sums[3] * inverse_sum)
-    cute_ptx.store_global_2_words(pointer, low_pair, high_pair)
+@cute.jit
+def _store_result(
+    shape: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    out: cute.Pointer,
+    quad: Int32,
+    num_queries: Int32,
+    sums: cutlass.Constexpr,
+    weight_sum: Float32,
+):
+    """Divide four sums by the sum of weights, round the results and store them. Skip rows without a query.
+
+    out: output of the tile's first query for this key-value head.
+    """
+    quads_per_query = shape.group_size * shape.head_dim // 4
+    query = quad // quads_per_query
+    if query < num_queries:
+        inverse_sum = arch.rcp_approx(weight_sum)
+        low_pair = cute_ptx.round_pair(shape.dtype, sums[0] * inverse_sum, sums[1] * inverse_sum)
+        high_pair = cute_ptx.round_pair(shape.dtype, sums[2] * inverse_sum, sums[3] * inverse_sum)
+        # Skip the other key-value heads of the queries before this query.
+        offset = 4 * (quad + query * quads_per_query * (exchange.num_kv_heads - 1))
+        cute_ptx.store_global_2_words(out + offset, low_pair, high_pair)

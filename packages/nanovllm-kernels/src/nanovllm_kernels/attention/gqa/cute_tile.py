@@ -1,7 +1,8 @@
 """Computes one step (16 tokens) in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
 
-The query heads of a key-value head are rows of a tile of `mma.m16n8k16`, so that all heads share the loads of keys and
-values. The softmax is online (Milakov and Gimelshein 2018), in base 2.
+A row of a tile of `mma.m16n8k16` is one query head of one query, so that all heads of a key-value head, and consecutive
+queries of a request, share the loads of keys and values. Row r is head r % group_size of query r // group_size. The
+softmax is online (Milakov and Gimelshein 2018), in base 2.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from nanovllm_kernels.attention.gqa import cute_ptx
 WARP_SIZE = 32
 # Tokens per step. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
 STEP_TOKENS = 16
-# Rows of a tile. A row is one query head.
 TILE_ROWS = 16
+# Maximum score of a row that has not seen a token. Finite, because infinity minus infinity is not a number.
+NO_SCORE = -1e30
 # Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
 
@@ -27,7 +29,9 @@ class DecodeShape:
 
     dtype: CUTLASS type of the queries.
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
-    group_size: query heads per key-value head, at most 16, or 8 with an FP8 cache.
+    group_size: query heads per key-value head.
+    has_tiles: whether requests are tiles of queries. Otherwise, request b has one query, in row b.
+    tile_queries: maximum number of queries per tile. A tile has at most 16 rows, or 8 with an FP8 cache.
     num_warps: warps of a CTA.
     num_stages: number of slots in each warp's ring buffer in shared memory. A slot holds one step.
     """
@@ -36,6 +40,8 @@ class DecodeShape:
     cache_dtype: type
     head_dim: int
     group_size: int
+    has_tiles: bool
+    tile_queries: int
     page_size: int
     num_warps: int
     num_stages: int
@@ -71,26 +77,55 @@ class DecodeShape:
         return 2 * STEP_TOKENS if self.is_fp8 else 0
 
     @property
+    def num_rows(self) -> int:
+        """Rows of a tile that are used."""
+        return self.group_size * self.tile_queries
+
+    @property
     def rows_per_lane(self) -> int:
-        """Rows of a tile that a lane holds: one if at most 8 query heads share a key-value head, otherwise two."""
-        return 1 if self.group_size <= TILE_ROWS // 2 else 2
+        """Rows of a tile that a lane holds: one if at most 8 rows are used, otherwise two."""
+        return 1 if self.num_rows <= TILE_ROWS // 2 else 2
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """The queries of one tile, for one key-value head.
+
+    q: first element of all queries.
+    offset: index of the first element of the tile's first query and head.
+    token_stride: elements from one query to the next.
+    num_queries: number of queries in the tile.
+    """
+
+    q: cute.Pointer
+    offset: Int32
+    token_stride: Int32
+    num_queries: Int32
 
 
 @cute.jit
-def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q_ptr: cute.Pointer, offset: Int32, lane: Int32):
-    """Load the queries of one key-value head into `queries` (registers), as operand A of `mma`. Unused rows are zero.
-
-    offset: index of the first element after `q_ptr`.
-    """
-    words = cute.make_tensor(cute.recast_ptr(q_ptr, dtype=Int32), cute.make_layout(1 << 30))
+def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, tile: cutlass.Constexpr, lane: Int32):
+    """Load the queries of `tile` into `queries` (registers), as operand A of `mma`. Unused rows are zero."""
+    words = cute.make_tensor(cute.recast_ptr(tile.q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
         row = (lane >> 2) + 8 * lane_row
-        if row < shape.group_size:
-            first_word = ((offset + row * shape.head_dim) >> 1) + (lane & 3)
+        if row < tile.num_queries * shape.group_size:
+            first_word = (locate_row(shape, tile, row) >> 1) + (lane & 3)
             for k in cutlass.range_constexpr(shape.head_dim // 16):
                 queries[4 * k + lane_row] = words[first_word + 8 * k]
                 queries[4 * k + lane_row + 2] = words[first_word + 8 * k + 4]
+
+
+def locate_row(shape, tile, row):
+    """Return the index of the first element of a row in `tile.q`."""
+    query, head = row // shape.group_size, row % shape.group_size
+    return tile.offset + query * tile.token_stride + head * shape.head_dim
+
+
+def count_visible_tokens(shape, row, num_valid, num_queries):
+    """Return how many of the next `num_valid` tokens a row sees. The tile's last query sees all of them."""
+    return num_valid - (num_queries - 1 - row // shape.group_size)
 
 
 @cute.jit
@@ -102,22 +137,26 @@ def attend(
     row_sum: cute.Tensor,
     step_address: Int32,
     num_valid: Int32,
+    num_queries: Int32,
     lane: Int32,
     scale_log2: Float32,
 ):
     """Add the step at address `step_address` of shared memory to the running softmax.
 
     acc: sums of weighted values. row_max, row_sum: maximum score and sum of weights of each of the lane's rows.
-    num_valid: number of the request's tokens from this step on.
+    num_valid: number of tokens from this step on that the tile's last query sees.
+    num_queries: number of queries in the tile.
     """
     scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
     addresses = lane_addresses(step_address, lane)
     if num_valid < STEP_TOKENS:
         clear_values(shape, step_address + shape.keys_bytes, num_valid, lane)
     _multiply_keys(shape, queries, scores, addresses)
-    if num_valid < STEP_TOKENS:
+    if num_valid < STEP_TOKENS + (shape.tile_queries - 1):
         for i in cutlass.range_constexpr(STEP_TOKENS // 2):
-            if (i // 4) * 8 + (lane & 3) * 2 + i % 2 >= num_valid:
+            row = (lane >> 2) + 8 * (i % 4 // 2)
+            num_visible = count_visible_tokens(shape, row, num_valid, num_queries)
+            if (i // 4) * 8 + (lane & 3) * 2 + i % 2 >= num_visible:
                 scores[i] = -Float32.inf
     for lane_row in cutlass.range_constexpr(shape.rows_per_lane):
         _update_softmax(shape, scores, acc, row_max, row_sum, lane_row, scale_log2)

@@ -1,9 +1,9 @@
 """Computes attention over one step (STEP_TOKENS cached tokens) like `cute_tile`, but for an FP8 cache.
 
 The cache has e4m3 elements, with one scale per token and head (see `fp8`). Operands are float16. Queries are divided by
-a power of two, and log2 of each value scale is added to the base-2 score (`triton_softmax` says why). At most 8 query
-heads share a key-value head: `cute_merge` stores their float32 sums in the memory of one step, which holds no more than
-8 rows. Every 16 dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
+a power of two, and log2 of each value scale is added to the base-2 score (`triton_softmax` says why). A tile uses at
+most 8 rows: `cute_merge` stores their float32 sums in the memory of one step, which holds no more than 8 rows. Every 16
+dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,14 @@ from cutlass import Float16, Float32, Int32, cute
 from cutlass.cute import arch
 
 from nanovllm_kernels.attention.gqa import cute_ptx
-from nanovllm_kernels.attention.gqa.cute_tile import ROW_BYTES, STEP_TOKENS, clear_values, lane_addresses
+from nanovllm_kernels.attention.gqa.cute_tile import (
+    ROW_BYTES,
+    STEP_TOKENS,
+    clear_values,
+    count_visible_tokens,
+    lane_addresses,
+    locate_row,
+)
 
 
 class LaneScore(NamedTuple):
@@ -32,13 +39,13 @@ TWICE_EXPONENT_BIAS = 254
 
 
 @cute.jit
-def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, q_ptr: cute.Pointer, offset: Int32, lane: Int32):
+def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, tile: cutlass.Constexpr, lane: Int32):
     """Load `queries` like `cute_tile.load_queries`, and divide them by a power of two. Return this power of two."""
-    words = cute.make_tensor(cute.recast_ptr(q_ptr, dtype=Int32), cute.make_layout(1 << 30))
+    words = cute.make_tensor(cute.recast_ptr(tile.q, dtype=Int32), cute.make_layout(1 << 30))
     queries.fill(0)
     row = lane >> 2
-    if row < shape.group_size:
-        first_word = ((offset + row * shape.head_dim) >> 1) + (lane & 3) * 2
+    if row < tile.num_queries * shape.group_size:
+        first_word = (locate_row(shape, tile, row) >> 1) + (lane & 3) * 2
         for k in cutlass.range_constexpr(shape.head_dim // 16):
             queries[4 * k] = words[first_word + 8 * k]
             queries[4 * k + 2] = words[first_word + 8 * k + 1]
@@ -67,6 +74,7 @@ def attend(
     step_address: Int32,
     scales_address: Int32,
     num_valid: Int32,
+    num_queries: Int32,
     lane: Int32,
     scale_log2: Float32,
 ):
@@ -82,9 +90,10 @@ def attend(
         clear_values(shape, step_address + shape.keys_bytes, num_valid, lane)
     _multiply_keys(shape, queries, scores, addresses)
     _apply_scales(scores, exponents, scales_address + (lane & 3) * 2, scale_log2)
-    if num_valid < STEP_TOKENS:
+    if num_valid < STEP_TOKENS + (shape.tile_queries - 1):
+        num_visible = count_visible_tokens(shape, lane >> 2, num_valid, num_queries)
         for n in cutlass.range_constexpr(len(LANE_SCORES)):
-            if LANE_SCORES[n].token_offset + (lane & 3) * 2 >= num_valid:
+            if LANE_SCORES[n].token_offset + (lane & 3) * 2 >= num_visible:
                 scores[LANE_SCORES[n].index] = -Float32.inf
                 exponents[n] = Int32(0)
     _update_softmax(shape, scores, exponents, acc, row_max, row_sum)
