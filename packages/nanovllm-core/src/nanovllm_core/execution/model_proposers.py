@@ -76,21 +76,24 @@ class _CachingProposer(ABC):
         # The position of each row's last token or draft.
         last = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
-        hidden, has_entry = self._begin(rows, step, step_hidden, bounds)
-        num_proposed, drafts = has_entry * is_sampled, list[Tensor]()
+        hidden, has_space = self._begin(rows, step, step_hidden, bounds)
+        is_proposed = has_space * is_sampled
+        num_proposed, drafts = is_proposed.clone(), list[Tensor]()
         for index in range(table.max_drafts):
             if index:
                 inputs = self._build_inputs(table_rows, starts, last.num_computed - self.entry_offset, bounds)
                 slots = inputs.slot_mapping * is_sampled
-                num_proposed += slots >= self._cache.layout.block_size
-                inputs = inputs._replace(slot_mapping=slots, input_ids=drafts[-1])
-                hidden = self._run(inputs, starts, bounds, hidden)
+                is_proposed = (slots >= self._cache.layout.block_size).int()
+                num_proposed += is_proposed
+                hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=drafts[-1]), starts, bounds, hidden)
             logits = self._parallel.exchange_columns(self._head.compute_logits(hidden))[:, : table.vocab_size]
             # Logits of padding may be NaN, whose token may be no valid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
-            commit_tokens(table_rows, sampled_starts, tokens, is_sampled, last, None)
+            # Drafts without a cache entry are not written, because the entry would be missing if they were accepted.
+            commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
             drafts.append(tokens)
-        return torch.stack(drafts, 1), num_proposed
+        columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
+        return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
 
     def _build_inputs(
         self, table_rows: Tensor, query_start_loc: Tensor, num_computed: Tensor, bounds: BatchBounds
