@@ -1,8 +1,9 @@
 """`python tests/structured/compare_drafts.py`: asks for JSON and tool calls with and without drafts, and compares.
 
 It starts two servers, one after the other, with the default model in float32 on the CPU. Only the first one has
-`--speculate ngram`. Both get the same questions with the same seeds. The program prints verdicts, drafts and every
-difference of token ids. It exits with 1 if an answer is a failure or differs.
+`--speculate`: n-grams, or the default model as its own draft model. Both get the same questions with the same seeds.
+The program prints verdicts, drafts and every difference of token ids. It exits with 1 if an answer is a failure or
+differs.
 """
 
 import argparse
@@ -19,7 +20,10 @@ from ask import CORPORA, ask_all, own_server, questions, read_cases, record, tab
 from asking import FAILURES, WAYS, Client, Outcome, Question
 
 PLAIN_FLAGS = ("--device", "cpu", "--dtype", "float32")
-DRAFT_FLAGS = (*PLAIN_FLAGS, "--speculate", "ngram")
+DRAFT_FLAGS = {
+    "ngram": (*PLAIN_FLAGS, "--speculate", "ngram"),
+    "draft": (*PLAIN_FLAGS, "--speculate", "draft", "--draft-model", "SmolLM2-135M-Instruct"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +131,11 @@ class Comparison:
         }
 
 
-def compare(asked: list[Question], temperatures: list[float], max_tokens: int, concurrency: int) -> list[Comparison]:
-    """Ask a server with drafts, then a server without drafts."""
-    with own_server(*DRAFT_FLAGS) as url:
+def compare(
+    asked: list[Question], method: str, temperatures: list[float], max_tokens: int, concurrency: int
+) -> list[Comparison]:
+    """Ask a server with drafts, then a server without drafts. method: value of --speculate."""
+    with own_server(*DRAFT_FLAGS[method]) as url:
         drafted = [ask_all(Client(url, max_tokens, temperature), asked, concurrency) for temperature in temperatures]
     comparisons: list[Comparison] = []
     with own_server(*PLAIN_FLAGS) as url:
@@ -144,6 +150,7 @@ def main() -> int:
     """Ask both servers, print the comparison, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=1000, help="questions, evenly spread over corpora and ways")
+    parser.add_argument("--speculate", choices=DRAFT_FLAGS, default="ngram", help="what proposes drafts")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=["tools"])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="what schemas are asked for as")
     parser.add_argument("--concurrency", type=int, default=32)
@@ -153,7 +160,7 @@ def main() -> int:
     parser.add_argument("--outcomes", type=Path, help="write all outcomes and differences to a file, as JSON")
     options = parser.parse_args()
     asked = spread(questions(read_cases(options.cases), options.corpus, options.way, None), options.number)
-    comparisons = compare(asked, options.temperature, options.max_tokens, options.concurrency)
+    comparisons = compare(asked, options.speculate, options.temperature, options.max_tokens, options.concurrency)
     for comparison in comparisons:
         print(comparison.describe())
     if options.outcomes is not None:

@@ -73,6 +73,24 @@ class Session:
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> list[Tensor]:
         """Compute each request's new tokens; returns the logits by request. Requests with one token come first."""
+        hidden, *_ = self._forward(tokens)
+        return list(self.model.compute_logits(hidden).split([len(new_tokens) for new_tokens in tokens]))
+
+    @torch.inference_mode()
+    def predict(self, tokens: list[list[int]], next_tokens: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+        """Compute each request's new tokens, and let the head predict the token after each of `next_tokens`.
+
+        Returns hidden states of the head and logits by request.
+        """
+        hidden, positions, ctx = self._forward(tokens)
+        head = self.model.mtp_head()
+        ids = torch.tensor([token for request in next_tokens for token in request], dtype=torch.int32)
+        hidden = head.forward(ids, positions, hidden, ctx)
+        counts = [len(new_tokens) for new_tokens in tokens]
+        return list(zip(hidden.split(counts), head.compute_logits(hidden).split(counts), strict=True))
+
+    def _forward(self, tokens: list[list[int]]) -> tuple[Tensor, Tensor, ForwardContext]:
+        """Compute each request's new tokens. Returns hidden states, positions and the batch."""
         while len(self._lengths) < len(tokens):
             self._blocks.append([])
             self._lengths.append(0)
@@ -104,8 +122,7 @@ class Session:
             attention, torch.tensor(slots), self._caches, state_caches=self._states, state_batch=states
         )
         ids = torch.tensor([token for new_tokens in tokens for token in new_tokens], dtype=torch.int32)
-        hidden = self.model.forward(ids, torch.tensor(positions), ctx)
-        return list(self.model.compute_logits(hidden).split(counts))
+        return self.model.forward(ids, torch.tensor(positions), ctx), torch.tensor(positions), ctx
 
     def _plan_states(self, counts: list[int]) -> StateBatch:
         requests = range(len(counts))

@@ -1,11 +1,16 @@
-"""Checkpoints that declare heads for multi-token prediction (MTP) load without these heads."""
+"""Heads for multi-token prediction (MTP): checkpoints with and without them, and logits against transformers."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from tiny_families import PROMPTS, make_checkpoint
+from tiny_checkpoints import read_tensors, write_checkpoint
+from tiny_families import PROMPTS, make_checkpoint, make_model
+from torch import Tensor
+from torch.nn import functional
 
 import nanovllm_models
 from nanovllm_core.layers.weights import WeightError
@@ -54,3 +59,74 @@ def test_modules_that_minimax_m2_turns_off_are_not_declared(tmp_path, session, c
     with caplog.at_level("INFO"):
         session(nanovllm_models.load(tmp_path))
     assert "multi-token" not in caplog.text
+
+
+# Names of the head's modules in checkpoints of each family: norms of the embedding, of the hidden state and of the
+# result, projection, decoder layer, output head. Also an index of a decoder layer of the same kind.
+HEADS = {
+    "deepseek_v3": ("enorm", "hnorm", "shared_head.norm", "eh_proj", "", "model.layers.3.shared_head.head", 2),
+    "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", "layers.0.", "lm_head", 3),
+}
+PREFIXES = {"deepseek_v3": "model.layers.3.", "qwen3_next": "mtp."}
+
+
+class HeadOracle:
+    """The head in plain torch, with a decoder layer of transformers. Source: DeepSeek-V3, section 2.2."""
+
+    def __init__(self, family: str, model, tensors: dict[str, Tensor]):
+        *norms, projection, layer_prefix, output_head, template = HEADS[family]
+        prefix = PREFIXES[family]
+        self._offset = 1 if family == "qwen3_next" else 0
+        self._norms = [tensors[f"{prefix}{norm}.weight"] + self._offset for norm in norms]
+        self._projection = tensors[f"{prefix}{projection}.weight"]
+        self._output_head = tensors[f"{output_head}.weight"]
+        self._model = model.model
+        self._template = template
+        # transformers reads the head's layer from a checkpoint in which it stands in place of a decoder layer.
+        self._layer_tensors = {
+            name.removeprefix(prefix + layer_prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix + layer_prefix)
+        }
+
+    def write_layer(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        """Replace a decoder layer of the checkpoint `tensors` by the head's layer, and write it to `path`."""
+        prefix = f"model.layers.{self._template}."
+        layer = {name: self._layer_tensors[name.removeprefix(prefix)] for name in tensors if name.startswith(prefix)}
+        save_file({name: tensor.contiguous() for name, tensor in (tensors | layer).items()}, path)
+
+    def predict(self, layers, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits after all `tokens` but the first. layers: of the checkpoint of `write_layer`."""
+        ids, eps = torch.tensor([tokens]), self._model.config.rms_norm_eps
+        hidden = self._model(ids[:, :-1]).last_hidden_state[0]
+        size = (hidden.shape[1],)
+        embedded = self._model.embed_tokens(ids[0, 1:])
+        normed = (
+            functional.rms_norm(embedded, size, self._norms[0], eps),
+            functional.rms_norm(hidden, size, self._norms[1], eps),
+        )
+        x = functional.linear(torch.cat(normed, 1), self._projection)[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+        rotation = self._model.rotary_emb(x, positions)
+        x = layers[self._template](x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
+        x = (x[0] if isinstance(x, tuple) else x)[0]
+        result = functional.rms_norm(x, size, self._norms[2], eps)
+        return (result if self._offset else x), functional.linear(result, self._output_head)
+
+
+@pytest.mark.parametrize("family", HEADS)
+@torch.inference_mode()
+def test_heads_predict_what_their_formula_says(family, tmp_path, session):
+    model = make_model(family)
+    write_checkpoint(tmp_path / "ours", model, mtp=True, shards=1)
+    make_checkpoint(tmp_path / "layer", family)
+    oracle = HeadOracle(family, model, read_tensors(tmp_path / "ours"))
+    oracle.write_layer(tmp_path / "layer" / "model.safetensors", load_file(tmp_path / "layer" / "model.safetensors"))
+    layers = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "layer").eval().model.layers
+    ours = session(nanovllm_models.load(tmp_path / "ours"), uses_mtp=True)
+    found = ours.predict([prompt[:-1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS])
+    for prompt, results in zip(PROMPTS, found, strict=True):
+        expected = oracle.predict(layers, prompt)
+        for tensor, expected_tensor in zip(results, expected, strict=True):
+            torch.testing.assert_close(tensor, expected_tensor, atol=2e-4, rtol=2e-4)

@@ -16,7 +16,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 BlockSize = Literal[16, 32, 64, 128]
 HashAlgorithm = Literal["fast", "sha256"]
 StateDtype = Literal["float32", "bfloat16"]
-DraftMethod = Literal["ngram"]
+DraftMethod = Literal["ngram", "draft", "mtp"]
 GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
@@ -81,7 +81,8 @@ class IndependentSettings:
     speculate: Annotated[
         DraftMethod | None,
         "speculative decoding, which verifies several proposed tokens (drafts) in one step, and never changes an "
-        "answer; ngram: propose the tokens that followed the last tokens earlier in the request",
+        "answer; ngram: propose the tokens that followed the last tokens earlier in the request; draft: propose the "
+        "tokens of a smaller model; mtp: propose the tokens of the model's heads for multi-token prediction",
     ] = None
     num_speculative_tokens: Annotated[int, "maximum number of drafts per request and step"] = 5
     acceptance_length: Annotated[
@@ -164,6 +165,16 @@ class ResolvedConfig(IndependentSettings):
     def max_drafts(self) -> int:
         """The maximum number of drafts per request and step; 0 without speculation."""
         return 0 if self.speculate is None else self.num_speculative_tokens
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """The number of tokens after a request's last token whose cache entries the proposer of drafts writes."""
+        return 0 if self.speculate == "ngram" else self.max_drafts
+
+    @property
+    def uses_mtp(self) -> bool:
+        """Whether the model's heads for multi-token prediction propose drafts."""
+        return self.speculate == "mtp"
 
     @property
     def max_draft_step_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -121,6 +121,34 @@ class CausalLM(Protocol):
         ...
 
 
+class PredictionHead(Protocol):
+    """A head for multi-token prediction (MTP): predicts a token from the token before it and an older hidden state.
+
+    Its layers have caches like the attention layers of the model, at the end of the model's `cache_specs`.
+    """
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Returns hidden states [num_tokens, hidden] of the head, from which the head can predict further tokens.
+
+        input_ids: int32 [num_tokens], the token after each position. positions: int64 [num_tokens].
+        hidden: [num_tokens, hidden], hidden states of the model or of the head at `positions`.
+        """
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Returns logits of the token after `input_ids`, see `CausalLM.compute_logits`. hidden: of the head."""
+        ...
+
+
+@runtime_checkable
+class MultiTokenModel(Protocol):
+    """A `CausalLM` that may have a head for multi-token prediction."""
+
+    def mtp_head(self) -> PredictionHead | None:
+        """The head; None if the weights include no head, or without `BuildContext.uses_mtp`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BuildContext:
     """Options for building a model.
@@ -161,6 +189,7 @@ class ModelSpec:
     build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
     vocabulary: reads the vocabulary for the first grammar; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
+    draft: the draft model, for speculative decoding with `EngineConfig.speculate` "draft".
     """
 
     name: str
@@ -171,3 +200,4 @@ class ModelSpec:
     build: Callable[[BuildContext], CausalLM]
     vocabulary: Callable[[], Vocabulary] | None = None
     cuda_dtype: torch.dtype | None = None
+    draft: "ModelSpec | None" = None

@@ -5,6 +5,8 @@ On a CPU stand-ins for the graphs call what would have been captured, so that th
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from nanovllm_core.sampling_params import ReasoningBudget
 OUTPUT = 24
 NUM_ROWS = 5
 MAX_DRAFTS = 4
+SPECULATE = [None, "ngram", "draft"]
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]
 SPECIAL = [
     {"temperature": 0.0, "repetition_penalty": 3.0},
@@ -58,10 +61,9 @@ class StandIns(StepGraphs):
 
     num_replays: dict[int, int] = {}
     num_draft_replays = 0
-    speculates = False
 
-    def capture(self, run_forward, choose_tokens):
-        self._run_forward, self._choose_tokens = run_forward, choose_tokens
+    def capture(self, functions):
+        self._functions = functions
 
     def dispatch(self, batch, *, allows_graph=True):
         if (batch.query_len != 1 and not batch.has_drafts) or not allows_graph:
@@ -81,17 +83,26 @@ class StandIns(StepGraphs):
 
         logits = torch.empty(num_samples, VOCAB)
         found = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
-        step = CapturedStep(
-            [Replayed(found, lambda: self._run_forward(shape, None, num_decodes=num_decodes))], [], found
-        )
+        run_forward, choose_tokens, propose, proposing_ops = self._functions
+        # The whole result of the last forward pass, for the proposer of drafts.
+        outputs: list[ForwardOutput] = []
+
+        def run():
+            outputs[:] = [run_forward(shape, None, num_decodes=num_decodes)]
+            return outputs[0][:5]
+
+        def choose(ops):
+            self.num_replays[ops] = self.num_replays.get(ops, 0) + 1
+            return (choose_tokens(ops, found, batch.has_drafts),)
+
+        step = CapturedStep([Replayed(found[:5], run)], [], found)
         for ops in CAPTURED_OPS:
-            tokens = ints(num_samples + (num_reqs * (MAX_DRAFTS + 1 + batch.has_drafts) if self.speculates else 0))
-
-            def choose(ops=ops):
-                self.num_replays[ops] = self.num_replays.get(ops, 0) + 1
-                return (self._choose_tokens(ops, found, batch.has_drafts),)
-
-            step.sampling_graphs[ops] = Replayed((tokens,), choose), tokens
+            tokens = ints(num_samples + num_reqs * batch.has_drafts)
+            step.choice_graphs.sampling[ops] = Replayed((tokens,), partial(choose, ops)), tokens
+        for ops in proposing_ops:
+            drafts = ints(num_reqs * (MAX_DRAFTS + 1))
+            replayed = Replayed((drafts,), lambda ops=ops: (propose(ops, outputs[0]),))
+            step.choice_graphs.proposing[ops] = replayed, drafts
         return step
 
 
@@ -109,7 +120,7 @@ def requests() -> list[Request]:
     ]
 
 
-async def answers(device: str, graph_mode: str, *, speculates: bool = False) -> list[Answer]:
+async def answers(device: str, graph_mode: str, speculate: str | None = None) -> list[Answer]:
     config = EngineConfig(
         device=device,
         max_num_seqs=NUM_ROWS,
@@ -117,10 +128,10 @@ async def answers(device: str, graph_mode: str, *, speculates: bool = False) -> 
         graph_mode=graph_mode,
         depth=2,
         forbid_sync=device == "cuda",
-        speculate="ngram" if speculates else None,
+        speculate=speculate,
         num_speculative_tokens=MAX_DRAFTS,
     )
-    engine = await AsyncEngine.start(toy_spec(), config)
+    engine = await AsyncEngine.start(replace(toy_spec(), draft=toy_spec("small")), config)
 
     async def ask(request: Request) -> Answer:
         outputs = [output async for output in engine.generate(request)]
@@ -145,20 +156,19 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
             assert [token for token, _ in entry.top] == [token for token, _ in other.top]
 
 
-@pytest.mark.parametrize("speculates", [False, True])
-async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(speculates, monkeypatch):
+@pytest.mark.parametrize("speculate", SPECULATE)
+async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(speculate, monkeypatch):
     expected = await answers("cpu", "none")
     monkeypatch.setattr(runner_module, "StepGraphs", StandIns)
     monkeypatch.setattr(StandIns, "num_replays", {})
     monkeypatch.setattr(StandIns, "num_draft_replays", 0)
-    monkeypatch.setattr(StandIns, "speculates", speculates)
-    check_equal(await answers("cpu", "none", speculates=speculates), expected)
+    check_equal(await answers("cpu", "none", speculate), expected)
     assert StandIns.num_replays[CAPTURED_OPS[-1]] > 20
-    assert (StandIns.num_draft_replays > 10) == speculates
+    assert (StandIns.num_draft_replays > 10) == (speculate is not None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize("speculate", SPECULATE)
 @pytest.mark.parametrize("graph_mode", ["full_decode_only", "piecewise", "full"])
-async def test_graphs_choose_what_launched_steps_choose(graph_mode, speculates):
-    check_equal(await answers("cuda", graph_mode, speculates=speculates), await answers("cuda", "none"))
+async def test_graphs_choose_what_launched_steps_choose(graph_mode, speculate):
+    check_equal(await answers("cuda", graph_mode, speculate), await answers("cuda", "none"))

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import sampled_answers
-from sampled_answers import answer_all, compare_answers
+from sampled_answers import SAMPLINGS, answer_all, collect, compare_answers
+from toy_model import toy_spec
+from toy_recurrent import recurrent_spec
 
-from nanovllm_core import EngineConfig, RequestOutput
+from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, RequestOutput, SamplingParams
 
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48)
 # Half of the prompts repeat, so that drafts are proposed from the first token on.
@@ -33,3 +35,75 @@ def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, num_ranks,
     finals = [outputs[-1] for outputs in found.values()]
     assert sum(final.num_accepted_drafts for final in finals) > 20
     assert sum(final.num_rejected_drafts for final in finals) > 20
+
+
+# (draft model, settings)
+DRAFT_CASES = {
+    "same model": ("toy", {"num_speculative_tokens": 4}),
+    "preempted": ("small", {"num_blocks": 18, "num_speculative_tokens": 3}),
+    "no prefix cache": ("small", {"depth": 1, "num_speculative_tokens": 15, "prefix_caching": False}),
+    "two ranks": ("small", {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", DRAFT_CASES)
+def test_drafts_of_a_model_change_no_answer(case, expected, vetter, monkeypatch):
+    vetter.use(monkeypatch)
+    kind, settings = DRAFT_CASES[case]
+    spec = replace(toy_spec(), draft=toy_spec(kind))
+    config = replace(CONFIG, **{"speculate": "draft", "depth": 2} | settings)
+    found = asyncio.run(answer_all(config, PROMPTS, spec))
+    compare_answers(found, expected)
+    finals = [outputs[-1] for outputs in found.values()]
+    assert sum(final.num_accepted_drafts for final in finals) > 5
+    assert sum(final.num_rejected_drafts for final in finals) > 50
+
+
+async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of verified and of accepted drafts by position, for requests that arrive one after the other."""
+    engine = await AsyncEngine.start(spec, config)
+
+    async def answer(index: int, sampling: SamplingParams) -> None:
+        # The second half of the prompts finds the first half in the prefix cache.
+        await asyncio.sleep(0.1 * index)
+        prompt = [*range(20 + index % 8, 62 + index % 8), index % 3]
+        await collect(engine, prompt, sampling, f"r{index}")
+
+    try:
+        greedy = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+        filtered = replace(SAMPLINGS["filtered"], max_tokens=80, logit_bias={11: 1.0})
+        drawn = replace(SAMPLINGS["drawn"], max_tokens=80)
+        samplings = [greedy, replace(drawn, seed=8), filtered, drawn] * 4
+        await asyncio.gather(*(answer(index, sampling) for index, sampling in enumerate(samplings)))
+        return engine.stats.num_verified_drafts, engine.stats.num_accepted_drafts
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"num_speculative_tokens": 15}]
+)
+async def test_a_model_accepts_its_own_drafts(settings):
+    config = replace(CONFIG, speculate="draft", **{"num_speculative_tokens": 4} | settings)
+    verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))
+    assert min(verified) > 20
+    # Of k drafts and one token per step, a step gives at least 98 %.
+    assert sum(accepted) / sum(verified) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        (None, "no draft model is named: set --draft-model"),
+        (replace(toy_spec(), name="other", vocab_size=90), "--draft-model other has 90 token ids, .* toy has 97"),
+        (recurrent_spec(), "the draft model has recurrent layers"),
+    ],
+)
+async def test_unusable_draft_model_is_refused(draft, reason):
+    with pytest.raises(ConfigError, match=reason):
+        await AsyncEngine.start(replace(toy_spec(), draft=draft), replace(CONFIG, speculate="draft"))
+
+
+async def test_heads_that_the_model_lacks_are_refused():
+    with pytest.raises(ConfigError, match="speculate is 'mtp', but the checkpoint has no heads"):
+        await AsyncEngine.start(toy_spec(), replace(CONFIG, speculate="mtp"))

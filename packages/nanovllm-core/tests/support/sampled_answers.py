@@ -7,7 +7,7 @@ import grammars
 import pytest
 import toy_model
 
-from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
+from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 
 # An engine that does not release blocks would wait for minutes. On an idle machine it releases them within a second.
 MAX_RELEASE_S = 60
@@ -32,9 +32,11 @@ async def collect(engine, prompt: list[int], sampling: SamplingParams, name: str
     return [output async for output in engine.generate(Request(name, prompt, sampling))]
 
 
-async def answer_all(config: EngineConfig, prompts: list[list[int]]) -> dict[str, list[RequestOutput]]:
-    """The outputs of every prompt with every sampling, all at once."""
-    engine = await AsyncEngine.start(toy_model.toy_spec(), config)
+async def answer_all(
+    config: EngineConfig, prompts: list[list[int]], spec: ModelSpec | None = None
+) -> dict[str, list[RequestOutput]]:
+    """The outputs of every prompt with every sampling, all at once. spec: None for the toy model."""
+    engine = await AsyncEngine.start(spec or toy_model.toy_spec(), config)
     try:
         names = [f"{name} {index}" for name in SAMPLINGS for index in range(len(prompts))]
         pairs = [(prompt, sampling) for sampling in SAMPLINGS.values() for prompt in prompts]

@@ -32,15 +32,15 @@ def toy_vocabulary() -> Vocabulary:
 
 
 class ToyLayer(nn.Module):
-    def __init__(self, build: BuildContext):
+    def __init__(self, build: BuildContext, kv_heads: int):
         super().__init__()
         self.norm = RMSNorm(HIDDEN, 1e-6, build)
         build = build.for_attention()
-        self.qkv_proj = ColumnParallelLinear(HIDDEN, qkv_parts(HEADS, KV_HEADS, HEAD_DIM, bias=False), build)
+        self.qkv_proj = ColumnParallelLinear(HIDDEN, qkv_parts(HEADS, kv_heads, HEAD_DIM, bias=False), build)
         self.o_proj = RowParallelLinear(HEADS * HEAD_DIM, HIDDEN, build)
 
 
-def toy_weights() -> Iterator[tuple[str, Tensor]]:
+def toy_weights(num_layers: int, kv_heads: int) -> Iterator[tuple[str, Tensor]]:
     """The same on every device; so large that attention, not the last token alone, decides what comes next."""
     generator = torch.Generator().manual_seed(0)
 
@@ -49,24 +49,26 @@ def toy_weights() -> Iterator[tuple[str, Tensor]]:
 
     yield "embed.weight", normal(1.0, VOCAB, HIDDEN)
     yield "head.weight", normal(0.1, VOCAB, HIDDEN)
-    for index in range(LAYERS):
+    for index in range(num_layers):
         yield f"layers.{index}.norm.weight", torch.ones(HIDDEN)
         yield f"layers.{index}.q_proj.weight", normal(0.2, HEADS * HEAD_DIM, HIDDEN)
-        yield f"layers.{index}.k_proj.weight", normal(0.2, KV_HEADS * HEAD_DIM, HIDDEN)
-        yield f"layers.{index}.v_proj.weight", normal(0.2, KV_HEADS * HEAD_DIM, HIDDEN)
+        yield f"layers.{index}.k_proj.weight", normal(0.2, kv_heads * HEAD_DIM, HIDDEN)
+        yield f"layers.{index}.v_proj.weight", normal(0.2, kv_heads * HEAD_DIM, HIDDEN)
         yield f"layers.{index}.o_proj.weight", normal(0.3, HIDDEN, HEADS * HEAD_DIM)
 
 
 class ToyLM(nn.Module):
+    num_layers, kv_heads = LAYERS, KV_HEADS
+
     def __init__(self, build: BuildContext):
         super().__init__()
         self.parallel = build.parallel
-        self.heads = HeadLayout.for_rank(HEADS, KV_HEADS, HEAD_DIM, build.for_attention().parallel)
+        self.heads = HeadLayout.for_rank(HEADS, self.kv_heads, HEAD_DIM, build.for_attention().parallel)
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
-        self.layers = nn.ModuleList(ToyLayer(build) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(ToyLayer(build, self.kv_heads) for _ in range(self.num_layers))
         self.head = LMHead(VOCAB, HIDDEN, build)
         self.rotary = RotaryEmbedding(RotaryConfig(theta=100.0), HEAD_DIM, LONGEST, build.device)
-        load_weights(self, toy_weights())
+        load_weights(self, toy_weights(self.num_layers, self.kv_heads))
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         rotation = self.rotary.plan(positions)
@@ -81,7 +83,13 @@ class ToyLM(nn.Module):
         return self.head(hidden)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        return (self.heads.cache_spec,) * LAYERS
+        return (self.heads.cache_spec,) * self.num_layers
+
+
+class SmallLM(ToyLM):
+    """A draft model for the toy model: often agrees, because it has the same embedding and head."""
+
+    num_layers, kv_heads = 1, 4
 
 
 class FailingLM(ToyLM):
@@ -109,7 +117,7 @@ def refuse(build: BuildContext) -> ToyLM:
     raise ValueError("this model can't be built")
 
 
-BUILDERS = {"toy": ToyLM, "failing": FailingLM, "disagreeing": DisagreeingLM, "refusing": refuse}
+BUILDERS = {"toy": ToyLM, "small": SmallLM, "failing": FailingLM, "disagreeing": DisagreeingLM, "refusing": refuse}
 
 
 def build_toy(kind: str, build: BuildContext) -> ToyLM:

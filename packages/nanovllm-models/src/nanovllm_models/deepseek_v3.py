@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm_core.layers.compilation import MIN_COMPILED_ROWS, compile_for_rows
@@ -20,6 +21,7 @@ from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, YarnScaling, yarn_mscale
 from nanovllm_core.model import BuildContext, ForwardContext, MLASpec, ModelSpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_models.checkpoint import WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
@@ -54,7 +56,8 @@ class DeepseekMoEConfig:
 class DeepseekV3Config:
     """The fields of config.json that define the model.
 
-    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the decoder layers.
+    num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the decoder layers. Only the first
+        can be used; published checkpoints have one.
     quantization: None for unquantised weights.
     """
 
@@ -229,20 +232,36 @@ class MTPOutputHead(nn.Module):
 
 
 class MTPLayer(DeepseekV3Layer):
-    """A layer for multi-token prediction. Nothing runs it yet.
+    """A layer for multi-token prediction, see `nanovllm_core.model.PredictionHead`.
 
     `eh_proj` projects the concatenation of a token's embedding and the previous token's hidden state. `enorm` norms the
     embedding, `hnorm` the hidden state.
     """
 
-    def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext):
+    def __init__(self, config: DeepseekV3Config, index: int, build: BuildContext, rotary: RotaryEmbedding):
         super().__init__(config, index, build)
         hidden_size = config.hidden_size
+        self._rotary = rotary
+        self._parallel = build.parallel
         self.embed_tokens = VocabEmbedding(config.vocab_size, hidden_size, build)
         self.enorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
         self.hnorm = RMSNorm(hidden_size, config.rms_norm_eps, build)
-        self.eh_proj = ColumnParallelLinear(2 * hidden_size, (LinearPart("eh_proj", hidden_size),), build)
+        # Each rank has the whole matrix, which is small, so that no exchange is needed.
+        unsplit_build = replace(build, parallel=ParallelContext())
+        self.eh_proj = ColumnParallelLinear(2 * hidden_size, (LinearPart("eh_proj", hidden_size),), unsplit_build)
         self.shared_head = MTPOutputHead(config, build)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream [T, hidden] after the layer. See `PredictionHead.forward`."""
+        embedded = self.embed_tokens.forward(input_ids)
+        x = self.eh_proj.forward(torch.cat((self.enorm.forward(embedded), self.hnorm.forward(hidden)), 1))
+        x, q, latents = self.before_attention(ResidualStream(x.to(embedded.dtype)))
+        attended = self.self_attn.forward(q, latents, self._rotary.plan(positions), ctx)
+        return self.after_attention(attended, x).complete(self._parallel)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits of hidden states [n, hidden] of `forward`."""
+        return self.shared_head.head.forward(self.shared_head.norm.forward(hidden))
 
 
 def run_between(
@@ -261,7 +280,8 @@ class DeepseekV3Model(nn.Module):
         self._rotary = RotaryEmbedding(config.rotary, rope_dim, config.max_position_embeddings, build.device)
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, build)
         decoder_layers = [DeepseekV3Layer(config, index, build) for index in range(num_layers)]
-        mtp_layers = [MTPLayer(config, index, build) for index in range(num_layers, num_layers + config.num_mtp_layers)]
+        mtp_indices = range(num_layers, num_layers + config.num_mtp_layers)
+        mtp_layers = [MTPLayer(config, index, build, self._rotary) for index in mtp_indices]
         self.layers = nn.ModuleList(decoder_layers + mtp_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
@@ -293,8 +313,13 @@ class DeepseekV3ForCausalLM(DecoderWithHead):
         super().__init__(DeepseekV3Model(config, build), config, build)
 
     def cache_specs(self) -> tuple[MLASpec, ...]:
-        """Return the cache spec of each decoder layer."""
-        return tuple(layer.self_attn.cache_spec for layer in self.model.decoder_layers())
+        """Return the cache spec of each decoder layer, then of each MTP layer."""
+        return tuple(layer.self_attn.cache_spec for layer in self.model.layers)
+
+    def mtp_head(self) -> MTPLayer | None:
+        """Return the first MTP layer, which also predicts further tokens; None without MTP layers."""
+        *_, layer = self.model.layers
+        return layer if isinstance(layer, MTPLayer) else None
 
 
 def can_skip_tensor(name: str, *, is_head_tied: bool, skipped_prefixes: tuple[str, ...]) -> bool:
@@ -307,10 +332,9 @@ def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     num_layers, num_mtp_layers = config.num_hidden_layers, config.num_mtp_layers
     mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_layers))
-    if has_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp:
-        mtp_prefixes = ()
-    else:
-        config = replace(config, num_mtp_layers=0)
+    num_used_layers = int(has_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp)
+    mtp_prefixes = mtp_prefixes[num_used_layers:]
+    config = replace(config, num_mtp_layers=num_used_layers)
     model = DeepseekV3ForCausalLM(config, build)
     can_skip = partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings, skipped_prefixes=mtp_prefixes)
     weights.load_into(model, can_skip)

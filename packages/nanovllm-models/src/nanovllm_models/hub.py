@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm_models.default_model import default_model_path
+from nanovllm_models.default_model import MODEL_NAME, default_model_path
 from nanovllm_models.errors import ModelError
 
 # `organisation/name`, optionally `@revision`: a branch, a tag or a commit.
@@ -36,6 +36,11 @@ def is_repository(model: str) -> bool:
     return REPOSITORY.fullmatch(model) is not None and not os.path.lexists(_expand_home(model))
 
 
+def is_default_name(model: str | None) -> bool:
+    """Return whether `find_model` finds the default model: for None, and for its name if no such path exists."""
+    return model is None or (model == MODEL_NAME and not os.path.lexists(model))
+
+
 def find_model(model: str | None, *, with_weights: bool = True, progress: bool | None = None) -> ModelDirectory:
     """Find a model's directory. Downloads the files of a repository that the cache of huggingface_hub lacks.
 
@@ -43,11 +48,12 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
     Raises ModelError if neither a directory nor a repository is found, if a local directory has no config.json, or if
     a download fails.
 
-    model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None: the default model.
+    model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None or its name: the
+        default model.
     with_weights: whether to download weights.
     progress: whether to show progress bars on stderr; None: show them if stderr is a terminal, else write a log line.
     """
-    if model is None:
+    if model is None or is_default_name(model):
         path = default_model_path(progress)
         return ModelDirectory(path, path.name)
     path = Path(_expand_home(model))

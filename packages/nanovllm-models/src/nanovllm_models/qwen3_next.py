@@ -4,7 +4,7 @@ In shapes, T is the number of tokens of a step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +25,10 @@ from nanovllm_core.layers.quantization import BlockFP8, find_quantization
 from nanovllm_core.layers.residual import ResidualStream
 from nanovllm_core.layers.rotary import RotaryConfig, RotaryEmbedding, Rotation
 from nanovllm_core.model import BuildContext, CacheSpec, ForwardContext, ModelSpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.elementwise import sigmoid_and_mul
 from nanovllm_kernels.gemm.block_fp8 import GROUP as FP8_BLOCK_SIZE
-from nanovllm_models.checkpoint import WeightSource
+from nanovllm_models.checkpoint import RandomWeights, WeightSource
 from nanovllm_models.config_file import parse_quantization, parse_rotary
 from nanovllm_models.fields import JsonFields
 from nanovllm_models.llama import can_skip_tensor
@@ -343,9 +344,13 @@ class Qwen3NextModel(nn.Module):
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
         }
 
+    def plan_rotation(self, positions: Tensor) -> Rotation:
+        """Plan the rotation of a step's tokens. positions: int64 [T]."""
+        return self._rotary.plan(positions)
+
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden states [T, hidden]."""
-        rotation = self._rotary.plan(positions)
+        rotation = self.plan_rotation(positions)
         layer, *later_layers = self.layers
         x, *inputs = layer.before_mix(ResidualStream(self.embed_tokens.forward(input_ids)))
         projected = tuple(inputs)
@@ -362,7 +367,7 @@ def _classify_pair(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[b
 
 
 class MTPHead(nn.Module):
-    """A head for multi-token prediction. Nothing runs it yet.
+    """The weights of a head for multi-token prediction that the model does not share, see `MTPPredictor`.
 
     `fc` projects the concatenation of a token's normed embedding and the previous token's normed hidden state.
     """
@@ -373,10 +378,20 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
             RMSNorm(hidden_size, config.rms_norm_eps, build, zero_centred=True) for _ in range(3)
         )
-        self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), build)
+        # Each rank has the whole matrix, which is small, so that no exchange is needed.
+        unsplit_build = replace(build, parallel=ParallelContext())
+        self.fc = ColumnParallelLinear(2 * hidden_size, (LinearPart("fc", hidden_size),), unsplit_build)
         name, cache_index = f"{MTP_PREFIX}layers.0", len(config.attention_layers)
         layer = Qwen3NextLayer(config, name, cache_index, build, has_attention=True, has_experts=has_experts)
         self.layers = nn.ModuleList([layer])
+
+    def forward(self, embedded: Tensor, rotation: Rotation, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return hidden states [T, hidden]. embedded: [T, hidden], embeddings of the tokens after `hidden`."""
+        (layer,) = self.layers
+        normed = self.pre_fc_norm_embedding.forward(embedded), self.pre_fc_norm_hidden.forward(hidden)
+        x = self.fc.forward(torch.cat(normed, 1)).to(embedded.dtype)
+        x, *projected = layer.before_mix(ResidualStream(x))
+        return self.norm.normalize(layer.after_mix(layer.mix(tuple(projected), rotation, ctx), x))
 
 
 class Qwen3NextForCausalLM(DecoderWithHead):
@@ -390,14 +405,35 @@ class Qwen3NextForCausalLM(DecoderWithHead):
         self.mtp = None if make_mtp is None else make_mtp()
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """Return the cache spec of each decoder layer."""
-        return tuple(layer.cache_spec for layer in self.model.layers)
+        """Return the cache spec of each decoder layer, then of the layer for multi-token prediction."""
+        layers = [*self.model.layers, *(() if self.mtp is None else self.mtp.layers)]
+        return tuple(layer.cache_spec for layer in layers)
+
+    def mtp_head(self) -> "MTPPredictor | None":
+        """Return the head for multi-token prediction; None without head."""
+        return None if self.mtp is None else MTPPredictor(self, self.mtp)
+
+
+class MTPPredictor:
+    """A head for multi-token prediction with the embedding and the output head of its model: a `PredictionHead`."""
+
+    def __init__(self, model: Qwen3NextForCausalLM, head: MTPHead):
+        self._decoder = model.model
+        self._head = head
+        self.compute_logits = model.compute_logits
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return hidden states [T, hidden]. See `PredictionHead.forward`."""
+        embedded = self._decoder.embed_tokens.forward(input_ids)
+        return self._head.forward(embedded, self._decoder.plan_rotation(positions), hidden, ctx)
 
 
 def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
-    if has_mtp_heads(weights, skipped_prefixes, config.num_mtp_heads) and build.uses_mtp:
+    # Published checkpoints have a head which config.json does not declare, so random weights have one too.
+    num_declared = max(config.num_mtp_heads, int(isinstance(weights, RandomWeights)))
+    if has_mtp_heads(weights, skipped_prefixes, num_declared) and build.uses_mtp:
         # No field of config.json says whether the head has experts. Random weights have no names.
         names = weights.names()
         has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)

@@ -12,7 +12,8 @@ from nanovllm_models.checkpoint import RandomWeights, WeightSource, find_checkpo
 from nanovllm_models.default_model import is_default_model
 from nanovllm_models.errors import ModelError
 from nanovllm_models.fields import JsonFields, read_fields
-from nanovllm_models.hub import check_has_config
+from nanovllm_models.hub import ModelDirectory, check_has_config
+from nanovllm_models.vocabulary import check_same_tokens
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -44,15 +45,18 @@ def load(
     seed: int = 0,
     served_name: str | None = None,
     progress: bool | None = None,
+    draft: ModelDirectory | None = None,
 ) -> ModelSpec:
     """Return the spec of the model in a Hugging Face directory, without reading the weights.
 
-    Raises ModelError if the directory holds no model or an unsupported model.
+    Raises ModelError if the directory holds no model or an unsupported model, or if the tokens of the draft model are
+    not the model's tokens.
 
     load_format: "dummy" makes random weights; the directory then needs only config.json.
     seed: seed of random weights.
     served_name: name of the model; None for the directory's name.
     progress: whether to show a progress bar while weights are read; None: show it if stderr is a terminal.
+    draft: the draft model, for speculative decoding; loaded like the model.
     """
     path = Path(path)
     if not path.is_dir():
@@ -73,4 +77,11 @@ def load(
     spec = build_spec(path, fields, name=served_name or path.resolve().name, weights=weights)
     # The default model's two largest logits often differ by only 0.1. Rounding changes a logit by 0.06 in bf16 and by
     # 0.008 in float16. float16 does not overflow: this model's largest number outside the float32 residual is 24,900.
-    return replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec
+    spec = replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec
+    if draft is None:
+        return spec
+    draft_spec = load(draft.path, load_format=load_format, seed=seed, served_name=draft.name, progress=progress)
+    # The engine refuses vocabularies of different sizes.
+    if draft_spec.vocab_size == spec.vocab_size:
+        check_same_tokens(path, draft.path)
+    return replace(spec, draft=draft_spec)

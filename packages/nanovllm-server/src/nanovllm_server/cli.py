@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_core.config import Device
-from nanovllm_server.engine_flags import add_engine_flags, make_engine_config
+from nanovllm_server.engine_flags import (
+    add_draft_model_flag,
+    add_engine_flags,
+    find_draft_model_error,
+    make_engine_config,
+)
 from nanovllm_server.flag_types import integer_from, seconds
 
 if TYPE_CHECKING:
@@ -119,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     model = flags.add_argument_group("model")
     add_engine_flags(model.add_argument, ("device", "dtype", "seed", "attention_backend"))
     model.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    add_draft_model_flag(model.add_argument)
     engine = flags.add_argument_group("engine")
     add_engine_flags(
         engine.add_argument,
@@ -213,8 +219,11 @@ def settings(options: argparse.Namespace) -> "Settings":
             f"--body-memory-mib must be at least --max-body-mib, which is {options.max_body_mib}, not {body_memory_mib}"
         )
     engine = make_engine_config(options)
+    if (error := find_draft_model_error(engine.speculate, options.draft_model)) is not None:
+        raise SettingsError(error)
     return Settings(
         model=options.model,
+        draft_model=options.draft_model,
         host=options.host,
         port=options.port,
         model_names=tuple(options.served_model_name) if options.served_model_name else None,

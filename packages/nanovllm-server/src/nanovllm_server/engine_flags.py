@@ -53,6 +53,25 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         add_flag(*_SHORT_FLAGS.get(name, ()), f"--{flag}", help=description.replace("%", "%%"), **options)
 
 
+def add_draft_model_flag(add_flag: Callable[..., object]) -> None:
+    """Adds the flag of the draft model."""
+    add_flag(
+        "--draft-model",
+        metavar="MODEL",
+        help="draft model of --speculate draft, with the same tokens as the model; named like the model, or "
+        "SmolLM2-135M-Instruct for the default model",
+    )
+
+
+def find_draft_model_error(speculate: str | None, draft_model: str | None) -> str | None:
+    """Returns what is wrong if only one of --speculate draft and --draft-model is set, else None."""
+    if (speculate == "draft") == (draft_model is not None):
+        return None
+    if draft_model is None:
+        return "--speculate draft needs a draft model: add --draft-model"
+    return f"--draft-model {draft_model} is used only with --speculate draft: add it, or leave out --draft-model"
+
+
 def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig:
     """Makes the configuration from the flags of `add_engine_flags`. overrides: values of fields, instead of flags."""
     for name, value in vars(options).items():

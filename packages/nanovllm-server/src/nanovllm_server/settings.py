@@ -28,6 +28,7 @@ class Settings:
     """The settings from the command line and the environment.
 
     model: a directory, or a repository of the Hugging Face Hub; None for the bundled model.
+    draft_model: like `model`; None without draft model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted API keys; if there are none, requests need no key.
     allowed_hosts: names that the Host header may have, besides addresses and names such as localhost; `*`: all names.
@@ -42,6 +43,7 @@ class Settings:
     """
 
     model: str | None
+    draft_model: str | None
     host: str
     port: int
     model_names: tuple[str, ...] | None

@@ -37,7 +37,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     """
     resolved = resolve(
         config,
-        max_position=spec.max_position,
+        max_position=spec.max_position if spec.draft is None else min(spec.max_position, spec.draft.max_position),
         model_dtype=spec.dtype,
         cuda_dtype=spec.cuda_dtype,
         has_cuda=torch.cuda.is_available(),
@@ -146,5 +146,5 @@ def _make_scheduler(
         eos_token_ids=spec.eos_token_ids,
         seed=config.seed,
         step_time_model=step_time_model,
-        draft_limits=DraftLimits(config.max_drafts, config.max_draft_step_tokens),
+        draft_limits=DraftLimits(config.max_drafts, config.max_draft_step_tokens, config.num_lookahead_tokens),
     )

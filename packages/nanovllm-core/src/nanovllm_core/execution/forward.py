@@ -11,7 +11,7 @@ from nanovllm_core.cache.memory import CacheMemory
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable, StepInputs
-from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec
+from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
@@ -51,6 +51,17 @@ class BatchBounds(NamedTuple):
         )
 
 
+class StepTokens(NamedTuple):
+    """The tokens of a forward pass, for the proposer of drafts.
+
+    hidden: [num_tokens, hidden], the model's hidden states.
+    """
+
+    hidden: Tensor
+    inputs: BatchInputs
+    bounds: BatchBounds
+
+
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
@@ -63,6 +74,7 @@ class ForwardOutput(NamedTuple):
     positions: int32 [num_samples], position of each sample.
     seq_lens: int32 [num_reqs], context lengths.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
+    step: None if the proposer of drafts does not read it.
     """
 
     logits: Tensor
@@ -70,10 +82,11 @@ class ForwardOutput(NamedTuple):
     positions: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+    step: StepTokens | None = None
 
 
 class ForwardPass:
-    """Runs the model on rows of the request table."""
+    """Runs the model on rows of the request table. keeps_tokens: whether `ForwardOutput.step` is needed."""
 
     def __init__(
         self,
@@ -82,7 +95,10 @@ class ForwardPass:
         cache: CacheMemory,
         config: ResolvedConfig,
         parallel: ParallelContext,
+        *,
+        keeps_tokens: bool = False,
     ):
+        self._keeps_tokens = keeps_tokens
         self._model = model
         self._parallel = parallel
         self._table = table
@@ -92,9 +108,6 @@ class ForwardPass:
         self.has_disagreement: Tensor | None = None
         if config.check_ranks and parallel.size > 1:
             self.has_disagreement = torch.zeros(1, dtype=torch.bool, device=table.device)
-        attention = cache.layout.attention_specs[0]
-        self._num_heads = attention.num_heads
-        self._plan_batch = plan_latent_batch if isinstance(attention, MLASpec) else plan_batch
 
     def run(
         self, rows: DeviceRows, bounds: BatchBounds, launch_attention: LaunchAttention | None = None
@@ -112,7 +125,9 @@ class ForwardPass:
         )
         # With `launch_attention`, each replay plans attention again. This plan may assume no decodes, which saves time.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
-        attention_batch = self.plan_attention(batch.block_tables, batch.seq_lens, rows.query_start_loc, planned_bounds)
+        attention_batch = self._plan_attention(
+            (batch.block_tables, batch.seq_lens, rows.query_start_loc), planned_bounds
+        )
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
         context = ForwardContext(
             attention_batch,
@@ -135,25 +150,24 @@ class ForwardPass:
         return (self._parallel.gather_rows(digest, self._parallel.size) != digest).any()
 
     def make_output(
-        self, hidden: Tensor, rows: DeviceRows, batch: BatchInputs, *, has_drafts: bool, has_samples: bool = True
+        self, hidden: Tensor, rows: DeviceRows, batch: BatchInputs, bounds: BatchBounds, *, has_samples: bool = True
     ) -> ForwardOutput:
         """Compute the logits after the last token of each request, or after each token of a step with drafts.
 
         hidden: [num_tokens, hidden].
         has_samples: whether the step samples a token; otherwise no logits are computed.
         """
-        if has_drafts:
-            # Padding tokens belong to the last request. Their samples are ignored.
-            ends, indices = rows.query_start_loc[1:], torch.arange(len(hidden), device=hidden.device, dtype=torch.int32)
-            requests = torch.searchsorted(ends, indices, right=True).clamp_(max=len(ends) - 1)
-            table_rows, positions = rows.table_rows.index_select(0, requests), batch.positions.int() + 1
+        step = StepTokens(hidden, batch, bounds) if self._keeps_tokens else None
+        if bounds.has_drafts:
+            table_rows = rows.table_rows.index_select(0, find_requests(rows, len(hidden)))
+            positions = batch.positions.int() + 1
         else:
             hidden = hidden.index_select(0, batch.last_token_indices)
             table_rows, positions = rows.table_rows, batch.seq_lens
         logits = hidden[:0]
         if has_samples:
             logits = self.compute_logits_of_own_rows(self._parallel.gather_requests(hidden))
-        return ForwardOutput(logits, table_rows, positions, batch.seq_lens, batch.block_tables)
+        return ForwardOutput(logits, table_rows, positions, batch.seq_lens, batch.block_tables, step)
 
     def compute_logits_of_own_rows(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab] of this rank's share of the rows of `hidden`, which is equal on all ranks.
@@ -164,24 +178,9 @@ class ForwardPass:
         logits = self._parallel.exchange_columns(self._model.compute_logits(hidden))
         return logits if logits.shape[1] == self._table.vocab_size else logits[:, : self._table.vocab_size]
 
-    def plan_attention(
-        self, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor, bounds: BatchBounds
-    ) -> AttentionBatch:
-        """Plan the attention of a batch for all layers. query_start_loc: see `DeviceRows`."""
-        return self._plan_batch(
-            block_tables,
-            seq_lens,
-            query_start_loc,
-            num_decodes=bounds.num_decodes,
-            max_query_len=bounds.max_query_len,
-            max_seq_len=bounds.max_seq_len,
-            num_heads=self._num_heads,
-            kv_cache=self._cache.kv_caches[0],
-            backend=self._config.attention_backend,
-            dtype=self._config.torch_dtype,
-            num_tokens=bounds.num_tokens,
-            has_only_whole_prompts=bounds.has_only_whole_prompts,
-        )
+    def _plan_attention(self, requests: tuple[Tensor, Tensor, Tensor], bounds: BatchBounds) -> AttentionBatch:
+        cache = self._cache
+        return plan_attention(cache.layout.attention_specs[0], cache.kv_caches[0], self._config, requests, bounds)
 
     def replan_attention(self, output: ForwardOutput, step: StepInputs, plan: StepPlan) -> AttentionBatch:
         """Plan the attention that runs between the CUDA graphs (pieces) of a replayed step.
@@ -192,8 +191,8 @@ class ForwardPass:
         rows = step.device_rows
         bounds = BatchBounds.from_plan(plan, step.query_lens)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
-        lengths = (output.seq_lens[:num_reqs], rows.query_start_loc)
-        return self.plan_attention(output.block_tables[:num_reqs, :max_blocks], *lengths, bounds)
+        requests = (output.block_tables[:num_reqs, :max_blocks], output.seq_lens[:num_reqs], rows.query_start_loc)
+        return self._plan_attention(requests, bounds)
 
     def _plan_states(self, rows: DeviceRows, seq_lens: Tensor, bounds: BatchBounds) -> StateBatch:
         table = self._table
@@ -209,3 +208,37 @@ class ForwardPass:
             num_pending=None if table.num_pending is None else table.num_pending.index_select(0, rows.table_rows),
             has_drafts=bounds.has_drafts,
         )
+
+
+def plan_attention(
+    spec: PagedSpec | MLASpec,
+    kv_cache: Tensor,
+    config: ResolvedConfig,
+    requests: tuple[Tensor, Tensor, Tensor],
+    bounds: BatchBounds,
+) -> AttentionBatch:
+    """Plan the attention of a batch for all layers of a model.
+
+    spec, kv_cache: of one layer.
+    requests: (block tables, context lengths, `DeviceRows.query_start_loc`).
+    """
+    plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
+    return plan(
+        *requests,
+        num_decodes=bounds.num_decodes,
+        max_query_len=bounds.max_query_len,
+        max_seq_len=bounds.max_seq_len,
+        num_heads=spec.num_heads,
+        kv_cache=kv_cache,
+        backend=config.attention_backend,
+        dtype=config.torch_dtype,
+        num_tokens=bounds.num_tokens,
+        has_only_whole_prompts=bounds.has_only_whole_prompts,
+    )
+
+
+def find_requests(rows: DeviceRows, num_tokens: int) -> Tensor:
+    """The request of each token of a step, int64 [num_tokens]. Padding tokens belong to the last request."""
+    ends = rows.query_start_loc[1:]
+    indices = torch.arange(num_tokens, device=ends.device, dtype=torch.int32)
+    return torch.searchsorted(ends, indices, right=True).clamp_(max=len(ends) - 1)

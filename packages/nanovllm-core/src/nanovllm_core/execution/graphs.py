@@ -1,7 +1,8 @@
 """Captures steps as CUDA graphs and replays them, because launching a graph is faster than launching its kernels.
 
-A step replays one graph for the forward pass and one graph for sampling. In the mode "piecewise", the forward pass is
-several graphs, called pieces. Attention runs between the pieces, without a graph.
+A step replays one graph for the forward pass, one graph for sampling, and with speculation one graph that proposes
+drafts. In the mode "piecewise", the forward pass is several graphs, called pieces. Attention runs between the pieces,
+without a graph.
 """
 
 from collections import Counter
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from nanovllm_core.config import GraphMode
 from nanovllm_core.execution.forward import ForwardOutput
-from nanovllm_core.execution.token_choice import CAPTURED_OPS
+from nanovllm_core.execution.token_choice import CAPTURED_OPS, ChoiceGraphs
 from nanovllm_core.model import AttentionFunction, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
@@ -54,8 +55,22 @@ class GraphShape(NamedTuple):
 
 # Runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
 RunForward = Callable[[GraphShape, LaunchAttention | None], ForwardOutput]
-# (`SamplingOps` as an integer, output, whether the step has drafts) -> `ChosenTokens.packed`.
+# (`SamplingOps` as an integer, output, whether the step has drafts) -> see `TokenChooser.choose_padded`.
 ChooseTokens = Callable[[int, ForwardOutput, bool], Tensor]
+# (`SamplingOps` as an integer, output) -> see `TokenChooser.propose_padded`.
+ProposeDrafts = Callable[[int, ForwardOutput], Tensor]
+
+
+class CapturedFunctions(NamedTuple):
+    """The functions that graphs capture. They must read inputs at fixed addresses, and ignore requests without tokens.
+
+    proposing_ops: `SamplingOps` for which `propose` is captured; empty without speculation.
+    """
+
+    run_forward: RunForward
+    choose_tokens: ChooseTokens
+    propose: ProposeDrafts
+    proposing_ops: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -64,13 +79,12 @@ class CapturedStep:
 
     attentions: functions (batch, number of tokens) that launch the attention between consecutive pieces.
     output: tensors to which the pieces write the result of the forward pass.
-    sampling_graphs: see `SamplingGraphs`.
     """
 
     pieces: list[torch.cuda.CUDAGraph]
     attentions: list[Callable[[AttentionBatch, int], None]]
     output: ForwardOutput
-    sampling_graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+    choice_graphs: ChoiceGraphs = field(default_factory=lambda: ChoiceGraphs({}, {}))
 
     @property
     def num_reqs(self) -> int:
@@ -215,11 +229,8 @@ class StepGraphs:
         """Free all captured steps."""
         self._steps.clear()
 
-    def capture(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> None:
-        """Capture every shape.
-
-        Both functions must read inputs at fixed addresses, and ignore requests without tokens.
-        """
+    def capture(self, functions: CapturedFunctions) -> None:
+        """Capture every shape."""
         if not self._shapes:
             return
         pool = torch.cuda.graph_pool_handle()
@@ -227,10 +238,10 @@ class StepGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for shape in tqdm(self._shapes, desc="capturing graphs", unit="step", disable=None):
-                self._steps[shape] = _capture_step(shape, run_forward, choose_tokens, pool)
+                self._steps[shape] = _capture_step(shape, functions, pool)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def estimate_bytes(self, run_forward: RunForward, choose_tokens: ChooseTokens) -> int:
+    def estimate_bytes(self, functions: CapturedFunctions) -> int:
         """Estimate the memory of `capture`, by capturing and freeing the two largest shapes of each mode."""
         if not self._shapes:
             return 0
@@ -241,7 +252,7 @@ class StepGraphs:
 
         def capture_bytes(shape: GraphShape) -> int:
             free_before = torch.cuda.mem_get_info()[0]
-            steps.append(_capture_step(shape, run_forward, choose_tokens, pool))
+            steps.append(_capture_step(shape, functions, pool))
             return free_before - torch.cuda.mem_get_info()[0]
 
         with torch.cuda.stream(stream):
@@ -258,23 +269,31 @@ class StepGraphs:
         return total
 
 
-def _capture_step(
-    shape: GraphShape, run_forward: RunForward, choose_tokens: ChooseTokens, pool: _POOL_HANDLE
-) -> CapturedStep:
+def _capture_step(shape: GraphShape, functions: CapturedFunctions, pool: _POOL_HANDLE) -> CapturedStep:
+    run_forward, choose_tokens, propose, proposing_ops = functions
     warm_up_output = run_forward(shape, None)
     for ops in CAPTURED_OPS:
         choose_tokens(ops, warm_up_output, shape.has_drafts)
+    for ops in proposing_ops:
+        propose(ops, warm_up_output)
     del warm_up_output
     torch.cuda.current_stream().synchronize()
     with _Capture(pool) as capture:
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
-    step = CapturedStep(capture.pieces, capture.attentions, ForwardOutput(*map(_alias, output)))
-    # `output` lives until the end of this function, so that sampling graphs do not reuse the memory of the logits.
-    for ops in CAPTURED_OPS:
-        with _Capture(pool) as capture:
-            tokens = choose_tokens(ops, output, shape.has_drafts)
-        step.sampling_graphs[ops] = capture.pieces[0], tokens
-    return step
+    # `output` lives until the end of this function, so that the other graphs do not reuse the memory of its tensors.
+    sampling = {ops: _capture(pool, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OPS}
+    proposing = {ops: _capture(pool, partial(propose, ops, output)) for ops in proposing_ops}
+    logits, table_rows, positions, seq_lens, block_tables, _ = output
+    aliases = ForwardOutput(
+        _alias(logits), _alias(table_rows), _alias(positions), _alias(seq_lens), _alias(block_tables)
+    )
+    return CapturedStep(capture.pieces, capture.attentions, aliases, ChoiceGraphs(sampling, proposing))
+
+
+def _capture(pool: _POOL_HANDLE, function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    with _Capture(pool) as capture:
+        result = function()
+    return capture.pieces[0], result
 
 
 class _Capture:

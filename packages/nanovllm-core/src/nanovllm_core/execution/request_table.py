@@ -99,7 +99,8 @@ class RequestTable:
         -1 on the left), then `tokens`.
     tokens: int32 [rows, max_model_len + 1 + max_drafts], the last columns of `search_tokens`: the request's tokens and
         drafts.
-    num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks].
+    num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks];
+        0 beyond the request's last block.
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
     num_prompt_tokens: only valid for rows with forbidden sequences.
@@ -239,10 +240,11 @@ class RequestTable:
             self._record_ops(new_rows)
             arrays += self._make_row_arrays(new_rows)
         flat_block_indices, block_ids, *row_tensors = upload(arrays, self.device)
+        if new_rows:
+            self._write_rows(row_tensors)
         if blocks.rows:
             self.block_table.view(-1).index_copy_(0, flat_block_indices.view(torch.int64), block_ids)
         if new_rows:
-            self._write_rows(row_tensors)
             self._write_optional_tables(new_rows)
 
     def _record_logprobs(self, new_rows: Sequence[NewRow]) -> None:
@@ -288,6 +290,9 @@ class RequestTable:
         rows, num_computed, top_k, seeds, floats, token_indices, token_ids = row_tensors
         rows = rows.long()
         self.num_computed[rows] = num_computed
+        # Drafts may be written beyond a request's last block: to the null block, not to a block of the row's previous
+        # request.
+        self.block_table[rows] = 0
         if self.num_pending is not None:
             self.num_pending.index_fill_(0, rows, 0)
         self.top_k[rows] = top_k

@@ -13,13 +13,14 @@ from tqdm import tqdm
 from nanovllm_core.cache.memory import CacheLayout, CacheMemory, CacheSize, measure_free_bytes, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
-from nanovllm_core.execution.graphs import CapturedStep, GraphShape, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import CapturedFunctions, CapturedStep, GraphShape, StepGraphs, graph_shapes
 from nanovllm_core.execution.host_copy import HostCopyRing
+from nanovllm_core.execution.model_proposers import find_draft_spec, make_proposer
 from nanovllm_core.execution.plan_messages import PlanPublisher
 from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import StepHandle, count_packed
-from nanovllm_core.execution.token_choice import SamplingGraphs, TokenChooser
+from nanovllm_core.execution.token_choice import ChoiceGraphs, TokenChooser
 from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
@@ -46,13 +47,21 @@ class Runner:
     """
 
     def __init__(
-        self, model: CausalLM, spec: ModelSpec, config: ResolvedConfig, device: torch.device, parallel: ParallelContext
+        self,
+        model: CausalLM,
+        draft_model: CausalLM | None,
+        spec: ModelSpec,
+        config: ResolvedConfig,
+        device: torch.device,
+        parallel: ParallelContext,
     ):
         self.device = device
         self._parallel = parallel
         self.device_name = describe_device(device).name
         self.is_asynchronous = device.type != "cpu"
-        self.cache = CacheMemory(CacheLayout.from_specs(model.cache_specs(), config, config.max_drafts), device)
+        draft_specs = () if draft_model is None else draft_model.cache_specs()
+        layout = CacheLayout.from_specs(model.cache_specs(), config, config.max_drafts, draft_specs)
+        self.cache = CacheMemory(layout, device)
         self._config = config
         self._model = model
         self._host_copies: HostCopyRing | None = None
@@ -60,7 +69,6 @@ class Runner:
             stream = torch.cuda.current_stream(device)
             max_ints = count_packed(config.max_num_seqs, config.max_draft_step_tokens, config.max_drafts)
             self._host_copies = HostCopyRing(max_ints, config.depth, stream)
-        layout = self.cache.layout
         attention = layout.attention_specs[0]
         self.attention_estimator = ESTIMATOR_WITHOUT_ROUNDS
         if isinstance(attention, PagedSpec):
@@ -76,10 +84,17 @@ class Runner:
             max_drafts=config.max_drafts,
             parallel=parallel,
         )
+        proposer = make_proposer(model, draft_model, self.cache, self._table, config, parallel)
         self._token_chooser = TokenChooser(
-            self._table, parallel, config.max_draft_step_tokens, config.acceptance_length, compiles=config.compile
+            self._table,
+            parallel,
+            config.max_draft_step_tokens,
+            proposer,
+            config.acceptance_length,
+            compiles=config.compile,
         )
-        self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
+        keeps_tokens = proposer is not None and proposer.reads_step
+        self._forward = ForwardPass(model, self._table, self.cache, config, parallel, keeps_tokens=keeps_tokens)
         # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
@@ -99,12 +114,18 @@ class Runner:
     @classmethod
     @torch.inference_mode()
     def build(cls, spec: ModelSpec, config: ResolvedConfig, parallel: ParallelContext) -> "Runner":
-        """Build the model and the tables. Raises the exceptions of `spec.build` and of `CacheLayout.from_specs`."""
+        """Build the models and the tables.
+
+        Raises the exceptions of `spec.build`, `find_draft_spec`, `CacheLayout.from_specs` and `make_proposer`.
+        """
         device = torch.device(config.device)
         if device.type == "cuda":
             set_cache_directories()
-        model = spec.build(BuildContext(device, config.torch_dtype, parallel, config.compile))
-        return cls(model, spec, config, device, parallel)
+        build = BuildContext(device, config.torch_dtype, parallel, config.compile, config.uses_mtp)
+        draft_spec = find_draft_spec(spec, config)
+        model = spec.build(build)
+        draft_model = None if draft_spec is None else draft_spec.build(build)
+        return cls(model, draft_model, spec, config, device, parallel)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -120,6 +141,8 @@ class Runner:
             for shape in tqdm(shapes, desc="compiling", disable=None):
                 output = self._run_padded_forward(shape)
                 self._token_chooser.choose_padded(int(SamplingOps.RANDOM), output, shape.has_drafts)
+                for ops in self._token_chooser.proposing_ops:
+                    self._token_chooser.propose_padded(ops, output)
                 self._run_padded_forward(shape, num_decodes=0)
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
@@ -130,7 +153,7 @@ class Runner:
         """Bytes that the largest step and the graphs leave for the cache. Raises ConfigError if no memory is free."""
         free_bytes = measure_free_bytes(self._config, self.device, self._run_largest_step)
         self._table.step_buffer.clear()
-        return free_bytes - self.graphs.estimate_bytes(self._run_padded_forward, self._token_chooser.choose_padded)
+        return free_bytes - self.graphs.estimate_bytes(self._captured_functions)
 
     @torch.inference_mode()
     def allocate(self, size: CacheSize) -> None:
@@ -147,7 +170,14 @@ class Runner:
     def capture(self) -> None:
         """Capture CUDA graphs of steps."""
         self._table.step_buffer.clear()
-        self.graphs.capture(self._run_padded_forward, self._token_chooser.choose_padded)
+        self.graphs.capture(self._captured_functions)
+
+    @property
+    def _captured_functions(self) -> CapturedFunctions:
+        chooser = self._token_chooser
+        return CapturedFunctions(
+            self._run_padded_forward, chooser.choose_padded, chooser.propose_padded, chooser.proposing_ops
+        )
 
     def release_graphs(self) -> None:
         """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
@@ -201,23 +231,22 @@ class Runner:
 
     def _run_model(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep | None
-    ) -> tuple[ForwardOutput, SamplingGraphs | None, Sequence[PromptScores]]:
-        """Run the forward pass. Returns its output, the sampling graphs of a replayed step, and the prompt scores.
+    ) -> tuple[ForwardOutput, ChoiceGraphs | None, Sequence[PromptScores]]:
+        """Run the forward pass. Returns its output, the other graphs of a replayed step, and the prompt scores.
 
         captured: the step to replay; None to launch kernels.
         """
         forward = self._forward
         if captured is not None:
             captured.replay(plan.shape.num_tokens, lambda output: forward.replan_attention(output, step, plan))
-            return captured.output, captured.sampling_graphs, ()
-        hidden, batch = forward.run(step.device_rows, BatchBounds.from_plan(plan, step.query_lens))
+            return captured.output, captured.choice_graphs, ()
+        bounds = BatchBounds.from_plan(plan, step.query_lens)
+        hidden, batch = forward.run(step.device_rows, bounds)
         prompt_scores = [
             self._score_prompt(prompt_range, plan.scheduled, hidden) for prompt_range in plan.prompt_logprobs_ranges
         ]
         has_samples = bool(step.sampling_indices.size)
-        output = forward.make_output(
-            hidden, step.device_rows, batch, has_drafts=step.has_drafts, has_samples=has_samples
-        )
+        output = forward.make_output(hidden, step.device_rows, batch, bounds, has_samples=has_samples)
         return output, None, prompt_scores
 
     def _score_prompt(
@@ -246,7 +275,7 @@ class Runner:
         )
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
-        return self._forward.make_output(hidden, rows, batch, has_drafts=shape.has_drafts)
+        return self._forward.make_output(hidden, rows, batch, bounds)
 
     def _run_largest_step(self) -> None:
         """Run a step with the full token budget, in which all rows sample with all options."""

@@ -25,9 +25,9 @@ class ChosenTokens:
 
     packed: int32 [n], consecutive parts. Each part may have padding at its end.
         samples: [num_samples], see `ForwardOutput`.
+        In a step with drafts, [num_reqs], number of new tokens of each request.
         With speculation, drafts: [num_reqs, max_drafts], tokens after each request's last token, proposed now or
         earlier; and [num_reqs], number of drafts that are proposed now.
-        In a step with drafts, [num_reqs], number of new tokens of each request.
     """
 
     packed: Tensor
@@ -48,9 +48,9 @@ class ChosenTokens:
         """The parts of `packed` on the host."""
         if not self.max_drafts:
             return SplitTokens(packed, None, None, None)
-        num_drafts = self.num_reqs * self.max_drafts
-        starts = np.cumsum([len(packed) - self._num_other_ints, num_drafts, self.num_reqs])
-        samples, drafts, num_proposed, num_new = np.split(packed, starts)
+        num_new_ints = self.num_reqs if self.has_drafts else 0
+        lengths = [len(packed) - self._num_other_ints, num_new_ints, self.num_reqs * self.max_drafts]
+        samples, num_new, drafts, num_proposed = np.split(packed, np.cumsum(lengths))
         return SplitTokens(
             samples, drafts.reshape(-1, self.max_drafts), num_proposed, num_new if self.has_drafts else None
         )

@@ -1,6 +1,7 @@
 """Chooses a step's tokens from logits, writes them to the request table, and starts their copy to the host."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,16 +13,17 @@ from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import DeviceRows, Masks, stage_upload
 from nanovllm_core.execution.prompt_scores import PromptScores
+from nanovllm_core.execution.proposers import Proposer
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
-from nanovllm_kernels.request_tables import TokenTables, commit_tokens, propose_ngrams, verify_drafts
+from nanovllm_kernels.request_tables import TokenTables, commit_tokens, verify_drafts
 
-# Sampling graphs of one shape, least work first. SamplingOps -> (graph, its `ChosenTokens.packed`).
-SamplingGraphs = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
+# Graphs of one shape, least work first. SamplingOps -> (graph, its result).
+GraphsByOps = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
 
 # The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
 # other combination, because an operation does not affect rows that do not need the operation.
@@ -37,16 +39,25 @@ CAPTURED_OPS = (
 _RANDOM, _FILTER, _PENALTY = int(SamplingOps.RANDOM), int(SamplingOps.FILTER), int(SamplingOps.PENALTY)
 _BIAS, _FORBID, _MASK = int(SamplingOps.BIAS), int(SamplingOps.FORBID), int(SamplingOps.MASK)
 
-# Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
-_MIN_MATCH, _MAX_MATCH = 3, 8
-
 # Signature of `gather_columns`.
 GatherColumns = Callable[[Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
-class TokenChooser:
-    """Chooses the tokens of all rows of a step with kernels or a captured graph.
+class ChoiceGraphs(NamedTuple):
+    """The captured choice of tokens for one shape.
 
+    sampling: graphs of `TokenChooser.choose_padded`.
+    proposing: graphs of `TokenChooser.propose_padded`; empty without speculation.
+    """
+
+    sampling: GraphsByOps
+    proposing: GraphsByOps
+
+
+class TokenChooser:
+    """Chooses the tokens of all rows of a step, and proposes drafts, with kernels or captured graphs.
+
+    proposer: None without speculation.
     acceptance_length: see `EngineConfig`.
     """
 
@@ -55,6 +66,7 @@ class TokenChooser:
         table: RequestTable,
         parallel: ParallelContext,
         max_draft_step_tokens: int,
+        proposer: Proposer | None = None,
         acceptance_length: float | None = None,
         *,
         compiles: bool,
@@ -64,6 +76,7 @@ class TokenChooser:
             self._forced_acceptance = ForcedAcceptance(acceptance_length, table)
         self._table = table
         self._parallel = parallel
+        self._proposer = proposer
         num_rows = parallel.count_gathered(table.num_rows)
         num_masks = max(num_rows, max_draft_step_tokens) if table.max_drafts else num_rows
         self._constraints = Constraints(num_rows, table.vocab_size, table.device, num_masks)
@@ -79,33 +92,41 @@ class TokenChooser:
         output: ForwardOutput,
         num_masks: int,
         host_slot: HostCopySlot | None,
-        graphs: SamplingGraphs | None,
+        graphs: ChoiceGraphs | None,
         prompt_scores: Sequence[PromptScores],
     ) -> StepHandle:
         """Choose tokens, and wait for the previous step if masks depend on its tokens.
 
         num_masks: result of `begin_step` on rank 0.
         host_slot: None on a CPU.
-        graphs: sampling graphs that read `output`; None to launch kernels.
+        graphs: graphs that read `output`; None to launch kernels.
         prompt_scores: one entry per `PromptLogprobsRange` of the plan.
         """
         constraints, ops = self._constraints, step.sampling_ops
         masks = self._fill_masks(step, num_masks) if num_masks else None
         if masks is not None:
             ops |= _MASK
+        sampled = proposed = None
         if graphs is not None:
-            captured_ops = select_graph(graphs, ops)
+            captured_ops = select_graph(graphs.sampling, ops)
             if masks is None and captured_ops & _MASK:
                 constraints.mask_buffer.clear()
-            graph, packed = graphs[captured_ops]
+            graph, sampled = graphs.sampling[captured_ops]
             graph.replay()
+            if graphs.proposing:
+                graph, proposed = graphs.proposing[select_graph(graphs.proposing, ops)]
+                graph.replay()
         elif step.sampling_indices.size:
-            packed = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
+            sampled = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
+            proposed = self._propose(ops, output, step.device_rows, has_samples=True)
         else:
             # No row samples, so the kernel does not read its `tokens` argument.
             self._write_tokens(step.device_rows, step.device_rows.table_rows, ops, has_drafts=False)
-            packed = None
-        tokens = None if packed is None else self._make_chosen(packed, output, has_drafts=step.has_drafts)
+            self._propose(ops, output, step.device_rows, has_samples=False)
+        tokens = None
+        if sampled is not None:
+            packed = sampled if proposed is None else torch.cat((sampled, proposed))
+            tokens = self._make_chosen(packed, output, has_drafts=step.has_drafts)
         # Graphs contain no log-probabilities, because few requests ask for them.
         token_logprobs = None
         if tokens is not None and step.max_num_logprobs >= 0:
@@ -130,7 +151,7 @@ class TokenChooser:
     def choose_padded(self, ops: int, output: ForwardOutput, has_drafts: bool) -> Tensor:
         """Choose tokens for all rows of the step buffer, including padding. Graphs capture this method.
 
-        Returns `ChosenTokens.packed` for the requests of all ranks.
+        Returns the first parts of `ChosenTokens.packed`, up to the drafts, for the requests of all ranks.
         """
         masks = None
         if ops & _MASK:
@@ -138,28 +159,62 @@ class TokenChooser:
         rows = self._table.step_buffer.first_rows(len(output.seq_lens))
         return self._choose_and_write(ops, output, rows, masks, has_drafts=has_drafts)
 
+    @property
+    def proposing_ops(self) -> tuple[int, ...]:
+        """The `SamplingOps` for which graphs of `propose_padded` are captured; empty without speculation."""
+        return () if self._proposer is None else self._proposer.captured_ops
+
+    def propose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
+        """Propose drafts for all rows of the step buffer, including padding. Graphs capture this method.
+
+        Returns the last parts of `ChosenTokens.packed`, from the drafts on.
+        """
+        rows = self._table.step_buffer.first_rows(len(output.seq_lens))
+        proposed = self._propose(ops, output, rows, has_samples=True)
+        if proposed is None:
+            raise ValueError("without speculation there are no drafts")
+        return proposed
+
+    def _propose(self, ops: int, output: ForwardOutput, rows: DeviceRows, *, has_samples: bool) -> Tensor | None:
+        if self._proposer is None:
+            return None
+        results = self._proposer.propose(rows, output.step, ops, self._sample, has_samples=has_samples)
+        if results is None:
+            return None
+        drafts, num_proposed = results
+        if self._forced_acceptance is not None:
+            num_proposed = self._forced_acceptance.count_proposed(rows.is_sampled)
+        return torch.cat((drafts.view(-1), num_proposed))
+
     def _choose_and_write(
         self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None, *, has_drafts: bool
     ) -> Tensor:
-        parallel, count = self._parallel, len(output.positions)
-        own_rows, own_positions = map(parallel.own_requests, (output.table_rows, output.positions))
-        own_masks = None if masks is None else _select_own_masks(masks, len(own_rows), parallel)
-        own_tokens = choose_tokens(
-            output.logits, own_rows, own_positions, self._table, ops, self._gather_columns, own_masks
-        )
-        tokens = parallel.gather_rows(own_tokens, parallel.count_gathered(count))
+        tokens = self._sample(output.logits, output.table_rows, output.positions, ops, masks)
         if has_drafts and self._forced_acceptance is not None:
             tokens = self._forced_acceptance.replace_samples(tokens, output.table_rows, output.positions)
         # The tables have this rank's requests only, if ranks have different requests.
-        results = self._write_tokens(
-            rows, own_tokens if parallel.splits_requests else tokens, ops, has_drafts=has_drafts
-        )
-        return torch.cat((tokens, *results)) if results else tokens
+        own_tokens = self._parallel.own_rows(tokens) if self._parallel.splits_requests else tokens
+        num_new = self._write_tokens(rows, own_tokens, ops, has_drafts=has_drafts)
+        return tokens if num_new is None else torch.cat((tokens, num_new))
 
-    def _write_tokens(self, rows: DeviceRows, tokens: Tensor, ops: int, *, has_drafts: bool) -> list[Tensor]:
-        """Write new tokens and drafts to the request table.
+    def _sample(
+        self, logits: Tensor, table_rows: Tensor, positions: Tensor, ops: int, masks: Masks | None = None
+    ) -> Tensor:
+        """Choose the tokens of n requests, of which each rank chooses its share. Returns int32 [n] for all ranks.
 
-        Returns the parts of `ChosenTokens.packed` after `samples`.
+        logits: this rank's share of [n, vocab].
+        table_rows, positions: int32 [n], see `ForwardOutput`.
+        """
+        parallel = self._parallel
+        own_rows, own_positions = map(parallel.own_requests, (table_rows, positions))
+        own_masks = None if masks is None else _select_own_masks(masks, len(own_rows), parallel)
+        own_tokens = choose_tokens(logits, own_rows, own_positions, self._table, ops, self._gather_columns, own_masks)
+        return parallel.gather_rows(own_tokens, parallel.count_gathered(len(positions)))
+
+    def _write_tokens(self, rows: DeviceRows, tokens: Tensor, ops: int, *, has_drafts: bool) -> Tensor | None:
+        """Write new tokens to the request table.
+
+        Returns the number of new tokens of each request, int32 [n]; None if the step has no drafts.
         """
         table = self._table
         counts = table.token_counts if ops & _PENALTY else None
@@ -169,16 +224,9 @@ class TokenChooser:
             num_new = verify_drafts(rows.table_rows, rows.query_start_loc, tokens, tables, counts)
         else:
             commit_tokens(rows.table_rows, rows.query_start_loc, tokens, rows.is_sampled, tables, counts)
-        if not table.max_drafts:
-            return []
         if table.num_pending is not None:
             _update_pending(table.num_pending, rows, num_new)
-        searched = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
-        match = {"num_drafts": table.max_drafts, "min_match": _MIN_MATCH, "max_match": _MAX_MATCH}
-        drafts, num_proposed = propose_ngrams(rows.table_rows, rows.is_sampled, searched, **match)
-        if self._forced_acceptance is not None:
-            num_proposed = self._forced_acceptance.count_proposed(rows.is_sampled)
-        return [drafts.view(-1), num_proposed, *([] if num_new is None else [num_new])]
+        return num_new
 
     def _make_chosen(self, packed: Tensor, output: ForwardOutput, *, has_drafts: bool) -> ChosenTokens:
         num_reqs = self._parallel.count_gathered(len(output.seq_lens))
@@ -248,7 +296,7 @@ def gather_columns(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, .
     return tuple(column.index_select(0, rows) for column in columns)
 
 
-def select_graph(graphs: SamplingGraphs, ops: int) -> int:
+def select_graph(graphs: GraphsByOps, ops: int) -> int:
     """The key of the first graph that does all of `ops`."""
     return ops if ops in graphs else next(captured for captured in graphs if not ops & ~captured)
 

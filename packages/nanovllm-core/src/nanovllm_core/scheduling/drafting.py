@@ -27,10 +27,12 @@ class DraftLimits(NamedTuple):
 
     max_drafts: maximum number of drafts per request and step; 0 without speculation.
     max_step_tokens: maximum number of tokens of a step with drafts.
+    num_lookahead_tokens: number of tokens after a request's last token for which the cache should have space.
     """
 
     max_drafts: int = 0
     max_step_tokens: int = 0
+    num_lookahead_tokens: int = 0
 
 
 class DraftPlanner:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.outputs import StepOutputs
@@ -154,7 +155,7 @@ class Scheduler:
         can_decode = (num_tokens - rows.num_computed_tokens == 1) & (num_tokens < rows.max_total_tokens)
         decode_rows = np.flatnonzero(rows.is_running & can_decode)
         # Each decode computes one token, so it lacks at most one block.
-        if not (num_tokens[decode_rows] > rows.capacity[decode_rows]).any():
+        if not self._lack_space(decode_rows, 0).any():
             return decode_rows
         return np.concatenate(
             [
@@ -165,22 +166,31 @@ class Scheduler:
 
     def _allocate_decodes(self, cache: CacheManager, decode_rows: RowIndices, new_blocks: NewBlocks) -> RowIndices:
         """Allocate the blocks of one group's decodes. Returns the rows that can decode."""
-        rows = self.rows
-        growing_rows = decode_rows[rows.num_tokens[decode_rows] > rows.capacity[decode_rows]]
+        growing_rows = decode_rows[self._lack_space(decode_rows, 0)]
         if not len(growing_rows):
             return decode_rows
         rows_near_capacity = self._rows_near_capacity(decode_rows)
         if len(rows_near_capacity) * MIN_FREE_BLOCKS_PER_EARLY_BLOCK <= cache.pool.num_free:
             growing_rows = rows_near_capacity
-        if self._add_blocks(cache, rows.requests_of(growing_rows), new_blocks):
+        if self._add_blocks(cache, self.rows.requests_of(growing_rows), new_blocks):
             return decode_rows
         return self._select_decodes_by_urgency(cache, decode_rows, new_blocks)
 
     def _allocate_drafts(self, decode_rows: RowIndices, num_drafts: RowIndices, new_blocks: NewBlocks) -> bool:
         """Allocate the blocks of drafts. Returns False if too few blocks are free."""
+        growing_rows = decode_rows[self._lack_space(decode_rows, num_drafts)]
+        requests = self.rows.requests_of(growing_rows)
+        return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
+
+    def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
+        """Whether each row's blocks have no space for the tokens of a step and for the tokens that it proposes."""
         rows = self.rows
-        growing_rows = decode_rows[rows.num_tokens[decode_rows] + num_drafts > rows.capacity[decode_rows]]
-        return not len(growing_rows) or self._add_blocks(self.caches[0], rows.requests_of(growing_rows), new_blocks)
+        num_needed = rows.num_tokens[decode_rows] + num_drafts
+        # The last output token is not computed, so it needs no place in a block.
+        num_wanted = np.minimum(
+            num_needed + self._draft_limits.num_lookahead_tokens, rows.max_total_tokens[decode_rows] - 1
+        )
+        return np.maximum(num_needed, num_wanted) > rows.capacity[decode_rows]
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
         """The rows that will need another block within `block_size` steps.

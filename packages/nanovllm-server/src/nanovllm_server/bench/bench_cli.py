@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 from nanovllm_server.bench.flags import API_KEY_VARIABLE, DEFAULT_URL, build_parser
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.workload import WorkloadShape
-from nanovllm_server.engine_flags import make_engine_config
+from nanovllm_server.engine_flags import find_draft_model_error, make_engine_config
 
 if TYPE_CHECKING:
+    from nanovllm_core import ModelSpec
     from nanovllm_models import ModelDirectory
     from nanovllm_server.bench.client import Endpoint
     from nanovllm_server.bench.offline.cases import OfflineBenchmark
     from nanovllm_server.bench.offline.peer_process import GGUFWeights, Peer
     from nanovllm_server.bench.report import OutputFiles
+    from nanovllm_server.settings import LoadFormat
 
 # Modules that only the extra `bench` installs.
 EXTRA_MODULES = ("matplotlib", "tqdm")
@@ -59,8 +61,7 @@ def _run_offline(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench.report import InvalidSettingsError
 
     try:
-        model = nanovllm_models.find_model(flags.model, with_weights=flags.load_format != "dummy")
-        spec = nanovllm_models.load(model.path, load_format=flags.load_format, served_name=model.name)
+        model, spec = _load_models(flags, flags.load_format)
         options = comparison.OfflineOptions(
             model=model.path,
             load_format=flags.load_format,
@@ -157,8 +158,7 @@ def _run_speculation(flags: argparse.Namespace) -> None:
     from nanovllm_server.bench.speculation import speculation_command
 
     try:
-        model = nanovllm_models.find_model(flags.model)
-        spec = nanovllm_models.load(model.path, served_name=model.name)
+        model, spec = _load_models(flags, "auto")
         options = speculation_command.SpeculationOptions(
             config=make_engine_config(flags),
             max_per_kind=flags.prompts,
@@ -169,6 +169,20 @@ def _run_speculation(flags: argparse.Namespace) -> None:
         speculation_command.run(options, spec, nanovllm_models.load_tokenizer(model.path))
     except (ConfigError, RequestError, nanovllm_models.ModelError, nanovllm_models.TemplateError) as error:
         raise InvalidSettingsError(str(error)) from error
+
+
+def _load_models(flags: argparse.Namespace, load_format: "LoadFormat") -> "tuple[ModelDirectory, ModelSpec]":
+    """Finds the model and the draft model. Raises ModelError or InvalidSettingsError."""
+    import nanovllm_models
+    from nanovllm_server.bench.report import InvalidSettingsError
+
+    if (error := find_draft_model_error(flags.speculate, flags.draft_model)) is not None:
+        raise InvalidSettingsError(error)
+    with_weights = load_format != "dummy"
+    model, draft = nanovllm_models.find_model(flags.model, with_weights=with_weights), None
+    if flags.draft_model is not None:
+        draft = nanovllm_models.find_model(flags.draft_model, with_weights=with_weights)
+    return model, nanovllm_models.load(model.path, load_format=load_format, served_name=model.name, draft=draft)
 
 
 def _set_threads(num_threads: int | None) -> None:

@@ -16,7 +16,7 @@ from nanovllm_server.bench.argument_types import (
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.speculation import speculation_flags
 from nanovllm_server.bench.workload import IntegerRange
-from nanovllm_server.engine_flags import add_engine_flags
+from nanovllm_server.engine_flags import add_draft_model_flag, add_engine_flags
 from nanovllm_server.flag_types import seconds
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
@@ -145,7 +145,9 @@ def _add_offline_flags(parser: argparse.ArgumentParser, *, temperature: float) -
     add("--load-format", choices=("auto", "dummy"), default="auto", help=format_help)
     add("--threads", type=integer_at_least_1, help="number of torch's threads")
     add_engine_flags(add, SHARED_ENGINE_SETTINGS)
-    add_engine_flags(parser.add_argument_group("engine").add_argument, UNSHARED_ENGINE_SETTINGS)
+    add = parser.add_argument_group("engine").add_argument
+    add_engine_flags(add, UNSHARED_ENGINE_SETTINGS)
+    add_draft_model_flag(add)
     add = parser.add_argument_group("peer").add_argument
     add("--peer", choices=PEERS, default="none", help="engine to compare to in the same call")
     add("--peer-python", type=Path, default=sys.executable, metavar="PATH", help="interpreter that has the peer")

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecipe:
-    """A callable that imports torch and loads the model. `EngineProcess` calls it in the engine's process."""
+    """A callable that imports torch and loads the model. `EngineProcess` calls it in the engine's process.
+
+    draft_model: None without draft model.
+    """
 
     model: ModelDirectory
+    draft_model: ModelDirectory | None
     load_format: "LoadFormat"
     log_format: LogFormat
     log_level: str
@@ -28,5 +32,11 @@ class EngineRecipe:
         import nanovllm_models
 
         config, model = self.engine_config, self.model
-        spec = nanovllm_models.load(model.path, load_format=self.load_format, seed=config.seed, served_name=model.name)
+        spec = nanovllm_models.load(
+            model.path,
+            load_format=self.load_format,
+            seed=config.seed,
+            served_name=model.name,
+            draft=self.draft_model,
+        )
         return spec, config

@@ -128,16 +128,21 @@ async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool
 async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[EngineClient, WorkerPool]:
     with log_phase("total"):
         with log_phase("model"):
-            model = await prepare_model(settings)
-        return await _start_processes(settings, listeners, model)
+            model = await prepare_model(settings.model, settings)
+            draft_model = None
+            if settings.draft_model is not None:
+                draft_model = await prepare_model(settings.draft_model, settings)
+        return await _start_processes(settings, listeners, model, draft_model)
 
 
 async def _start_processes(
-    settings: Settings, listeners: list[socket.socket], model: ModelDirectory
+    settings: Settings, listeners: list[socket.socket], model: ModelDirectory, draft_model: ModelDirectory | None
 ) -> tuple[EngineClient, WorkerPool]:
     defaults = read_sampling_defaults(model.path)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
-    recipe = EngineRecipe(model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config)
+    recipe = EngineRecipe(
+        model, draft_model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config
+    )
     process = EngineProcess(recipe)
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The HTTP workers load the tokenizer while the engine loads the model.

@@ -2,9 +2,11 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
+from nanovllm_core.config import DraftMethod
 from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_least_2
-from nanovllm_server.engine_flags import add_engine_flags
+from nanovllm_server.engine_flags import add_draft_model_flag, add_engine_flags
 
 SUMMARY = "tokens per second of real text with and without drafts, one request at a time, and whether answers are equal"
 # Fields of `EngineConfig` that have a flag.
@@ -24,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=integer_at_least_1, help="number of torch's threads")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     add = parser.add_argument_group("engine").add_argument
-    # n-grams are the only method so far; --speculate also has the value that turns drafts off.
-    add("--speculate", choices=("ngram",), default="ngram", help="method that proposes drafts")
+    # Without the value that turns drafts off.
+    add("--speculate", choices=get_args(DraftMethod), default="ngram", help="method that proposes drafts")
+    add_draft_model_flag(add)
     add_engine_flags(add, _ENGINE_SETTINGS)

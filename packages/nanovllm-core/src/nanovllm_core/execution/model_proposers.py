@@ -1,0 +1,256 @@
+"""Proposes drafts with a draft model, or with the model's head for multi-token prediction (MTP).
+
+Both have a cache entry for each token, in the blocks of the model's own cache. A step computes the entries of the same
+tokens as the model. So blocks in the prefix cache always have these entries, and no step has to catch up.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanovllm_core.cache.memory import CacheMemory
+from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.execution.forward import BatchBounds, StepTokens, find_requests, plan_attention
+from nanovllm_core.execution.inputs import DeviceRows
+from nanovllm_core.execution.proposers import NgramProposer, Proposer, SampleTokens
+from nanovllm_core.execution.request_table import RequestTable, SamplingOps
+from nanovllm_core.model import (
+    CausalLM,
+    ForwardContext,
+    MLASpec,
+    ModelSpec,
+    MultiTokenModel,
+    PagedSpec,
+    PredictionHead,
+)
+from nanovllm_core.parallel import ParallelContext
+from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
+
+# Rows with penalties have no drafts. Masks of grammars do not exist yet when drafts are proposed.
+_IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
+
+
+class _CachingProposer(ABC):
+    """Draws drafts one after the other. The random numbers are those of the model, so that equal logits agree.
+
+    entry_offset: distance between the position of a token and the position of its cache entry.
+    head: proposes a draft after each draft.
+    """
+
+    captured_ops = (_IGNORED_OPS, _IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
+    reads_step = True
+    entry_offset = 0
+
+    def __init__(
+        self,
+        head: PredictionHead,
+        cache: CacheMemory,
+        table: RequestTable,
+        config: ResolvedConfig,
+        parallel: ParallelContext,
+    ):
+        self._head = head
+        self._cache = cache
+        self._table = table
+        self._config = config
+        self._parallel = parallel
+
+    def propose(
+        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Proposer.propose`."""
+        if step is None:
+            raise ValueError("step is None, but a proposer with a cache needs the tokens of the step")
+        step_hidden = self._follow(rows, step)
+        if not has_samples:
+            return None
+        table, (table_rows, _, is_sampled) = self._table, rows
+        num_reqs, device = len(table_rows), table.device
+        max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
+        bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+        sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
+        # The position of each row's last token or draft.
+        last = TokenTables(table.tokens, table.num_computed.clone())
+        position = table.num_computed.index_select(0, table_rows) + 1
+        hidden, has_space = self._begin(rows, step, step_hidden, bounds)
+        is_proposed = has_space * is_sampled
+        num_proposed, drafts = is_proposed.clone(), list[Tensor]()
+        for index in range(table.max_drafts):
+            if index:
+                inputs = self._build_inputs(table_rows, starts, last.num_computed - self.entry_offset, bounds)
+                slots = inputs.slot_mapping * is_sampled
+                is_proposed = (slots >= self._cache.layout.block_size).int()
+                num_proposed += is_proposed
+                hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=drafts[-1]), starts, bounds, hidden)
+            logits = self._parallel.exchange_columns(self._head.compute_logits(hidden))[:, : table.vocab_size]
+            # Logits of padding may be NaN, whose token may be no valid index.
+            tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
+            # Drafts without a cache entry are not written, because the entry would be missing if they were accepted.
+            commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
+            drafts.append(tokens)
+        columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
+        return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
+
+    def _build_inputs(
+        self, table_rows: Tensor, query_start_loc: Tensor, num_computed: Tensor, bounds: BatchBounds
+    ) -> BatchInputs:
+        """The inputs of a batch whose first positions are `num_computed`.
+
+        Blocks that a request does not have yet are null blocks: what is written there is never needed.
+        """
+        # Rows of padding and of finished requests may have any position.
+        last_start = self._config.max_model_len - bounds.max_query_len
+        tables = TokenTables(self._table.tokens, num_computed.clamp(0, last_start))
+        block_size = self._cache.layout.block_size
+        num_columns = -(-bounds.max_seq_len // block_size)
+        return build_inputs(
+            table_rows, query_start_loc, tables, self._table.block_table, block_size, bounds.num_tokens, num_columns
+        )
+
+    def _run(self, inputs: BatchInputs, query_start_loc: Tensor, bounds: BatchBounds, hidden: Tensor) -> Tensor:
+        """Run the head on a batch. Arguments and result: see `PredictionHead.forward`."""
+        specs, caches, scales = self._layers
+        requests = (inputs.block_tables, inputs.seq_lens, query_start_loc)
+        batch = plan_attention(specs[0], caches[0], self._config, requests, bounds)
+        context = ForwardContext(batch, inputs.slot_mapping, caches, scales)
+        return self._head.forward(inputs.input_ids, inputs.positions, hidden, context)
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[tuple[PagedSpec | MLASpec, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The specs, the caches and the FP8 scales that `head` takes, see `ForwardContext`."""
+
+    @abstractmethod
+    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+        """Compute the cache entries of the step's tokens that `_begin` does not compute.
+
+        Returns hidden states for `_begin`, [num_tokens, hidden].
+        """
+
+    @abstractmethod
+    def _begin(
+        self, rows: DeviceRows, step: StepTokens, step_hidden: Tensor, bounds: BatchBounds
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the hidden states [B, hidden] that predict the first drafts.
+
+        step_hidden: result of `_follow`.
+        bounds: of a batch with one token per request.
+        Returns also whether the cache has space for the entry of the last token, bool [B].
+        """
+
+
+class DraftModelProposer(_CachingProposer):
+    """Proposes the tokens of a draft model.
+
+    The ranks share the draft model like the model itself, so that they can't disagree about a draft.
+    """
+
+    @property
+    def _layers(self) -> tuple[tuple[PagedSpec | MLASpec, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return self._cache.layout.draft_specs, self._cache.draft_kv_caches, self._cache.draft_kv_scales
+
+    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+        # In a step of decodes, the entries exist since the tokens were proposed, except the entries of the last two
+        # tokens, which `_begin` computes.
+        if step.bounds.max_query_len > 1 and not step.bounds.has_drafts:
+            return self._run(step.inputs, rows.query_start_loc, step.bounds, step.hidden)
+        return step.hidden
+
+    def _begin(
+        self, rows: DeviceRows, step: StepTokens, step_hidden: Tensor, bounds: BatchBounds
+    ) -> tuple[Tensor, Tensor]:
+        del step
+        num_reqs, device = len(rows.table_rows), self._table.device
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
+        bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
+        inputs = self._build_inputs(rows.table_rows, starts, self._table.num_computed - 1, bounds)
+        has_tokens = rows.query_start_loc.diff() > 0
+        slots = inputs.slot_mapping * has_tokens.repeat_interleave(2, output_size=2 * num_reqs)
+        hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, step_hidden)
+        return hidden[1::2], slots[1::2] >= self._cache.layout.block_size
+
+
+class HeadProposer(_CachingProposer):
+    """Proposes the tokens of the model's head for multi-token prediction.
+
+    The cache entry of a token stands at the position before the token, where the head takes the hidden state. The last
+    entry of a block in the prefix cache may therefore belong to another next token, which costs acceptance only.
+    """
+
+    entry_offset = 1
+
+    @property
+    def _layers(self) -> tuple[tuple[PagedSpec | MLASpec, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return self._cache.layout.attention_specs, self._cache.kv_caches, self._cache.kv_scales
+
+    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+        table, positions = self._table, step.inputs.positions
+        token_rows = rows.table_rows.index_select(0, find_requests(rows, len(positions)))
+        next_tokens = table.tokens[token_rows, positions + 1]
+        inputs = step.inputs._replace(input_ids=next_tokens)
+        return self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
+
+    def _begin(
+        self, rows: DeviceRows, step: StepTokens, step_hidden: Tensor, bounds: BatchBounds
+    ) -> tuple[Tensor, Tensor]:
+        del bounds
+        # The hidden state before the last token of the request is that of the last token of the step that was kept.
+        starts = rows.query_start_loc[:-1].clamp(max=len(step_hidden) - 1)
+        last_kept = self._table.num_computed.index_select(0, rows.table_rows) - 1
+        indices = (starts + last_kept - step.inputs.positions.index_select(0, starts)) * rows.is_sampled
+        return step_hidden.index_select(0, indices), rows.is_sampled.bool()
+
+
+class _DraftModelHead:
+    """A draft model in the form of a head, which does not read the hidden states of the model."""
+
+    def __init__(self, model: CausalLM):
+        self._model = model
+        self.compute_logits = model.compute_logits
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """See `PredictionHead.forward`."""
+        del hidden
+        return self._model.forward(input_ids, positions, ctx)
+
+
+def find_draft_spec(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec | None:
+    """The draft model; None without one. Raises ConfigError if it is missing or has other token ids than the model."""
+    if config.speculate != "draft":
+        return None
+    draft = spec.draft
+    if draft is None:
+        raise ConfigError("speculate is 'draft', but no draft model is named: set --draft-model (`ModelSpec.draft`)")
+    if draft.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"--draft-model {draft.name} has {draft.vocab_size} token ids, but the model {spec.name} has "
+            f"{spec.vocab_size}: name a draft model with the same tokens"
+        )
+    return draft
+
+
+def make_proposer(
+    model: CausalLM,
+    draft_model: CausalLM | None,
+    cache: CacheMemory,
+    table: RequestTable,
+    config: ResolvedConfig,
+    parallel: ParallelContext,
+) -> Proposer | None:
+    """The proposer for `config.speculate`. Raises ConfigError if the model has no head for multi-token prediction."""
+    if not config.max_drafts:
+        return None
+    if draft_model is not None:
+        return DraftModelProposer(_DraftModelHead(draft_model), cache, table, config, parallel)
+    if not config.uses_mtp:
+        return NgramProposer(table)
+    head = model.mtp_head() if isinstance(model, MultiTokenModel) else None
+    if head is None:
+        raise ConfigError(
+            "speculate is 'mtp', but the checkpoint has no heads for multi-token prediction: use 'ngram' or 'draft'"
+        )
+    return HeadProposer(head, cache, table, config, parallel)

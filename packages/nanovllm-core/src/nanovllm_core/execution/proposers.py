@@ -1,0 +1,75 @@
+"""Proposes drafts after the last token of each request, with the request's own tokens."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from nanovllm_core.execution.forward import StepTokens
+from nanovllm_core.execution.inputs import DeviceRows
+from nanovllm_core.execution.request_table import RequestTable, SamplingOps
+from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
+
+# Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
+_MIN_MATCH, _MAX_MATCH = 3, 8
+
+# (logits of this rank's share of n requests, rows of the n requests in the request table int32 [n], positions of the
+# new tokens int32 [n], `SamplingOps` as an integer) -> tokens int32 [n].
+SampleTokens = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Proposer(Protocol):
+    """Proposes drafts, after the tokens of a step have been written to the request table.
+
+    CUDA graphs capture `propose`. So it never waits for a GPU, and does the same for any requests of one shape.
+    """
+
+    @property
+    def captured_ops(self) -> tuple[int, ...]:
+        """The `SamplingOps` for which graphs are captured, least work first, see `select_graph`."""
+        ...
+
+    @property
+    def reads_step(self) -> bool:
+        """Whether `propose` needs the tokens of the step. Otherwise its argument `step` is None."""
+        ...
+
+    def propose(
+        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Write drafts after the last token of each request that samples.
+
+        ops: `SamplingOps` of the requests, combined.
+        has_samples: whether a request samples. Otherwise the result is None.
+
+        Returns the results of `propose_ngrams`.
+        """
+        ...
+
+
+class NgramProposer:
+    """Proposes the tokens that followed the last tokens earlier in the request or in its prediction."""
+
+    captured_ops = (int(~SamplingOps.GREEDY),)
+    reads_step = False
+
+    def __init__(self, table: RequestTable):
+        self._table = table
+
+    def propose(
+        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Proposer.propose`."""
+        del step, ops, sample
+        if not has_samples:
+            return None
+        table = self._table
+        searched = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
+        return propose_ngrams(
+            rows.table_rows,
+            rows.is_sampled,
+            searched,
+            num_drafts=table.max_drafts,
+            min_match=_MIN_MATCH,
+            max_match=_MAX_MATCH,
+        )
