@@ -292,7 +292,7 @@ class RequestTable:
         self.num_computed[rows] = num_computed
         # Drafts may be written beyond a request's last block: to the null block, not to a block of the row's previous
         # request.
-        self.block_table[rows] = 0
+        self.block_table.index_fill_(0, rows, 0)
         if self.num_pending is not None:
             self.num_pending.index_fill_(0, rows, 0)
         self.top_k[rows] = top_k
