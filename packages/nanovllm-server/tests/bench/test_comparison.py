@@ -92,6 +92,16 @@ def test_throughput_generates_every_token(run_bench, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_acceptance_length_is_measured(run_bench, capsys):
+    flags = ("--batch", "2", "--output-len", "48", "--repeat", "1", "--speculate", "ngram")
+    status, result = run_bench("latency", *flags, "--num-speculative-tokens", "3", "--acceptance-length", "4")
+    assert status == 0
+    (run,) = result["cases"][0]["nanovllm"]["runs"]
+    # All drafts are kept. The last steps of a request have fewer drafts.
+    assert 3 < run["acceptance_length"] <= 4
+    assert "tokens per step with drafts" in capsys.readouterr().out
+
+
 def test_trace_flag_writes_every_step(run_bench, tmp_path, capsys):
     trace, figures = tmp_path / "steps.json", tmp_path / "figures.json"
     assert run_bench("latency", "--batch", "1", "--output-len", "6", "--repeat", "1", "--trace", str(trace))[0] == 0

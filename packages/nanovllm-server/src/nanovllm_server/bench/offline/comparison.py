@@ -138,6 +138,12 @@ def _make_table(
         ]
         for case, timings, rate in zip(benchmark.cases, engine_timings, rates, strict=True)
     ]
+    acceptance_lengths = [timing.acceptance_length for timings in engine_timings for timing in timings]
+    if any(length is not None for length in acceptance_lengths):
+        header.append("tokens per step with drafts")
+        for row, timings in zip(rows, engine_timings, strict=True):
+            lengths = [timing.acceptance_length for timing in timings if timing.acceptance_length is not None]
+            row.append(f"{median(lengths):.2f}" if lengths else "none")
     if peer is not None:
         header += [f"{peer.name} {peer.version} {benchmark.rate_unit}", "ratio"]
         for row, rate, peer_rate in zip(rows, rates, _median_rates(benchmark, peer.timings), strict=True):
@@ -152,7 +158,13 @@ def _median_rates(benchmark: OfflineBenchmark, timings_by_case: Sequence[list[Ru
 def _case_figures(case: Case, engine_timings: list[RunTiming], peer_timings: list[RunTiming] | None) -> JSON:
     def engine_figures(timings: list[RunTiming]) -> JSON:
         runs: list[JSON] = [
-            {"num_tokens": run.num_tokens, "last": run.last_token_s, "first": run.all_first_tokens_s} for run in timings
+            {
+                "num_tokens": run.num_tokens,
+                "last": run.last_token_s,
+                "first": run.all_first_tokens_s,
+                "acceptance_length": run.acceptance_length,
+            }
+            for run in timings
         ]
         return {"rate": case.median_rate(timings), "rates": [*map(case.compute_rate, timings)], "runs": runs}
 

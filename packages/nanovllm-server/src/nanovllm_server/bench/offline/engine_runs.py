@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from nanovllm_core import AsyncEngine, EngineConfig, ModelSpec, Request, SamplingParams
+from nanovllm_core import AsyncEngine, EngineConfig, EngineStats, ModelSpec, Request, SamplingParams
 from nanovllm_server.bench.workload import TokenRequest
 
 # After this many tokens, all kernels for prefill and decode are compiled.
@@ -24,11 +24,13 @@ class RunTiming:
     num_tokens: output tokens of all requests.
     last_token_s: time of the last token of all requests.
     all_first_tokens_s: time at which every request had its first token; None if not measured.
+    acceptance_length: mean number of tokens that a request got from a step with drafts; None without such steps.
     """
 
     num_tokens: int
     last_token_s: float
     all_first_tokens_s: float | None
+    acceptance_length: float | None = None
 
 
 async def time_engine(
@@ -63,11 +65,21 @@ async def time_engine(
                 if needs_time_to_all_first_tokens:
                     first_label = f"{label}, first tokens"
                     _, all_first_tokens_s = await _run(engine, _with_max_tokens(requests, 1), temperature, first_label)
-                timings.append(RunTiming(*await _run(engine, requests, temperature, label), all_first_tokens_s))
+                before = engine.stats
+                counts = await _run(engine, requests, temperature, label)
+                acceptance_length = _find_acceptance_length(before, engine.stats)
+                timings.append(RunTiming(*counts, all_first_tokens_s, acceptance_length))
             timings_by_case.append(timings)
         return timings_by_case
     finally:
         await engine.stop()
+
+
+def _find_acceptance_length(before: EngineStats, after: EngineStats) -> float | None:
+    num_verifications = sum(after.num_verified_drafts[:1]) - sum(before.num_verified_drafts[:1])
+    if num_verifications == 0:
+        return None
+    return 1 + (sum(after.num_accepted_drafts) - sum(before.num_accepted_drafts)) / num_verifications
 
 
 def _with_max_tokens(requests: Sequence[TokenRequest], max_tokens: int) -> list[TokenRequest]:
