@@ -1,7 +1,8 @@
 """Kills ranks of servers under load: `python kill_ranks.py [--times N] [--ranks N] [--device D] [-- MODEL FLAG ...]`.
 
-Each time, the program starts a server, opens streams and kills one rank. It checks that every stream ends with an
-error, that `/health` says 503, that the server ends with status 1, and that no process, shared memory or file is left.
+Each time, the program starts a server, opens streams and kills one rank. It checks that every stream and the log have
+the error, that `/health` says 503, that the server ends with status 1, and that no process, shared memory or file is
+left.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from pathlib import Path
 NUM_STREAMS = 8
 MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
 MAX_END_S = 15.0  # from the kill to the end of the last process
+# Parts of the server's log and of the error in each stream.
+ENGINE_DIED = "engine died"
+RANK_ENDED = "has ended (exit code"
 START_TIMEOUT_S = 600.0
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 900, "ignore_eos": True}
 
@@ -115,10 +119,12 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
     server = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"TMPDIR": directory},
     )
     assert server.stdout is not None
+    assert server.stderr is not None
+    reading_log = asyncio.create_task(server.stderr.read())
     output = ""
     async with asyncio.timeout(START_TIMEOUT_S):
         while not (urls := re.findall(r"http://([\d.]+):(\d+)", output)):
@@ -143,8 +149,10 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
             await asyncio.sleep(0.05)
     end_s = time.monotonic() - killed_s
     assert all(b'"error"' in answer for answer in answers), "a stream ended without an error"
-    reason = b"engine process died" if rank == 0 else f"rank {rank} has ended".encode()
-    assert all(reason in answer for answer in answers), f"an error does not say {reason!r}: {answers[0][-300:]!r}"
+    reason = "engine process died" if rank == 0 else f"rank {rank} {RANK_ENDED}"
+    assert all(reason.encode() in answer for answer in answers), f"no {reason!r} in an error: {answers[0][-300:]!r}"
+    log = (await reading_log).decode()
+    assert any(ENGINE_DIED in line and reason in line for line in log.splitlines()), log
     assert error_s <= MAX_ERROR_S, f"the last stream ended after {error_s:.1f} s"
     assert health in (503, None), f"/health says {health}"
     assert status == 1, f"exit status {status}"
