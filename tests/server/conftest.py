@@ -105,6 +105,14 @@ def shallow_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def shallow_server(run_server: Callable, shallow_model: Path) -> Iterator:
+    """A server in float32, where a token does not depend on other requests in the batch."""
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "20")
+    with run_server(shallow_model, *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def tiny_server(run_server: Callable, tiny_model: Path) -> Iterator:
     """A server with the random model and all features, for tests that leave no state behind."""
     flags = ("--served-model-name", "tiny", "--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--max-num-seqs", "8")
