@@ -107,7 +107,7 @@ def shallow_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def shallow_server(run_server: Callable, shallow_model: Path) -> Iterator:
     """A server in float32, where a token does not depend on other requests in the batch."""
-    flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "20")
+    flags = ("--dtype", "float32", "--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "20")
     with run_server(shallow_model, *flags) as server:
         yield server
 

@@ -32,16 +32,14 @@ def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_interference_measures_all_cases_on_a_real_server(run_server, shallow_model, tmp_path, capsys):
+def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_path, capsys):
     lengths = ["--long-len=400", "--short-len=40", "--prompt-len=200", "--conversation-len=250", "--message-len=60"]
     lengths += ["--turn-len=40", "--stream-len=500", "--output-len=4"]
     counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--turn-conversations=2", "--conversations=3"]
     counts += ["--turn-streams=2", "--repeat=1"]
     file = tmp_path / "interference.json"
-    flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
-    with run_server(shallow_model, *flags) as server:
-        arguments = ["interference", f"ours={server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
-        assert bench_cli.main([*arguments, "--json", str(file)]) == 0
+    arguments = ["interference", f"ours={shallow_server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
+    assert bench_cli.main([*arguments, "--json", str(file)]) == 0
     (measured,) = json.loads(file.read_bytes())["servers"]
     assert measured["token_costs"]["per_word"] == 1
     assert tuple(case["case"] for case in measured["cases"]) == CASE_NAMES

@@ -1,8 +1,8 @@
 """Kills ranks of servers under load: `python kill_ranks.py [--times N] [--ranks N] [--device D] [-- MODEL FLAG ...]`.
 
 Each time, the program starts a server, opens streams and kills one rank. It checks that every stream and the log have
-the error, that `/health` says 503, that the server ends with status 1, and that no process, shared memory or file is
-left.
+the error, that `/health` and `/ready` say 503, that the server ends with status 1, and that no process, shared memory
+or file is left.
 """
 
 import argparse
@@ -95,13 +95,14 @@ async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
     return bytes(text)
 
 
-def read_health(url: str) -> int | None:
-    """The status of `/health`; None if the server does not answer."""
+def read_status(url: str) -> tuple[int, str] | None:
+    """The status and the body of a status route; None if the server does not answer."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return response.status
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code, error.read().decode()
     except OSError:
         return None
 
@@ -142,7 +143,8 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
     answers = await asyncio.gather(*streams)
     error_s = time.monotonic() - killed_s
     # The server may end right after its answers, so ask at once.
-    health = await asyncio.to_thread(read_health, f"http://{host}:{port}")
+    routes = [f"http://{host}:{port}{path}" for path in ("/health", "/ready")]
+    statuses = await asyncio.gather(*(asyncio.to_thread(read_status, route) for route in routes))
     async with asyncio.timeout(MAX_END_S):
         status = await server.wait()
         while left := [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"]:
@@ -154,11 +156,12 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
     log = (await reading_log).decode()
     assert any(ENGINE_DIED in line and reason in line for line in log.splitlines()), log
     assert error_s <= MAX_ERROR_S, f"the last stream ended after {error_s:.1f} s"
-    assert health in (503, None), f"/health says {health}"
+    for found in statuses:
+        assert found is None or (found[0] == 503 and "engine" in found[1]), f"/health and /ready say {statuses}"
     assert status == 1, f"exit status {status}"
     assert not left
-    health_text = "no answer, the server has ended" if health is None else str(health)
-    return f"errors after {error_s:.2f} s, /health {health_text}, all processes ended after {end_s:.2f} s"
+    health = "no answer, the server has ended" if statuses[0] is None else str(statuses[0][0])
+    return f"errors after {error_s:.2f} s, /health {health}, all processes ended after {end_s:.2f} s"
 
 
 def main() -> None:
