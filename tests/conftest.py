@@ -59,8 +59,15 @@ class ServerProcess:
 # Run last, because pytest sorts tests by their shared fixtures in the same hook.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the tests that wait for work in the background to the end of the run."""
-    items.sort(key=lambda item: item.get_closest_marker("waits") is not None)
+    """Moves tests that start work in the background to the beginning of the run, and tests that wait for it to the end.
+
+    The packages' tests run between them: most of these use one core.
+    """
+
+    def rank(item: pytest.Item) -> int:
+        return (item.get_closest_marker("waits") is not None) - (item.get_closest_marker("starts") is not None)
+
+    items.sort(key=rank)
 
 
 @contextmanager

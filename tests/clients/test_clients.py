@@ -3,8 +3,8 @@
 Each folder has one client's lock file and `session.*`, a script of typical uses. Sessions check the form of answers,
 not their content: the default model is too small for correct answers.
 
-Sessions take minutes, and most other tests leave a core idle. So the first test here starts the sessions, and the tests
-that wait for them run at the end.
+Sessions take minutes, and most other tests leave a core idle. So the sessions start at the beginning of a run, and the
+tests that wait for them run at its end.
 """
 
 import json
@@ -112,6 +112,7 @@ def sessions(environment):
             process.terminate()
 
 
+@pytest.mark.starts
 def test_sessions_start(sessions, server, thinking_server):
     assert server.process.poll() is None
     assert thinking_server.process.poll() is None

@@ -3,21 +3,27 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
-from kill_ranks import find_ranks
-from messages import BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL
+from kill_ranks import ENGINE_DIED, RANK_ENDED
+from messages import (
+    BODY_IS_TOO_LARGE,
+    IS_DRAINING,
+    IS_STOPPED,
+    NO_DEFAULT_MODEL,
+    WORKER_DIED,
+    WORKER_HANGS,
+    WORKER_IS_NOT_REPLACED,
+)
 from proxies import DEPLOY, HEADERS, chat, free_port, post_chat, stream_chat
 
 import nanovllm_models
@@ -56,22 +62,15 @@ REFUSED_REQUESTS = {
 # Refused by tests of their own, because other requests must run.
 QUEUE_IS_FULL = "the queue is full"
 BODY_MEMORY_IS_FULL = "too many large requests arrive at once"
-# Lines of the log of a server whose processes a test stops and kills.
-WORKER_HANGS = "HTTP worker does not respond"
-WORKER_DIED = "HTTP worker died"
-WORKER_IS_NOT_REPLACED = "an HTTP worker can't be replaced"
-ENGINE_DIED = "engine died"
-RANK_ENDED = "has ended (exit code"
-MAX_REPLACEMENT_S = 120
-# Other files of this folder provoke these messages.
+# Tests in other files provoke these messages: of this folder, and of tests/server, which stops and kills processes.
 PROVOKED_ELSEWHERE = {BODY_IS_TOO_LARGE, IS_DRAINING, IS_STOPPED, NO_DEFAULT_MODEL}
+PROVOKED_ELSEWHERE |= {WORKER_HANGS, WORKER_DIED, WORKER_IS_NOT_REPLACED, ENGINE_DIED, RANK_ENDED}
 
 
 def test_every_message_of_the_page_is_provoked():
     tables = PAGE[PAGE.index("## The server does not start") : PAGE.index("## Streams")]
     messages = re.findall(r"(?m)^\| (?:\d{3} )?`([^`]+)` \|", tables)
     provoked = {QUEUE_IS_FULL, BODY_MEMORY_IS_FULL} | PROVOKED_ELSEWHERE
-    provoked |= {WORKER_HANGS, WORKER_DIED, WORKER_IS_NOT_REPLACED, ENGINE_DIED, RANK_ENDED}
     provoked |= REFUSED_STARTS.keys() | REFUSED_ENGINES.keys() | REFUSED_REQUESTS.keys()
     assert len(messages) == len(set(messages))
     assert set(messages) == provoked
@@ -120,50 +119,6 @@ def large_body_answer(server) -> Iterator[Future[tuple[int, dict[str, str]]]]:
 @pytest.mark.slow
 def test_large_body_is_not_refused_at_once(large_body_answer):
     assert not large_body_answer.done()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + MAX_REPLACEMENT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def kill_workers(server, engine_pid: int) -> None:
-    # Once the server has ended, its children can't be listed.
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for pid in server.worker_pids():
-            # A new child has the memory of its parent until it runs its program, and then may look like the engine.
-            if pid != engine_pid:
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_log_tells_of_replaced_workers(run_server, default_model, server_flags):
-    with run_server(default_model, *server_flags, "--worker-timeout", "5") as server:
-        (first,), engine_pid = server.worker_pids(), server.engine_pid()
-        os.kill(first, signal.SIGSTOP)
-        wait_for(lambda: any(WORKER_DIED in line for line in server.errors))
-        assert any(WORKER_HANGS in line for line in server.errors)
-        # Before a replacement is ready, the request waits.
-        with post_chat(server.url, chat(max_tokens=1)) as response:
-            assert response.status == 200
-        (second,) = server.worker_pids()
-        os.kill(second, signal.SIGKILL)
-        # The server ends if a replacement dies while it starts. A replacement that was ready first is replaced again.
-        wait_for(lambda: kill_workers(server, engine_pid) or server.process.poll() is not None)
-        assert server.process.wait() == 1
-    assert any(WORKER_IS_NOT_REPLACED in line for line in server.errors)
-
-
-@pytest.mark.slow
-def test_log_tells_of_an_ended_rank(run_server, default_model, server_flags):
-    with run_server(default_model, *server_flags, "-tp", "2") as server:
-        _, rank = find_ranks(server.process.pid, 2)
-        os.kill(rank, signal.SIGKILL)
-        assert server.process.wait(MAX_REPLACEMENT_S) == 1
-    (line,) = [line for line in server.errors if ENGINE_DIED in line]
-    assert f"rank 1 {RANK_ENDED}" in line
 
 
 def test_metrics_of_the_page_exist(server):

@@ -52,6 +52,7 @@ def test_wheel_needs_a_compatible_version_of_its_siblings(wheels, package):
 
 
 @pytest.mark.slow
+@pytest.mark.starts
 def test_installation_begins(installed):
     assert not installed.cancelled()
 

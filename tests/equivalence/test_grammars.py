@@ -31,7 +31,7 @@ CONSTRAINED_QUESTIONS = [
     ("What is the capital of France?", GrammarSpec("regex", "The capital of France is (Paris|London|Rome)\\.")),
     ("What is 17 + 25?", GrammarSpec("ebnf", 'root ::= "The answer is " [0-9]{1,3} "."')),
 ]
-OUTPUT_LEN = 48
+MAX_CONSTRAINED_LEN, UNCONSTRAINED_LEN = 48, 24
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,8 @@ async def test_constrained_answers_do_not_change_unconstrained_answers(default_m
     async def generate(name: str, question: str, grammar: GrammarSpec | None) -> list[RequestOutput]:
         text = tokenizer.render_chat([{"role": "user", "content": question}])
         prompt = tokenizer.encode(text, add_special_tokens=False).tolist()
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, grammar=grammar)
+        max_tokens = UNCONSTRAINED_LEN if grammar is None else MAX_CONSTRAINED_LEN
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, grammar=grammar)
         return [output async for output in engine.generate(Request(name, prompt, sampling))]
 
     def read_tokens(outputs: list[RequestOutput]) -> list[int]:

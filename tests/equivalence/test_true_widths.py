@@ -98,7 +98,8 @@ def make_config(scale: Scale, setting: Setting, prompts: list[list[int]]) -> Eng
     """The engine's configuration; its cache holds every prompt at once."""
     options = setting.options
     if scale.device == "cpu":
-        options = {name: value for name, value in options.items() if name not in LAUNCHED}
+        # A CPU has no graphs, compiles nothing, and always chooses blocks of BLOCK_SIZE.
+        options = {name: value for name, value in options.items() if name not in (*LAUNCHED, "block_size")}
     num_blocks = sum(-(-(len(prompt) + OUTPUT_LEN) // BLOCK_SIZE) for prompt in prompts)
     return EngineConfig(
         device=scale.device,
@@ -151,19 +152,19 @@ class Case:
     path: Path
     scale: Scale
     prompts: list[list[int]]
-    observations: dict[str, Observation] = field(default_factory=dict)
+    observations: dict[EngineConfig, Observation] = field(default_factory=dict)
     exact: list[Tensor] = field(default_factory=list)
     rounded: list[Tensor] = field(default_factory=list)
 
     def observe(self, name: str) -> Observation:
-        """The results of an engine with the setting `name`, which runs once."""
-        if name not in self.observations:
-            config = make_config(self.scale, SETTINGS[name], self.prompts)
-            self.observations[name] = asyncio.run(observe(self.path, config, self.prompts))
+        """The results of an engine with the setting `name`. Settings with equal configurations share a run."""
+        config = make_config(self.scale, SETTINGS[name], self.prompts)
+        if config not in self.observations:
+            self.observations[config] = asyncio.run(observe(self.path, config, self.prompts))
             # Free the engine's graphs and caches before the next engine allocates its own.
             gc.collect()
             torch.cuda.empty_cache()
-        return self.observations[name]
+        return self.observations[config]
 
     @property
     def answers(self) -> list[list[int]]:

@@ -1,5 +1,7 @@
 """Models and servers that the tests of the server process share."""
 
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -7,7 +9,10 @@ import httpx2
 import pytest
 import torch
 from contract import ObservedResponse, check_response
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+
+SHALLOW_LAYERS = 4
 
 
 class RecordedStream(httpx2.AsyncByteStream):
@@ -83,6 +88,28 @@ def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if file.name.startswith(("tokenizer", "chat_template", "special_tokens")):
             (path / file.name).write_bytes(file.read_bytes())
     return path
+
+
+@pytest.fixture(scope="session")
+def shallow_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of the default model, for tests that need its widths or its speed's order, but not its text."""
+    path = tmp_path_factory.mktemp("shallow") / "shallow"
+    shutil.copytree(default_model, path, ignore=shutil.ignore_patterns("model.safetensors", "manifest.json"))
+    config = json.loads((path / "config.json").read_text())
+    removed = tuple(f"model.layers.{layer}." for layer in range(SHALLOW_LAYERS, config["num_hidden_layers"]))
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": SHALLOW_LAYERS}))
+    tensors = load_file(default_model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(removed)}
+    save_file(kept, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shallow_server(run_server: Callable, shallow_model: Path) -> Iterator:
+    """A server in float32, where a token does not depend on other requests in the batch."""
+    flags = ("--dtype", "float32", "--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "20")
+    with run_server(shallow_model, *flags) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

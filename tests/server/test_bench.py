@@ -32,16 +32,14 @@ def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_interference_measures_all_cases_on_the_default_model(run_server, default_model, tmp_path, capsys):
+def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_path, capsys):
     lengths = ["--long-len=400", "--short-len=40", "--prompt-len=200", "--conversation-len=250", "--message-len=60"]
     lengths += ["--turn-len=40", "--stream-len=500", "--output-len=4"]
     counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--turn-conversations=2", "--conversations=3"]
     counts += ["--turn-streams=2", "--repeat=1"]
     file = tmp_path / "interference.json"
-    flags = ("--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
-    with run_server(default_model, *flags) as server:
-        arguments = ["interference", f"ours={server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
-        assert bench_cli.main([*arguments, "--json", str(file)]) == 0
+    arguments = ["interference", f"ours={shallow_server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
+    assert bench_cli.main([*arguments, "--json", str(file)]) == 0
     (measured,) = json.loads(file.read_bytes())["servers"]
     assert measured["token_costs"]["per_word"] == 1
     assert tuple(case["case"] for case in measured["cases"]) == CASE_NAMES
@@ -63,12 +61,17 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
 
 
 @pytest.mark.slow
-def test_speculation_measures_real_prompts_on_the_default_model(default_model, tmp_path, capsys):
+def test_speculation_measures_real_prompts_on_real_engines(shallow_model, tmp_path, capsys, monkeypatch):
+    # This test measures no speed.
+    monkeypatch.setattr("nanovllm_server.bench.speculation.paired_runs.PAUSE_S", 0.0)
     file = tmp_path / "speculation.json"
     sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]
-    assert bench_cli.main(["speculation", str(default_model), "--device=cpu", *sizes, f"--json={file}"]) == 0
+    assert (
+        bench_cli.main(["speculation", str(shallow_model), "--device=cpu", "--dtype=float32", *sizes, f"--json={file}"])
+        == 0
+    )
     figures = json.loads(file.read_bytes())
-    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "bfloat16")
+    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "float32")
     assert [(kind["kind"], kind["num_equal"]) for kind in figures["kinds"]] == [
         ("summary", 1),
         ("code edit", 1),

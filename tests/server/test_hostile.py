@@ -105,26 +105,32 @@ def test_no_grammar_is_sent_twice():
     assert num_compared > len(COST_CASES)
 
 
-async def test_each_hostile_input_is_answered_within_a_second(target):
-    assert await send_case(target.url, WARM_UP) is None
-    late: dict[str, list[str]] = {}
-    for case in [*CASES, *COST_CASES]:
-        if attempts := await attempts_over_limit(partial(measure_answer, target.url, case), ANSWER_LIMIT_S):
-            late[case.name] = attempts
-    assert late == {}, json.dumps(late, indent=1)
-
-
-async def test_hostile_inputs_delay_no_stream_by_a_tenth_of_a_second(target):
+async def test_hostile_inputs_are_answered_within_a_second_and_delay_no_stream_by_a_tenth_of_a_second(target):
     """On an idle machine, the longest gap of a stream alone is about 10 ms."""
     assert await send_case(target.url, WARM_UP) is None
     delaying: dict[str, list[str]] = {}
+    slow_cases: list[Case] = []
     async with run_streams(target.url) as streams:
-        measure_alone = partial(streams.measure_gap_alone, ALONE_S)
         for case in [*CASES, *COST_CASES]:
-            measure = partial(streams.measure_gap, case)
-            if attempts := await attempts_over_limit(measure, ADDED_GAP_LIMIT_S, measure_alone):
+            answer_times_s: list[float] = []
+
+            async def measure_gap(case: Case = case, answer_times_s: list[float] = answer_times_s) -> float:
+                answer_s, gap_s = await streams.measure_answer_and_gap(case)
+                answer_times_s.append(answer_s)
+                return gap_s
+
+            measure_alone = partial(streams.measure_gap_alone, ALONE_S)
+            if attempts := await attempts_over_limit(measure_gap, ADDED_GAP_LIMIT_S, measure_alone):
                 delaying[case.name] = attempts
+            if min(answer_times_s) > ANSWER_LIMIT_S:
+                slow_cases.append(case)
     assert delaying == {}, json.dumps(delaying, indent=1)
+    # The streams and other programs may have delayed these answers.
+    late: dict[str, list[str]] = {}
+    for case in slow_cases:
+        if attempts := await attempts_over_limit(partial(measure_answer, target.url, case), ANSWER_LIMIT_S):
+            late[case.name] = attempts
+    assert late == {}, json.dumps(late, indent=1)
 
 
 async def test_each_hostile_input_is_refused_without_a_leak(target):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -90,28 +89,11 @@ async def test_a_second_signal_ends_the_drain(run_server, tiny_model):
     assert not any("Traceback" in line for line in server.errors)
 
 
-async def test_dead_engine_ends_the_server(run_server, tiny_model):
-    with run_server(tiny_model, *FLAGS) as server:
-        async with client(server) as sdk:
-            chunks = await open_stream(sdk, 900)
-            os.kill(server.engine_pid(), signal.SIGKILL)
-
-            async def read():
-                async for _ in chunks:
-                    pass
-
-            with pytest.raises(openai.APIError, match="engine"):
-                await read()
-            status, body = await asyncio.to_thread(readiness, server)
-            assert status == 503
-            assert "engine" in body["reason"]
-        assert await asyncio.to_thread(server.process.wait, 30) == 1
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_killed_rank_ends_the_server_and_leaves_nothing(tiny_model, rank):
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
+async def test_killed_rank_ends_the_server_and_leaves_nothing(tiny_model, rank, num_ranks):
+    """Rank 0 is the engine's process. core's test_ranks.py kills it beside another rank."""
     command = [sys.executable, "-m", "nanovllm_server", str(tiny_model), *FLAGS]
-    await kill_once([*command, "--port", "0", "--device", "cpu", "-tp", "2"], rank, num_ranks=2)
+    await kill_once([*command, "--port", "0", "--device", "cpu", "-tp", str(num_ranks)], rank, num_ranks)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Forty clients stream at once from the default model; some leave midway."""
+"""Forty clients stream at once from a real model; some leave midway."""
 
 import asyncio
 import random
 import re
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import openai
@@ -13,7 +12,6 @@ import torch
 
 from nanovllm_models import load_tokenizer
 
-MODEL = "SmolLM2-135M-Instruct"
 CLIENTS, LEAVERS, TOKENS = 40, 12, 20
 
 
@@ -26,17 +24,10 @@ class StreamResult:
     text: str = ""
 
 
-@pytest.fixture(scope="module")
-def busy_server(run_server, default_model) -> Iterator:
-    """A server in float32, where a token does not depend on other requests in the batch."""
-    with run_server(default_model, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "20") as server:
-        yield server
-
-
 @pytest.fixture
-async def sdk(busy_server):
+async def sdk(shallow_server):
     async with openai.AsyncOpenAI(
-        base_url=f"{busy_server.url}/v1", api_key="any", max_retries=0, timeout=300
+        base_url=f"{shallow_server.url}/v1", api_key="any", max_retries=0, timeout=300
     ) as client:
         yield client
 
@@ -50,7 +41,7 @@ def gauge(server, name: str) -> float:
 async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResult:
     """Read one stream, completely or only its beginning."""
     response = await sdk.chat.completions.create(
-        model=MODEL,
+        model="shallow",
         messages=[{"role": "user", "content": f"Tell me something about the number {index}."}],
         temperature=0,
         max_tokens=TOKENS,
@@ -75,17 +66,17 @@ async def stream(sdk, index: int, leave_after: int | None = None) -> StreamResul
 
 
 async def test_streams_lose_no_token_and_disconnects_free_everything(
-    sdk, busy_server, default_model, load_reference, greedy_choices
+    sdk, shallow_server, shallow_model, load_reference, greedy_choices
 ):
     rng = random.Random(0)
     leavers = {index: rng.randrange(1, 6) for index in rng.sample(range(CLIENTS), LEAVERS)}
     answers = await asyncio.gather(*(stream(sdk, index, leavers.get(index)) for index in range(CLIENTS)))
     async with asyncio.timeout(30):
-        while gauge(busy_server, "num_requests_running") + gauge(busy_server, "num_requests_waiting"):
+        while gauge(shallow_server, "num_requests_running") + gauge(shallow_server, "num_requests_waiting"):
             await asyncio.sleep(0.1)
-    assert gauge(busy_server, "kv_cache_usage_perc") == 0
-    reference = load_reference(default_model, torch.float32, "cpu")
-    tokenizer = load_tokenizer(default_model)
+    assert gauge(shallow_server, "kv_cache_usage_perc") == 0
+    reference = load_reference(shallow_model, torch.float32, "cpu")
+    tokenizer = load_tokenizer(shallow_model)
     for index, result in enumerate(answers):
         # Each token is the likeliest after the tokens before it, as for a request alone on the server.
         assert result.tokens == greedy_choices(reference, result.prompt, result.tokens)

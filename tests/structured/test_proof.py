@@ -7,6 +7,8 @@ import pytest
 from proof import prove
 from walks import default_walker
 
+pytestmark = pytest.mark.background
+
 
 @pytest.fixture(scope="module")
 def walker():

@@ -57,12 +57,13 @@ def install_wheels(wheels: dict[str, Path], environment: Path) -> None:
     lock = ("--locked", "--package", "nanovllm-server", "--no-default-groups", "--no-emit-workspace", "--no-hashes")
     constraints.write_text(run_uv("export", *lock))
     run_uv("pip", "install", "--python", environment, "--constraints", constraints, *wheels.values())
-    # Compiling torch again would take 10 s. Python ignores bytecode whose source has another time or size.
+    # Compiling torch again would take 10 s. Python ignores bytecode whose source has another time or size. Other tests
+    # may compile modules meanwhile: a file that is not complete has a number after its suffix.
     site = Path(pytest.__file__).parents[1]
     for bytecode in site.rglob("__pycache__"):
         copy = environment / site.relative_to(sys.prefix) / bytecode.relative_to(site)
         if copy.parent.is_dir():
-            shutil.copytree(bytecode, copy, dirs_exist_ok=True)
+            shutil.copytree(bytecode, copy, ignore=shutil.ignore_patterns("*.pyc.*"), dirs_exist_ok=True)
 
 
 def start_from_wheels(

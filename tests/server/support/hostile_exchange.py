@@ -120,13 +120,20 @@ class Streams:
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         return self.longest_gap(begin_s)
 
-    async def measure_gap(self, case: Case) -> float:
-        """Send `case`. Returns the longest gap beside it, in seconds. Raises AssertionError for a wrong answer."""
+    async def measure_answer_and_gap(self, case: Case) -> tuple[float, float]:
+        """Send `case`. Raises AssertionError for a wrong answer.
+
+        Returns (time to the answer in seconds, longest gap beside the case in seconds).
+        """
         begin_s = time.monotonic()
-        await measure_answer(self._url, case)
+        answer_s = await measure_answer(self._url, case)
         # The next chunks show a stall that outlasts the answer.
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
-        return self.longest_gap(begin_s)
+        return answer_s, self.longest_gap(begin_s)
+
+    async def measure_gap(self, case: Case) -> float:
+        """Send `case`. Returns the longest gap beside it, in seconds. Raises AssertionError for a wrong answer."""
+        return (await self.measure_answer_and_gap(case))[1]
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
 """Kills ranks of servers under load: `python kill_ranks.py [--times N] [--ranks N] [--device D] [-- MODEL FLAG ...]`.
 
-Each time, the program starts a server, opens streams and kills one rank. It checks that every stream ends with an
-error, that `/health` says 503, that the server ends with status 1, and that no process, shared memory or file is left.
+Each time, the program starts a server, opens streams and kills one rank. It checks that every stream and the log have
+the error, that `/health` and `/ready` say 503, that the server ends with status 1, and that no process, shared memory
+or file is left.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from pathlib import Path
 NUM_STREAMS = 8
 MAX_ERROR_S = 5.0  # from the kill to the end of the last stream
 MAX_END_S = 15.0  # from the kill to the end of the last process
+# Parts of the server's log and of the error in each stream.
+ENGINE_DIED = "engine died"
+RANK_ENDED = "has ended (exit code"
 START_TIMEOUT_S = 600.0
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 900, "ignore_eos": True}
 
@@ -91,13 +95,14 @@ async def read_stream(host: str, port: int, has_begun: asyncio.Event) -> bytes:
     return bytes(text)
 
 
-def read_health(url: str) -> int | None:
-    """The status of `/health`; None if the server does not answer."""
+def read_status(url: str) -> tuple[int, str] | None:
+    """The status and the body of a status route; None if the server does not answer."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return response.status
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code, error.read().decode()
     except OSError:
         return None
 
@@ -115,10 +120,12 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
     server = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"TMPDIR": directory},
     )
     assert server.stdout is not None
+    assert server.stderr is not None
+    reading_log = asyncio.create_task(server.stderr.read())
     output = ""
     async with asyncio.timeout(START_TIMEOUT_S):
         while not (urls := re.findall(r"http://([\d.]+):(\d+)", output)):
@@ -136,21 +143,25 @@ async def _kill_once(command: list[str], rank: int, num_ranks: int, directory: s
     answers = await asyncio.gather(*streams)
     error_s = time.monotonic() - killed_s
     # The server may end right after its answers, so ask at once.
-    health = await asyncio.to_thread(read_health, f"http://{host}:{port}")
+    routes = [f"http://{host}:{port}{path}" for path in ("/health", "/ready")]
+    statuses = await asyncio.gather(*(asyncio.to_thread(read_status, route) for route in routes))
     async with asyncio.timeout(MAX_END_S):
         status = await server.wait()
         while left := [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"]:
             await asyncio.sleep(0.05)
     end_s = time.monotonic() - killed_s
     assert all(b'"error"' in answer for answer in answers), "a stream ended without an error"
-    reason = b"engine process died" if rank == 0 else f"rank {rank} has ended".encode()
-    assert all(reason in answer for answer in answers), f"an error does not say {reason!r}: {answers[0][-300:]!r}"
+    reason = "engine process died" if rank == 0 else f"rank {rank} {RANK_ENDED}"
+    assert all(reason.encode() in answer for answer in answers), f"no {reason!r} in an error: {answers[0][-300:]!r}"
+    log = (await reading_log).decode()
+    assert any(ENGINE_DIED in line and reason in line for line in log.splitlines()), log
     assert error_s <= MAX_ERROR_S, f"the last stream ended after {error_s:.1f} s"
-    assert health in (503, None), f"/health says {health}"
+    for found in statuses:
+        assert found is None or (found[0] == 503 and "engine" in found[1]), f"/health and /ready say {statuses}"
     assert status == 1, f"exit status {status}"
     assert not left
-    health_text = "no answer, the server has ended" if health is None else str(health)
-    return f"errors after {error_s:.2f} s, /health {health_text}, all processes ended after {end_s:.2f} s"
+    health = "no answer, the server has ended" if statuses[0] is None else str(statuses[0][0])
+    return f"errors after {error_s:.2f} s, /health {health}, all processes ended after {end_s:.2f} s"
 
 
 def main() -> None:
