@@ -126,10 +126,13 @@ def test_unwritable_trace_file_is_refused(run_bench, tmp_path, capsys):
 
 
 def test_latency_has_one_case_per_batch(run_bench):
-    status, result = run_bench("latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "6", "--repeat", "1")
+    # An answer is much longer than its first token, which another run measures, so that a busy machine can't swap them.
+    status, result = run_bench(
+        "latency", "--batch", "1", "3", "--input-len", "5", "--output-len", "60", "--repeat", "1"
+    )
     assert status == 0
-    assert [case["output_tokens"] for case in result["cases"]] == [6, 18]
-    for case, num_decoded in zip(result["cases"], (5, 15), strict=True):
+    assert [case["output_tokens"] for case in result["cases"]] == [60, 180]
+    for case, num_decoded in zip(result["cases"], (59, 177), strict=True):
         (run,) = case["nanovllm"]["runs"]
         assert 0 < run["first"] < run["last"]
         assert case["nanovllm"]["rate"] == pytest.approx(num_decoded / (run["last"] - run["first"]))
