@@ -33,6 +33,11 @@ class Case:
     closed: bool = False
     leave: str | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server must not answer the input like a valid request."""
+        return 200 not in self.statuses
+
     def make_data(self) -> bytes:
         """Return the bytes to send, with a new value for UNIQUE."""
         return self.data.replace(UNIQUE.encode(), secrets.token_hex(len(UNIQUE) // 2).encode())
