@@ -29,13 +29,8 @@ class Proposer(Protocol):
         """The `SamplingOps` for which graphs are captured, least work first, see `select_graph`."""
         ...
 
-    @property
-    def reads_step(self) -> bool:
-        """Whether `propose` needs the tokens of the step. Otherwise its argument `step` is None."""
-        ...
-
     def propose(
-        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
+        self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens, *, has_samples: bool
     ) -> tuple[Tensor, Tensor] | None:
         """Write drafts after the last token of each request that samples.
 
@@ -51,13 +46,12 @@ class NgramProposer:
     """Proposes the tokens that followed the last tokens earlier in the request or in its prediction."""
 
     captured_ops = (int(~SamplingOps.GREEDY),)
-    reads_step = False
 
     def __init__(self, table: RequestTable):
         self._table = table
 
     def propose(
-        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
+        self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens, *, has_samples: bool
     ) -> tuple[Tensor, Tensor] | None:
         """See `Proposer.propose`."""
         del step, ops, sample

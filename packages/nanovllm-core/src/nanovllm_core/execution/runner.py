@@ -93,8 +93,7 @@ class Runner:
             config.acceptance_length,
             compiles=config.compile,
         )
-        keeps_tokens = proposer is not None and proposer.reads_step
-        self._forward = ForwardPass(model, self._table, self.cache, config, parallel, keeps_tokens=keeps_tokens)
+        self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
         # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.

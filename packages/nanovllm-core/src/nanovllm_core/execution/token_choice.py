@@ -176,7 +176,7 @@ class TokenChooser:
         return proposed
 
     def _propose(self, ops: int, output: ForwardOutput, rows: DeviceRows, *, has_samples: bool) -> Tensor | None:
-        if self._proposer is None:
+        if self._proposer is None or output.step is None:
             return None
         results = self._proposer.propose(rows, output.step, ops, self._sample, has_samples=has_samples)
         if results is None:
