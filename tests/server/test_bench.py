@@ -63,12 +63,15 @@ def test_interference_measures_all_cases_on_the_default_model(run_server, defaul
 
 
 @pytest.mark.slow
-def test_speculation_measures_real_prompts_on_the_default_model(default_model, tmp_path, capsys):
+@pytest.mark.parametrize("method", ["ngram", "draft --draft-model SmolLM2-135M-Instruct"])
+def test_speculation_measures_real_prompts_on_the_default_model(method, default_model, tmp_path, capsys):
     file = tmp_path / "speculation.json"
     sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]
-    assert bench_cli.main(["speculation", str(default_model), "--device=cpu", *sizes, f"--json={file}"]) == 0
+    flags = ["--device=cpu", "--speculate", *method.split(), *sizes, f"--json={file}"]
+    assert bench_cli.main(["speculation", str(default_model), *flags]) == 0
     figures = json.loads(file.read_bytes())
-    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "bfloat16")
+    assert figures["method"] == method.split()[0]
+    assert (figures["num_speculative_tokens"], figures["dtype"]) == (5, "bfloat16")
     assert [(kind["kind"], kind["num_equal"]) for kind in figures["kinds"]] == [
         ("summary", 1),
         ("code edit", 1),
