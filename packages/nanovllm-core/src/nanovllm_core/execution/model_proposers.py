@@ -16,7 +16,7 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.forward import BatchBounds, StepTokens, find_requests, plan_attention
 from nanovllm_core.execution.inputs import DeviceRows
-from nanovllm_core.execution.proposers import NgramProposer, Proposer, SampleTokens
+from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer, Proposer, SampleTokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.model import CausalLM, ForwardContext, ModelSpec, MultiTokenModel
 from nanovllm_core.parallel import ParallelContext
@@ -33,7 +33,7 @@ class _CachingProposer(ABC):
     forward, compute_logits: see `PredictionHead`. cache: of the layers that `forward` runs.
     """
 
-    captured_ops = (_IGNORED_OPS, _IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
+    captured_ops = (_IGNORED_OPS, _IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY), NO_DRAFTS)
     entry_offset = 0
 
     def __init__(
@@ -52,36 +52,32 @@ class _CachingProposer(ABC):
         self._config = config
         self._parallel = parallel
 
-    def propose(
-        self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens, *, has_samples: bool
-    ) -> tuple[Tensor, Tensor] | None:
+    def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
         table, (table_rows, _, is_sampled) = self._table, rows
         num_reqs, device = len(table_rows), table.device
         max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
         bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
         hidden, has_space = self._begin(rows, step, bounds)
-        if not has_samples:
-            return None
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
         # The position of each row's last token or draft.
         last = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
         is_proposed = has_space * is_sampled
-        num_proposed, drafts = is_proposed.clone(), list[Tensor]()
-        for index in range(table.max_drafts):
+        num_proposed, drafts = torch.zeros_like(is_sampled), list[Tensor]()
+        for index in range(0 if ops == NO_DRAFTS else table.max_drafts):
             if index:
                 inputs = self._build_inputs(table_rows, starts, last.num_computed - self.entry_offset, bounds)
                 slots = inputs.slot_mapping * is_sampled
                 is_proposed = (slots >= self._cache.layout.block_size).int()
-                num_proposed += is_proposed
                 hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=drafts[-1]), starts, bounds, hidden)
             logits = self._parallel.exchange_columns(self._compute_logits(hidden))[:, : table.vocab_size]
             # Logits of padding may be NaN, whose token may be no valid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
             # Drafts without a cache entry are not written, because the entry would be missing if they were accepted.
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
+            num_proposed += is_proposed
             drafts.append(tokens)
         columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
         return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed

@@ -226,7 +226,8 @@ class Runner:
             self.cache.copy_states(*step.state_copies)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step, captured)
-        return self._token_chooser.choose(step, output, num_masks, host_slot, graphs, prompt_scores)
+        chooser = self._token_chooser
+        return chooser.choose(step, output, num_masks, host_slot, graphs, prompt_scores, plan.shape.proposes)
 
     def _run_model(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep | None
