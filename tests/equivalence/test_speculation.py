@@ -1,11 +1,19 @@
 """Answers with drafts equal the answers without them, for every family and several settings of the engine.
 
-Each request predicts its answer, with a wrong token here and there. So steps accept and reject drafts everywhere.
+With n-grams, each request predicts its answer, with a wrong token here and there. A draft model is a disturbed copy of
+the model. So steps accept and reject drafts everywhere. Drafts of random heads are nearly always wrong.
 """
 
+from pathlib import Path
+
 import pytest
+import torch
 from rank_matrix import write_tiny_checkpoint
+from safetensors.torch import load_file, save_file
 from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TINY_MODELS, VOCAB, generate
+
+from nanovllm_core import ConfigError
+from nanovllm_core.scheduling.drafting import DraftPlanner
 
 SETTINGS = {
     "one at a time": {**AMPLE_CACHE, "max_num_seqs": 1},
@@ -24,6 +32,39 @@ PAIRS = sorted(
     {(name, list(SETTINGS)[index % len(SETTINGS)]) for index, name in enumerate(MODELS)}
     | {(RECURRENT, settings) for settings in SETTINGS}
 )
+
+
+# Options that requests have in turn in tests of draft models and heads.
+SAMPLINGS = (
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
+)
+# The first setting of a family differs from that with n-grams.
+DRAFT_PAIRS = sorted(
+    {(name, list(SETTINGS)[(index + 1) % len(SETTINGS)]) for index, name in enumerate(MODELS)}
+    | {("Qwen2", settings) for settings in SETTINGS}
+)
+HEAD_PAIRS = [(name, setting) for name in MODELS if TINY_MODELS[name].has_mtp for setting in SETTINGS]
+
+
+@pytest.fixture
+def always_drafts(monkeypatch):
+    """Steps have as many drafts as they may have, although few are accepted."""
+    monkeypatch.setattr(DraftPlanner, "_choose_profitable", lambda self, max_drafts, *_: max_drafts)
+
+
+def write_draft_model(name: str, draft_path: Path) -> None:
+    """Write a draft model for the tiny model `name`: a disturbed copy, or another model without recurrence."""
+    write_tiny_checkpoint("Qwen3" if name == RECURRENT else name, draft_path)
+    torch.manual_seed(0)
+    for file in draft_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if (norm := tensors.get("model.norm.weight")) is not None:
+            tensors["model.norm.weight"] = norm + torch.randn_like(norm) * 0.2
+            save_file(tensors, file, {"format": "pt"})
 
 
 def predict(answers: list[list[int]]) -> list[list[int]]:
@@ -48,3 +89,31 @@ async def test_drafts_change_no_token(name, setting, tmp_path, device):
         predictions=predict(expected),
     )
     assert found == expected
+
+
+async def check_drafts(path: Path, device: str, method: str, setting: str, draft: Path | None = None) -> None:
+    settings, is_preempted = SETTINGS[setting], setting == "preempted"
+    one_rank = {**settings, "tensor_parallel_size": 1}
+    expected = await generate(path, device, one_rank, is_preempted=is_preempted, samplings=SAMPLINGS)
+    settings = {"speculate": method, **settings}
+    found = await generate(path, device, settings, is_preempted=is_preempted, samplings=SAMPLINGS, draft=draft)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("name", "setting"), DRAFT_PAIRS)
+async def test_draft_model_changes_no_token(name, setting, tmp_path, device, always_drafts):
+    write_tiny_checkpoint(name, tmp_path / "model")
+    write_draft_model(name, tmp_path / "draft")
+    await check_drafts(tmp_path / "model", device, "draft", setting, tmp_path / "draft")
+
+
+@pytest.mark.parametrize(("name", "setting"), HEAD_PAIRS)
+async def test_heads_change_no_token(name, setting, tmp_path, device, always_drafts):
+    write_tiny_checkpoint(name, tmp_path)
+    await check_drafts(tmp_path, device, "mtp", setting)
+
+
+async def test_minimax_m2_has_no_heads(tmp_path, device):
+    write_tiny_checkpoint("MiniMax-M2", tmp_path)
+    with pytest.raises(ConfigError, match="speculate is 'mtp', but the checkpoint has no heads"):
+        await generate(tmp_path, device, {"speculate": "mtp", **AMPLE_CACHE})

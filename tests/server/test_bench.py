@@ -61,17 +61,17 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
 
 
 @pytest.mark.slow
-def test_speculation_measures_real_prompts_on_real_engines(shallow_model, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_speculation_measures_real_prompts_on_real_engines(method, shallow_model, tmp_path, capsys, monkeypatch):
     # This test measures no speed.
     monkeypatch.setattr("nanovllm_server.bench.speculation.paired_runs.PAUSE_S", 0.0)
     file = tmp_path / "speculation.json"
     sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]
-    assert (
-        bench_cli.main(["speculation", str(shallow_model), "--device=cpu", "--dtype=float32", *sizes, f"--json={file}"])
-        == 0
-    )
+    flags = ["--device=cpu", "--dtype=float32", *sizes, f"--speculate={method}", f"--json={file}"]
+    flags += [f"--draft-model={shallow_model}"] if method == "draft" else []
+    assert bench_cli.main(["speculation", str(shallow_model), *flags]) == 0
     figures = json.loads(file.read_bytes())
-    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "float32")
+    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == (method, 5, "float32")
     assert [(kind["kind"], kind["num_equal"]) for kind in figures["kinds"]] == [
         ("summary", 1),
         ("code edit", 1),

@@ -44,11 +44,11 @@ REQUESTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def speculating_server(run_server: Callable, default_model: Path) -> Iterator:
-    """The server of the fixture `server`, with speculative decoding."""
+@pytest.fixture(scope="module", params=["ngram", f"draft --draft-model {MODEL}"], ids=["ngram", "draft"])
+def speculating_server(request, run_server: Callable, default_model: Path) -> Iterator:
+    """The server of the fixture `server`, with speculative decoding: n-grams, or the model as its own draft model."""
     flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
-    with run_server(default_model, *flags, "--speculate", "ngram") as server:
+    with run_server(default_model, *flags, "--speculate", *request.param.split()) as server:
         yield server
 
 

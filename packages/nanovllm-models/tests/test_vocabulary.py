@@ -1,8 +1,12 @@
 """The vocabulary that grammars get: the bytes of each token."""
 
 import json
+import shutil
+
+import pytest
 
 import nanovllm_models
+from nanovllm_models import ModelDirectory, ModelError
 from nanovllm_models.vocabulary import read_vocabulary
 
 
@@ -33,3 +37,28 @@ def test_special_tokens_are_text_where_a_family_writes_them(tmp_path):
     assert vocabulary.tokens[:256] == [bytes([byte]) for byte in range(256)]
     assert vocabulary.tokens[256:] == [b"", b"<|python_tag|>", b"", b"<think>", b"two words"]
     assert vocabulary.end_ids == (256,)
+
+
+def test_a_draft_model_with_other_tokens_is_refused(default_model, tmp_path):
+    assert nanovllm_models.load(default_model, draft=ModelDirectory(default_model, "own")).draft.name == "own"
+    other = tmp_path / "other"
+    shutil.copytree(default_model, other)
+    text = (other / "tokenizer.json").read_text()
+    tokenizer = json.loads(text)
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=f"--draft-model {other} does not have the tokens of the model .*: token "):
+        nanovllm_models.load(default_model, draft=ModelDirectory(other, "other"))
+    # Random weights need no tokenizer.
+    (other / "tokenizer.json").unlink()
+    assert nanovllm_models.load(default_model, draft=ModelDirectory(other, "other")).draft.vocab_size == 49152
+
+
+def test_the_default_model_has_a_name(default_model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert nanovllm_models.find_model("SmolLM2-135M-Instruct") == nanovllm_models.find_model(None)
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        nanovllm_models.find_model("SmolLM2-135M-Instruct")

@@ -7,6 +7,7 @@ import pytest
 
 from nanovllm_core import EngineConfig
 from nanovllm_server import cli
+from nanovllm_server.settings import SettingsError
 
 
 def parse(*arguments: str) -> EngineConfig:
@@ -59,3 +60,22 @@ def test_an_invalid_value_is_refused_by_the_parser(arguments, capsys):
     with pytest.raises(SystemExit):
         parse(*arguments.split())
     assert arguments.split()[0] in capsys.readouterr().err
+
+
+def test_the_draft_model_is_named_like_the_model():
+    options = cli.parser().parse_args(["--speculate", "draft", "--draft-model", "organisation/name"])
+    settings = cli.settings(options)
+    assert (settings.draft_model, settings.engine_config.speculate) == ("organisation/name", "draft")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--speculate draft", "add --draft-model"),
+        ("--draft-model x", "--draft-model x is used only with --speculate draft"),
+        ("--speculate ngram --draft-model x", "--draft-model x is used only with --speculate draft"),
+    ],
+)
+def test_draft_model_and_method_belong_together(arguments, reason):
+    with pytest.raises(SettingsError, match=reason):
+        parse(*arguments.split())

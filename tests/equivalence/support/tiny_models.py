@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import transformers
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
-from nanovllm_models import load
+from nanovllm_models import ModelDirectory, load
 
 VOCAB = 131
 NUM_PROMPTS, OUTPUT_LEN = 16, 16
@@ -165,17 +166,31 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
 
 
 async def generate(
-    path: Path, device: str, settings: dict, *, is_preempted: bool = False, predictions: list[list[int]] | None = None
+    path: Path,
+    device: str,
+    settings: dict,
+    *,
+    is_preempted: bool = False,
+    predictions: list[list[int]] | None = None,
+    draft: Path | None = None,
+    samplings: Sequence[dict] = ({"temperature": 0},),
 ) -> list[list[int]]:
-    """Return the greedy answers to `make_prompts`. predictions: of the answers, for engines with speculation."""
+    """Return the answers to `make_prompts`.
+
+    predictions: of the answers, for engines with speculation.
+    draft: directory of the draft model.
+    samplings: options that the requests have in turn.
+    """
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
-    engine = await AsyncEngine.start(load(path), config)
+    draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
+    engine = await AsyncEngine.start(load(path, draft=draft_directory), config)
     rng = random.Random(5)
 
     async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
         # The arrival times are short, or a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+        options = samplings[index % len(samplings)]
+        sampling = SamplingParams(seed=index, max_tokens=OUTPUT_LEN, ignore_eos=True, **options)
         prediction = () if predictions is None else predictions[index]
         outputs = engine.generate(Request(f"r{index}", prompt, sampling, prediction=prediction))
         return [token async for output in outputs for token in output.new_token_ids]
@@ -191,6 +206,8 @@ async def generate(
         if predictions is not None:
             # Steps have verified right and wrong drafts.
             assert sum(stats.num_verified_drafts) > sum(stats.num_accepted_drafts) > NUM_PROMPTS // 2
+        elif config.speculate is not None:
+            assert sum(stats.num_verified_drafts) > NUM_PROMPTS
         return found
     finally:
         await engine.stop()

@@ -37,22 +37,28 @@ def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, num_ranks,
     assert sum(final.num_rejected_drafts for final in finals) > 20
 
 
-# (draft model, settings)
-DRAFT_CASES = {
-    "same model": ("toy", {"num_speculative_tokens": 4}),
-    "preempted": ("small", {"num_blocks": 18, "num_speculative_tokens": 3}),
-    "no prefix cache": ("small", {"depth": 1, "num_speculative_tokens": 15, "prefix_caching": False}),
-    "two ranks": ("small", {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
+# (model, settings)
+WITH_DRAFT, HEADED = replace(toy_spec(), draft=toy_spec("small")), toy_spec("headed")
+MODEL_CASES = {
+    "same model": (replace(toy_spec(), draft=toy_spec()), {"num_speculative_tokens": 4}),
+    "draft model, preempted": (WITH_DRAFT, {"num_blocks": 18, "num_speculative_tokens": 3}),
+    "draft model, no prefix cache": (
+        WITH_DRAFT,
+        {"depth": 1, "num_speculative_tokens": 15, "prefix_caching": False},
+    ),
+    "draft model, two ranks": (WITH_DRAFT, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
+    "head": (HEADED, {"num_speculative_tokens": 4}),
+    "head, preempted": (HEADED, {"num_blocks": 18, "num_speculative_tokens": 2}),
+    "head, two ranks": (HEADED, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
 }
 
 
-@pytest.mark.parametrize("case", DRAFT_CASES)
-def test_drafts_of_a_model_change_no_answer(case, expected, vetter, monkeypatch):
+@pytest.mark.parametrize("case", MODEL_CASES)
+def test_drafts_of_models_and_heads_change_no_answer(case, expected, vetter, monkeypatch):
     vetter.use(monkeypatch)
-    kind, settings = DRAFT_CASES[case]
-    spec = replace(toy_spec(), draft=toy_spec(kind))
-    config = replace(CONFIG, **{"speculate": "draft", "depth": 2} | settings)
-    found = asyncio.run(answer_all(config, PROMPTS, spec))
+    spec, settings = MODEL_CASES[case]
+    method = "mtp" if spec.draft is None else "draft"
+    found = asyncio.run(answer_all(replace(CONFIG, **{"speculate": method, "depth": 2} | settings), PROMPTS, spec))
     compare_answers(found, expected)
     finals = [outputs[-1] for outputs in found.values()]
     assert sum(final.num_accepted_drafts for final in finals) > 5
@@ -86,7 +92,7 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
 async def test_a_model_accepts_its_own_drafts(settings):
     config = replace(CONFIG, speculate="draft", **{"num_speculative_tokens": 4} | settings)
     verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))
-    assert min(verified) > 20
+    assert min(verified) > 5
     # Of k drafts and one token per step, a step gives at least 98 %.
     assert sum(accepted) / sum(verified) > 0.99
 

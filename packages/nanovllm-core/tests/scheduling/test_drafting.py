@@ -26,12 +26,12 @@ class FixedStepTimes(StepTimeModel):
 class Decodes:
     """Requests that decode, with the results of their steps."""
 
-    def __init__(self, draft_share: float, num_requests: int = 1, max_step_tokens: int = 64):
+    def __init__(self, draft_share: float, num_requests: int = 1, max_step_tokens: int = 64, num_lookahead: int = 0):
         self.rows = RowTable(num_requests, 1)
         self.rows.keys[:] = np.arange(num_requests) + 1
         self.rows.can_draft[:] = True
         self.rows.num_tokens[:], self.rows.max_total_tokens[:] = 10, 1000
-        limits = DraftLimits(MAX_DRAFTS, max_step_tokens)
+        limits = DraftLimits(MAX_DRAFTS, max_step_tokens, num_lookahead)
         self.planner = DraftPlanner(self.rows, limits, FixedStepTimes(draft_share))
 
     def choose(self) -> list[int]:
@@ -39,6 +39,11 @@ class Decodes:
         count = len(self.rows.keys)
         num_drafts = self.planner.choose(np.arange(count), StepWork(count, 0, 0))
         return [0] * count if num_drafts is None else num_drafts.tolist()
+
+    def count_proposing_steps(self, num_steps: int) -> int:
+        """The number of steps that should propose drafts."""
+        count = len(self.rows.keys)
+        return sum(self.planner.should_propose(np.arange(count), StepWork(count, 0, 0)) for _ in range(num_steps))
 
     def run_steps(self, count: int, *, accepts: bool, num_proposed: int = MAX_DRAFTS) -> None:
         """Run steps with the chosen drafts, of which all or none are accepted."""
@@ -65,6 +70,19 @@ def test_accepted_drafts_lead_to_as_many_drafts_as_allowed():
     decodes.run_steps(20, accepts=True)
     assert decodes.choose() == [MAX_DRAFTS]
     assert decodes.planner.num_accepted.tolist() == decodes.planner.num_verified.tolist()
+
+
+def test_drafts_that_cost_time_are_rarely_proposed_while_they_are_rejected():
+    decodes = Decodes(0.05, num_lookahead=MAX_DRAFTS)
+    assert decodes.count_proposing_steps(32) == 32
+    decodes.run_steps(20, accepts=False)
+    assert decodes.count_proposing_steps(32) == 2
+    decodes.run_steps(20, accepts=True)
+    assert decodes.count_proposing_steps(32) == 32
+    # N-grams cost almost no time.
+    decodes = Decodes(0.05)
+    decodes.run_steps(20, accepts=False)
+    assert decodes.count_proposing_steps(32) == 32
 
 
 @pytest.mark.parametrize("draft_share", [0.01, 0.03, 0.1])

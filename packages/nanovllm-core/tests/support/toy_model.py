@@ -92,6 +92,29 @@ class SmallLM(ToyLM):
     num_layers, kv_heads = 1, 4
 
 
+class HeadedLM(ToyLM):
+    """Has a head for multi-token prediction, which runs the first layer again."""
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        return (self.heads.cache_spec,) * (self.num_layers + 1)
+
+    def mtp_head(self) -> "ToyHead":
+        return ToyHead(self)
+
+
+class ToyHead:
+    def __init__(self, model: ToyLM):
+        self.model = model
+        self.compute_logits = model.compute_logits
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        model, layer = self.model, self.model.layers[0]
+        x, rows, norm = layer.norm.resolve(ResidualStream(model.embed(input_ids) + 0.1 * hidden))
+        qkv = model.heads.view_heads(layer.qkv_proj(rows, norm))
+        attended = attend(qkv, model.rotary.plan(positions), ctx, model.num_layers)
+        return layer.o_proj(attended, ResidualStream(x)).complete(model.parallel)
+
+
 class FailingLM(ToyLM):
     """Fails in a step whose batch has a poisoned token; every other step is fine."""
 
@@ -117,7 +140,14 @@ def refuse(build: BuildContext) -> ToyLM:
     raise ValueError("this model can't be built")
 
 
-BUILDERS = {"toy": ToyLM, "small": SmallLM, "failing": FailingLM, "disagreeing": DisagreeingLM, "refusing": refuse}
+BUILDERS = {
+    "toy": ToyLM,
+    "small": SmallLM,
+    "headed": HeadedLM,
+    "failing": FailingLM,
+    "disagreeing": DisagreeingLM,
+    "refusing": refuse,
+}
 
 
 def build_toy(kind: str, build: BuildContext) -> ToyLM:

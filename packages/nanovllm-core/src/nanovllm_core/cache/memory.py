@@ -4,7 +4,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class CacheLayout:
     state_specs: with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
-    draft_specs: attention layers of the draft model, whose caches have the same blocks; empty without draft model.
+    draft: layout of the draft model's caches, which have the same blocks; None without draft model.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -44,7 +44,7 @@ class CacheLayout:
     kv_cache_dtype: torch.dtype
     state_dtype: torch.dtype
     conv_dtype: torch.dtype
-    draft_specs: tuple[PagedSpec | MLASpec, ...] = ()
+    draft: "CacheLayout | None" = None
 
     @classmethod
     def from_specs(
@@ -54,35 +54,34 @@ class CacheLayout:
         max_drafts: int = 0,
         draft_specs: Sequence[CacheSpec] = (),
     ) -> "CacheLayout":
-        """The layout for a model's `cache_specs()`.
+        """The layout for a model's `cache_specs()`. max_drafts: maximum number of drafts per request and step.
 
-        max_drafts: maximum number of drafts per request and step.
         draft_specs: `cache_specs()` of the draft model.
-
-        Raises ValueError if attention layers of one model differ, and ConfigError if the configured block size is too
+        Raises ValueError if attention layers of a model differ, and ConfigError if the configured block size is too
         large or if the draft model has recurrent layers.
         """
         attention_specs = tuple(spec for spec in specs if not isinstance(spec, StateSpec))
-        draft_attention_specs = tuple(spec for spec in draft_specs if not isinstance(spec, StateSpec))
-        if len(draft_attention_specs) < len(draft_specs):
-            raise ConfigError(
-                "the draft model has recurrent layers, which are supported only in the model itself: choose a draft "
-                "model whose layers all have attention"
-            )
         state_specs = tuple(spec.with_drafts(max_drafts) for spec in specs if isinstance(spec, StateSpec))
-        for model_specs in (attention_specs, draft_attention_specs):
-            _check_equal(model_specs)
-        block_size = choose_block_size(config, attention_specs[0], has_recurrent_layers=bool(state_specs))
+        attention, *other_specs = dict.fromkeys(attention_specs)
+        if other_specs:
+            raise ValueError(
+                f"cache_specs() gives both {attention} and {other_specs[0]}: all attention layers of a model must be "
+                "alike"
+            )
+        block_size = choose_block_size(config, attention, has_recurrent_layers=bool(state_specs))
         dtypes = config.torch_kv_cache_dtype, config.torch_state_dtype, config.torch_dtype
-        return cls(attention_specs, state_specs, block_size, *dtypes, draft_attention_specs)
+        draft = cls.from_specs(draft_specs, replace(config, block_size=block_size)) if draft_specs else None
+        if draft is not None and draft.state_specs:
+            raise ConfigError("the draft model has recurrent layers: use a draft model whose layers all have attention")
+        return cls(attention_specs, state_specs, block_size, *dtypes, draft)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all attention layers, including FP8 scales and the draft model's layers."""
+        """Bytes of one block in all attention layers, including FP8 scales and the draft model."""
         scale_bytes = fp8.SCALE_BYTES if self.kv_cache_dtype == fp8.DTYPE else 0
-        shapes = map(token_shape, self.attention_specs + self.draft_specs)
+        shapes = map(token_shape, self.attention_specs)
         token_bytes = sum(heads * (head_dim * self.kv_cache_dtype.itemsize + scale_bytes) for heads, head_dim in shapes)
-        return token_bytes * self.block_size
+        return token_bytes * self.block_size + (0 if self.draft is None else self.draft.block_bytes)
 
     @property
     def slot_bytes(self) -> int:
@@ -92,14 +91,6 @@ class CacheLayout:
             math.prod(spec.recurrent) * state_item_bytes + math.prod(spec.conv_inputs) * conv_item_bytes
             for spec in self.state_specs
         )
-
-
-def _check_equal(specs: Sequence[PagedSpec | MLASpec]) -> None:
-    for spec in specs:
-        if spec != specs[0]:
-            raise ValueError(
-                f"cache_specs() gives both {specs[0]} and {spec}: all attention layers of a model must be alike"
-            )
 
 
 class CacheSize(NamedTuple):
@@ -115,13 +106,13 @@ class CacheMemory:
 
     `num_blocks` and `num_state_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
-    draft_kv_caches, draft_kv_scales: those of the draft model. A token has the same block and slot in both models'
-        caches, so that one block table serves both models.
+    draft: the caches of the draft model, in which tokens have the same blocks; None without draft model.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
         self.layout = layout
         self._device = device
+        self.draft = None if layout.draft is None else CacheMemory(layout.draft, device)
         self.allocate(0, 0)
 
     def allocate(self, num_blocks: int, num_state_slots: int) -> None:
@@ -129,24 +120,19 @@ class CacheMemory:
         layout, device = self.layout, self._device
         self.num_blocks = num_blocks
         self.num_state_slots = num_state_slots
+        if self.draft is not None:
+            self.draft.allocate(num_blocks, 0)
         # Free the old tensors before the new tensors are allocated.
         self.kv_caches: tuple[Tensor, ...] = ()
         self.kv_scales: tuple[Tensor, ...] = ()
-        self.draft_kv_caches: tuple[Tensor, ...] = ()
-        self.draft_kv_scales: tuple[Tensor, ...] = ()
         self.state_caches: tuple[StateCache, ...] = ()
         self._stacked_states: dict[StateSpec, StateCache] = {}
-        self.kv_caches, self.draft_kv_caches = (
-            tuple(
-                allocate_zeros((num_blocks + 1, layout.block_size, *token_shape(spec)), layout.kv_cache_dtype, device)
-                for spec in specs
-            )
-            for specs in (layout.attention_specs, layout.draft_specs)
+        self.kv_caches = tuple(
+            allocate_zeros((num_blocks + 1, layout.block_size, *token_shape(spec)), layout.kv_cache_dtype, device)
+            for spec in layout.attention_specs
         )
         if layout.kv_cache_dtype == fp8.DTYPE:
-            self.kv_scales, self.draft_kv_scales = (
-                tuple(map(fp8.make_scales, caches)) for caches in (self.kv_caches, self.draft_kv_caches)
-            )
+            self.kv_scales = tuple(map(fp8.make_scales, self.kv_caches))
         # Layers with equal specs share tensors [layers, slots, ...], so that one kernel copies a slot in all layers.
         self._stacked_states = {
             spec: StateCache(

@@ -11,7 +11,7 @@ from nanovllm_core.cache.memory import CacheMemory
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable, StepInputs
-from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec, PagedSpec
+from nanovllm_core.model import CausalLM, ForwardContext, LaunchAttention, MLASpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels.attention import AttentionBatch, plan_batch
@@ -74,7 +74,7 @@ class ForwardOutput(NamedTuple):
     positions: int32 [num_samples], position of each sample.
     seq_lens: int32 [num_reqs], context lengths.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
-    step: None if the proposer of drafts does not read it.
+    step: None without speculation.
     """
 
     logits: Tensor
@@ -86,7 +86,7 @@ class ForwardOutput(NamedTuple):
 
 
 class ForwardPass:
-    """Runs the model on rows of the request table. keeps_tokens: whether `ForwardOutput.step` is needed."""
+    """Runs the model on rows of the request table."""
 
     def __init__(
         self,
@@ -95,10 +95,7 @@ class ForwardPass:
         cache: CacheMemory,
         config: ResolvedConfig,
         parallel: ParallelContext,
-        *,
-        keeps_tokens: bool = False,
     ):
-        self._keeps_tokens = keeps_tokens
         self._model = model
         self._parallel = parallel
         self._table = table
@@ -125,9 +122,8 @@ class ForwardPass:
         )
         # With `launch_attention`, each replay plans attention again. This plan may assume no decodes, which saves time.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
-        attention_batch = self._plan_attention(
-            (batch.block_tables, batch.seq_lens, rows.query_start_loc), planned_bounds
-        )
+        requests = (batch.block_tables, batch.seq_lens, rows.query_start_loc)
+        attention_batch = plan_attention(cache, self._config, requests, planned_bounds)
         state_batch = self._plan_states(rows, batch.seq_lens, bounds) if cache.state_caches else None
         context = ForwardContext(
             attention_batch,
@@ -157,7 +153,7 @@ class ForwardPass:
         hidden: [num_tokens, hidden].
         has_samples: whether the step samples a token; otherwise no logits are computed.
         """
-        step = StepTokens(hidden, batch, bounds) if self._keeps_tokens else None
+        step = StepTokens(hidden, batch, bounds) if self._config.max_drafts else None
         if bounds.has_drafts:
             table_rows = rows.table_rows.index_select(0, find_requests(rows, len(hidden)))
             positions = batch.positions.int() + 1
@@ -178,10 +174,6 @@ class ForwardPass:
         logits = self._parallel.exchange_columns(self._model.compute_logits(hidden))
         return logits if logits.shape[1] == self._table.vocab_size else logits[:, : self._table.vocab_size]
 
-    def _plan_attention(self, requests: tuple[Tensor, Tensor, Tensor], bounds: BatchBounds) -> AttentionBatch:
-        cache = self._cache
-        return plan_attention(cache.layout.attention_specs[0], cache.kv_caches[0], self._config, requests, bounds)
-
     def replan_attention(self, output: ForwardOutput, step: StepInputs, plan: StepPlan) -> AttentionBatch:
         """Plan the attention that runs between the CUDA graphs (pieces) of a replayed step.
 
@@ -192,7 +184,7 @@ class ForwardPass:
         bounds = BatchBounds.from_plan(plan, step.query_lens)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)
         requests = (output.block_tables[:num_reqs, :max_blocks], output.seq_lens[:num_reqs], rows.query_start_loc)
-        return self._plan_attention(requests, bounds)
+        return plan_attention(self._cache, self._config, requests, bounds)
 
     def _plan_states(self, rows: DeviceRows, seq_lens: Tensor, bounds: BatchBounds) -> StateBatch:
         table = self._table
@@ -211,17 +203,13 @@ class ForwardPass:
 
 
 def plan_attention(
-    spec: PagedSpec | MLASpec,
-    kv_cache: Tensor,
-    config: ResolvedConfig,
-    requests: tuple[Tensor, Tensor, Tensor],
-    bounds: BatchBounds,
+    cache: CacheMemory, config: ResolvedConfig, requests: tuple[Tensor, Tensor, Tensor], bounds: BatchBounds
 ) -> AttentionBatch:
-    """Plan the attention of a batch for all layers of a model.
+    """Plan the attention of a batch for all layers with caches in `cache`.
 
-    spec, kv_cache: of one layer.
     requests: (block tables, context lengths, `DeviceRows.query_start_loc`).
     """
+    spec, kv_cache = cache.layout.attention_specs[0], cache.kv_caches[0]
     plan = plan_latent_batch if isinstance(spec, MLASpec) else plan_batch
     return plan(
         *requests,

@@ -5,6 +5,7 @@ tokens as the model. So blocks in the prefix cache always have these entries, an
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,17 +16,9 @@ from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.forward import BatchBounds, StepTokens, find_requests, plan_attention
 from nanovllm_core.execution.inputs import DeviceRows
-from nanovllm_core.execution.proposers import NgramProposer, Proposer, SampleTokens
+from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer, Proposer, SampleTokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
-from nanovllm_core.model import (
-    CausalLM,
-    ForwardContext,
-    MLASpec,
-    ModelSpec,
-    MultiTokenModel,
-    PagedSpec,
-    PredictionHead,
-)
+from nanovllm_core.model import CausalLM, ForwardContext, ModelSpec, MultiTokenModel
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
@@ -37,60 +30,54 @@ class _CachingProposer(ABC):
     """Draws drafts one after the other. The random numbers are those of the model, so that equal logits agree.
 
     entry_offset: distance between the position of a token and the position of its cache entry.
-    head: proposes a draft after each draft.
+    forward, compute_logits: see `PredictionHead`. cache: of the layers that `forward` runs.
     """
 
-    captured_ops = (_IGNORED_OPS, _IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
-    reads_step = True
+    captured_ops = (_IGNORED_OPS, _IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY), NO_DRAFTS)
     entry_offset = 0
 
     def __init__(
         self,
-        head: PredictionHead,
+        forward: Callable[[Tensor, Tensor, Tensor, ForwardContext], Tensor],
+        compute_logits: Callable[[Tensor], Tensor],
         cache: CacheMemory,
         table: RequestTable,
         config: ResolvedConfig,
         parallel: ParallelContext,
     ):
-        self._head = head
+        self._forward = forward
+        self._compute_logits = compute_logits
         self._cache = cache
         self._table = table
         self._config = config
         self._parallel = parallel
 
-    def propose(
-        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
-    ) -> tuple[Tensor, Tensor] | None:
+    def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
-        if step is None:
-            raise ValueError("step is None, but a proposer with a cache needs the tokens of the step")
-        step_hidden = self._follow(rows, step)
-        if not has_samples:
-            return None
         table, (table_rows, _, is_sampled) = self._table, rows
         num_reqs, device = len(table_rows), table.device
         max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
         bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
+        hidden, has_space = self._begin(rows, step, bounds)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
         # The position of each row's last token or draft.
         last = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
-        hidden, has_space = self._begin(rows, step, step_hidden, bounds)
         is_proposed = has_space * is_sampled
-        num_proposed, drafts = is_proposed.clone(), list[Tensor]()
-        for index in range(table.max_drafts):
+        num_proposed, drafts = torch.zeros_like(is_sampled), list[Tensor]()
+        for index in range(0 if ops == NO_DRAFTS else table.max_drafts):
             if index:
                 inputs = self._build_inputs(table_rows, starts, last.num_computed - self.entry_offset, bounds)
                 slots = inputs.slot_mapping * is_sampled
                 is_proposed = (slots >= self._cache.layout.block_size).int()
-                num_proposed += is_proposed
                 hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=drafts[-1]), starts, bounds, hidden)
-            logits = self._parallel.exchange_columns(self._head.compute_logits(hidden))[:, : table.vocab_size]
+            logits = self._parallel.exchange_columns(self._compute_logits(hidden))[:, : table.vocab_size]
             # Logits of padding may be NaN, whose token may be no valid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
             # Drafts without a cache entry are not written, because the entry would be missing if they were accepted.
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
+            num_proposed += is_proposed
             drafts.append(tokens)
         columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
         return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
@@ -112,34 +99,19 @@ class _CachingProposer(ABC):
         )
 
     def _run(self, inputs: BatchInputs, query_start_loc: Tensor, bounds: BatchBounds, hidden: Tensor) -> Tensor:
-        """Run the head on a batch. Arguments and result: see `PredictionHead.forward`."""
-        specs, caches, scales = self._layers
-        requests = (inputs.block_tables, inputs.seq_lens, query_start_loc)
-        batch = plan_attention(specs[0], caches[0], self._config, requests, bounds)
-        context = ForwardContext(batch, inputs.slot_mapping, caches, scales)
-        return self._head.forward(inputs.input_ids, inputs.positions, hidden, context)
-
-    @property
-    @abstractmethod
-    def _layers(self) -> tuple[tuple[PagedSpec | MLASpec, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The specs, the caches and the FP8 scales that `head` takes, see `ForwardContext`."""
+        """Run `forward` on a batch. hidden: [T, hidden], see `PredictionHead.forward`."""
+        cache, requests = self._cache, (inputs.block_tables, inputs.seq_lens, query_start_loc)
+        batch = plan_attention(cache, self._config, requests, bounds)
+        context = ForwardContext(batch, inputs.slot_mapping, cache.kv_caches, cache.kv_scales)
+        return self._forward(inputs.input_ids, inputs.positions, hidden, context)
 
     @abstractmethod
-    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
-        """Compute the cache entries of the step's tokens that `_begin` does not compute.
+    def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+        """Compute the cache entries up to each request's last token.
 
-        Returns hidden states for `_begin`, [num_tokens, hidden].
-        """
-
-    @abstractmethod
-    def _begin(
-        self, rows: DeviceRows, step: StepTokens, step_hidden: Tensor, bounds: BatchBounds
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the hidden states [B, hidden] that predict the first drafts.
-
-        step_hidden: result of `_follow`.
         bounds: of a batch with one token per request.
-        Returns also whether the cache has space for the entry of the last token, bool [B].
+        Returns hidden states [B, hidden] that predict the first drafts, and whether the cache has space for the entries
+        of the last tokens, bool [B].
         """
 
 
@@ -149,28 +121,17 @@ class DraftModelProposer(_CachingProposer):
     The ranks share the draft model like the model itself, so that they can't disagree about a draft.
     """
 
-    @property
-    def _layers(self) -> tuple[tuple[PagedSpec | MLASpec, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return self._cache.layout.draft_specs, self._cache.draft_kv_caches, self._cache.draft_kv_scales
-
-    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
-        # In a step of decodes, the entries exist since the tokens were proposed, except the entries of the last two
-        # tokens, which `_begin` computes.
+    def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+        # In a step of decodes, the entries exist since the tokens were proposed, except those of the last two tokens.
         if step.bounds.max_query_len > 1 and not step.bounds.has_drafts:
-            return self._run(step.inputs, rows.query_start_loc, step.bounds, step.hidden)
-        return step.hidden
-
-    def _begin(
-        self, rows: DeviceRows, step: StepTokens, step_hidden: Tensor, bounds: BatchBounds
-    ) -> tuple[Tensor, Tensor]:
-        del step
+            self._run(step.inputs, rows.query_start_loc, step.bounds, step.hidden)
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
         inputs = self._build_inputs(rows.table_rows, starts, self._table.num_computed - 1, bounds)
         has_tokens = rows.query_start_loc.diff() > 0
         slots = inputs.slot_mapping * has_tokens.repeat_interleave(2, output_size=2 * num_reqs)
-        hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, step_hidden)
+        hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, step.hidden)
         return hidden[1::2], slots[1::2] >= self._cache.layout.block_size
 
 
@@ -183,39 +144,17 @@ class HeadProposer(_CachingProposer):
 
     entry_offset = 1
 
-    @property
-    def _layers(self) -> tuple[tuple[PagedSpec | MLASpec, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return self._cache.layout.attention_specs, self._cache.kv_caches, self._cache.kv_scales
-
-    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+    def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+        del bounds
         table, positions = self._table, step.inputs.positions
         token_rows = rows.table_rows.index_select(0, find_requests(rows, len(positions)))
-        next_tokens = table.tokens[token_rows, positions + 1]
-        inputs = step.inputs._replace(input_ids=next_tokens)
-        return self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
-
-    def _begin(
-        self, rows: DeviceRows, step: StepTokens, step_hidden: Tensor, bounds: BatchBounds
-    ) -> tuple[Tensor, Tensor]:
-        del bounds
-        # The hidden state before the last token of the request is that of the last token of the step that was kept.
-        starts = rows.query_start_loc[:-1].clamp(max=len(step_hidden) - 1)
-        last_kept = self._table.num_computed.index_select(0, rows.table_rows) - 1
-        indices = (starts + last_kept - step.inputs.positions.index_select(0, starts)) * rows.is_sampled
-        return step_hidden.index_select(0, indices), rows.is_sampled.bool()
-
-
-class _DraftModelHead:
-    """A draft model in the form of a head, which does not read the hidden states of the model."""
-
-    def __init__(self, model: CausalLM):
-        self._model = model
-        self.compute_logits = model.compute_logits
-
-    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """See `PredictionHead.forward`."""
-        del hidden
-        return self._model.forward(input_ids, positions, ctx)
+        inputs = step.inputs._replace(input_ids=table.tokens[token_rows, positions + 1])
+        hidden = self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
+        # The last token of the step that was kept stands before the request's last token.
+        starts = rows.query_start_loc[:-1].clamp(max=len(positions) - 1)
+        last_kept = table.num_computed.index_select(0, rows.table_rows) - 1
+        indices = (starts + last_kept - positions.index_select(0, starts)) * rows.is_sampled
+        return hidden.index_select(0, indices), rows.is_sampled.bool()
 
 
 def find_draft_spec(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec | None:
@@ -244,8 +183,15 @@ def make_proposer(
     """The proposer for `config.speculate`. Raises ConfigError if the model has no head for multi-token prediction."""
     if not config.max_drafts:
         return None
-    if draft_model is not None:
-        return DraftModelProposer(_DraftModelHead(draft_model), cache, table, config, parallel)
+    arguments = table, config, parallel
+    if draft_model is not None and cache.draft is not None:
+        forward = draft_model.forward
+        return DraftModelProposer(
+            lambda ids, positions, _, ctx: forward(ids, positions, ctx),
+            draft_model.compute_logits,
+            cache.draft,
+            *arguments,
+        )
     if not config.uses_mtp:
         return NgramProposer(table)
     head = model.mtp_head() if isinstance(model, MultiTokenModel) else None
@@ -253,4 +199,4 @@ def make_proposer(
         raise ConfigError(
             "speculate is 'mtp', but the checkpoint has no heads for multi-token prediction: use 'ngram' or 'draft'"
         )
-    return HeadProposer(head, cache, table, config, parallel)
+    return HeadProposer(head.forward, head.compute_logits, cache, *arguments)

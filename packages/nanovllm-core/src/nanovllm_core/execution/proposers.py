@@ -13,6 +13,9 @@ from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 # Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
 _MIN_MATCH, _MAX_MATCH = 3, 8
 
+# In place of `SamplingOps`: no request needs drafts.
+NO_DRAFTS = -1
+
 # (logits of this rank's share of n requests, rows of the n requests in the request table int32 [n], positions of the
 # new tokens int32 [n], `SamplingOps` as an integer) -> tokens int32 [n].
 SampleTokens = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -26,23 +29,13 @@ class Proposer(Protocol):
 
     @property
     def captured_ops(self) -> tuple[int, ...]:
-        """The `SamplingOps` for which graphs are captured, least work first, see `select_graph`."""
+        """Values of `ops` for which graphs are captured, least work first, see `select_graph`."""
         ...
 
-    @property
-    def reads_step(self) -> bool:
-        """Whether `propose` needs the tokens of the step. Otherwise its argument `step` is None."""
-        ...
+    def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
+        """Write drafts after the last token of each request that samples. Returns the results of `propose_ngrams`.
 
-    def propose(
-        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        """Write drafts after the last token of each request that samples.
-
-        ops: `SamplingOps` of the requests, combined.
-        has_samples: whether a request samples. Otherwise the result is None.
-
-        Returns the results of `propose_ngrams`.
+        ops: `SamplingOps` of the requests, combined; NO_DRAFTS to do only what later calls need.
         """
         ...
 
@@ -51,18 +44,13 @@ class NgramProposer:
     """Proposes the tokens that followed the last tokens earlier in the request or in its prediction."""
 
     captured_ops = (int(~SamplingOps.GREEDY),)
-    reads_step = False
 
     def __init__(self, table: RequestTable):
         self._table = table
 
-    def propose(
-        self, rows: DeviceRows, step: StepTokens | None, ops: int, sample: SampleTokens, *, has_samples: bool
-    ) -> tuple[Tensor, Tensor] | None:
+    def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
         del step, ops, sample
-        if not has_samples:
-            return None
         table = self._table
         searched = TokenTables(table.search_tokens, table.num_computed + table.max_prediction_tokens)
         return propose_ngrams(

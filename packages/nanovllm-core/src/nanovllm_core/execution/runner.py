@@ -93,8 +93,7 @@ class Runner:
             config.acceptance_length,
             compiles=config.compile,
         )
-        keeps_tokens = proposer is not None and proposer.reads_step
-        self._forward = ForwardPass(model, self._table, self.cache, config, parallel, keeps_tokens=keeps_tokens)
+        self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
         # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
@@ -227,7 +226,8 @@ class Runner:
             self.cache.copy_states(*step.state_copies)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step, captured)
-        return self._token_chooser.choose(step, output, num_masks, host_slot, graphs, prompt_scores)
+        chooser = self._token_chooser
+        return chooser.choose(step, output, num_masks, host_slot, graphs, prompt_scores, plan.shape.proposes)
 
     def _run_model(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep | None

@@ -13,7 +13,7 @@ from nanovllm_core.execution.forward import ForwardOutput
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import DeviceRows, Masks, stage_upload
 from nanovllm_core.execution.prompt_scores import PromptScores
-from nanovllm_core.execution.proposers import Proposer
+from nanovllm_core.execution.proposers import NO_DRAFTS, Proposer
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
@@ -94,6 +94,7 @@ class TokenChooser:
         host_slot: HostCopySlot | None,
         graphs: ChoiceGraphs | None,
         prompt_scores: Sequence[PromptScores],
+        proposes: bool,
     ) -> StepHandle:
         """Choose tokens, and wait for the previous step if masks depend on its tokens.
 
@@ -101,11 +102,13 @@ class TokenChooser:
         host_slot: None on a CPU.
         graphs: graphs that read `output`; None to launch kernels.
         prompt_scores: one entry per `PromptLogprobsRange` of the plan.
+        proposes: see `BatchShape`.
         """
         constraints, ops = self._constraints, step.sampling_ops
         masks = self._fill_masks(step, num_masks) if num_masks else None
         if masks is not None:
             ops |= _MASK
+        draft_ops = ops if proposes else NO_DRAFTS
         sampled = proposed = None
         if graphs is not None:
             captured_ops = select_graph(graphs.sampling, ops)
@@ -114,15 +117,15 @@ class TokenChooser:
             graph, sampled = graphs.sampling[captured_ops]
             graph.replay()
             if graphs.proposing:
-                graph, proposed = graphs.proposing[select_graph(graphs.proposing, ops)]
+                graph, proposed = graphs.proposing[select_graph(graphs.proposing, draft_ops)]
                 graph.replay()
         elif step.sampling_indices.size:
             sampled = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
-            proposed = self._propose(ops, output, step.device_rows, has_samples=True)
+            proposed = self._propose(draft_ops, output, step.device_rows)
         else:
             # No row samples, so the kernel does not read its `tokens` argument.
             self._write_tokens(step.device_rows, step.device_rows.table_rows, ops, has_drafts=False)
-            self._propose(ops, output, step.device_rows, has_samples=False)
+            self._propose(NO_DRAFTS, output, step.device_rows)
         tokens = None
         if sampled is not None:
             packed = sampled if proposed is None else torch.cat((sampled, proposed))
@@ -170,19 +173,16 @@ class TokenChooser:
         Returns the last parts of `ChosenTokens.packed`, from the drafts on.
         """
         rows = self._table.step_buffer.first_rows(len(output.seq_lens))
-        proposed = self._propose(ops, output, rows, has_samples=True)
+        proposed = self._propose(ops, output, rows)
         if proposed is None:
             raise ValueError("without speculation there are no drafts")
         return proposed
 
-    def _propose(self, ops: int, output: ForwardOutput, rows: DeviceRows, *, has_samples: bool) -> Tensor | None:
-        if self._proposer is None:
+    def _propose(self, ops: int, output: ForwardOutput, rows: DeviceRows) -> Tensor | None:
+        if self._proposer is None or output.step is None:
             return None
-        results = self._proposer.propose(rows, output.step, ops, self._sample, has_samples=has_samples)
-        if results is None:
-            return None
-        drafts, num_proposed = results
-        if self._forced_acceptance is not None:
+        drafts, num_proposed = self._proposer.propose(rows, output.step, ops, self._sample)
+        if self._forced_acceptance is not None and ops != NO_DRAFTS:
             num_proposed = self._forced_acceptance.count_proposed(rows.is_sampled)
         return torch.cat((drafts.view(-1), num_proposed))
 

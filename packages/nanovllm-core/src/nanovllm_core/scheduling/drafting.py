@@ -18,6 +18,8 @@ _PRIOR_ACCEPTANCE = 0.5
 # The acceptance of a request's next drafts is estimated from recent drafts, as if one more draft had been accepted with
 # the acceptance of all drafts. Each verification multiplies the weights of earlier verifications by this factor.
 _ACCEPTANCE_DECAY = 0.9
+# Drafts that are not expected to pay are proposed once in this number of steps, to measure their acceptance.
+_PROBE_INTERVAL = 16
 # Rounds in which the output rate and the numbers of drafts, which depend on each other, are computed.
 _NUM_ROUNDS = 2
 
@@ -51,6 +53,16 @@ class DraftPlanner:
         self._all_trials, self._all_successes = np.zeros((2, len(rows.keys)))
         self._recent_trials, self._recent_successes = np.zeros((2, len(rows.keys)))
         self.num_verified, self.num_accepted = np.zeros((2, limits.max_drafts), np.int64)
+        self._num_steps = 0
+
+    def should_propose(self, decode_rows: RowIndices, work: StepWork) -> bool:
+        """Whether a step should propose drafts: if they may pay, or to measure acceptance. Arguments: see `choose`."""
+        self._num_steps += 1
+        is_known = self._keys[decode_rows] == self._rows.keys[decode_rows]
+        if not self._limits.num_lookahead_tokens or not is_known.all() or self._num_steps % _PROBE_INTERVAL == 0:
+            return True
+        max_drafts = np.where(self._rows.can_draft[decode_rows], self._limits.max_drafts, 0)
+        return bool(self._choose_profitable(max_drafts, self._acceptance(decode_rows), work).any())
 
     def choose(self, decode_rows: RowIndices, work: StepWork) -> NDArray[np.int64] | None:
         """The number of drafts of each of `decode_rows`, int64 [n]; None if the step should have no drafts.

@@ -26,6 +26,7 @@ class BatchShape(NamedTuple):
     has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
     has_drafts: whether each request decodes, and its tokens after the first are drafts. The step then samples a token
         after every token.
+    proposes: with speculation, whether the step proposes drafts for the next step.
     """
 
     num_reqs: int
@@ -33,6 +34,7 @@ class BatchShape(NamedTuple):
     query_len: int | None
     has_only_whole_prompts: bool = False
     has_drafts: bool = False
+    proposes: bool = True
 
 
 class ScheduledRows(NamedTuple):

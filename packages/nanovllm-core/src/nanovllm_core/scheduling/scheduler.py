@@ -178,18 +178,15 @@ class Scheduler:
 
     def _allocate_drafts(self, decode_rows: RowIndices, num_drafts: RowIndices, new_blocks: NewBlocks) -> bool:
         """Allocate the blocks of drafts. Returns False if too few blocks are free."""
-        growing_rows = decode_rows[self._lack_space(decode_rows, num_drafts)]
-        requests = self.rows.requests_of(growing_rows)
+        requests = self.rows.requests_of(decode_rows[self._lack_space(decode_rows, num_drafts)])
         return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
 
     def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
         """Whether each row's blocks have no space for the tokens of a step and for the tokens that it proposes."""
-        rows = self.rows
+        rows, num_lookahead = self.rows, self._draft_limits.num_lookahead_tokens
         num_needed = rows.num_tokens[decode_rows] + num_drafts
         # The last output token is not computed, so it needs no place in a block.
-        num_wanted = np.minimum(
-            num_needed + self._draft_limits.num_lookahead_tokens, rows.max_total_tokens[decode_rows] - 1
-        )
+        num_wanted = np.minimum(num_needed + num_lookahead, rows.max_total_tokens[decode_rows] - 1)
         return np.maximum(num_needed, num_wanted) > rows.capacity[decode_rows]
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
@@ -281,6 +278,8 @@ class Scheduler:
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
+        planner = self.draft_planner
+        proposes = planner is not None and (bool(chunks) or planner.should_propose(decode_rows, decode_works[0]))
         if num_drafts is not None:
             work, query_len = work._replace(num_tokens=int(tokens_per_row.sum())), None
         else:
@@ -292,7 +291,7 @@ class Scheduler:
             new_blocks=new_blocks,
             scheduled=scheduled,
             shape=BatchShape(
-                max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, num_drafts is not None
+                max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, num_drafts is not None, proposes
             ),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,

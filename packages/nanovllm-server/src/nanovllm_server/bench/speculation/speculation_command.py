@@ -104,7 +104,8 @@ def run(options: SpeculationOptions, spec: ModelSpec, tokenizer: Tokenizer) -> N
     report(
         "speculation",
         f"speculation: {spec.name} in {dtype} on {device}; one request at a time, greedy, up to {options.output_len} "
-        f"tokens, at most {options.config.num_speculative_tokens} drafts, median of {options.num_rounds}",
+        f"tokens, at most {options.config.num_speculative_tokens} drafts ({options.config.speculate}), median of "
+        f"{options.num_rounds}",
         make_tables(results),
         {
             "model": spec.name,
