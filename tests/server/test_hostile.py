@@ -28,7 +28,7 @@ from nanovllm_server.protocol.error import ApiError
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.tools import parse_tools
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.measures]
 
 MOST_TIMES = 7
 AT_ONCE = 8
