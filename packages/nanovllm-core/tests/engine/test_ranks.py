@@ -24,6 +24,8 @@ from nanovllm_core import (
 )
 from nanovllm_core.config import resolve
 
+pytestmark = pytest.mark.background
+
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, tensor_parallel_size=2)
 LIMITS = {"max_model_len": 128, "max_num_batched_tokens": 48}
 # An engine that does not notice an ended rank would wait for minutes. On an idle machine it ends in less than a second.
