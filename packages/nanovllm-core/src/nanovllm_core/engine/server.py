@@ -71,10 +71,12 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
 
 def _remove_socket(endpoint: str) -> None:
     path = Path(endpoint.removeprefix("ipc://"))
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        # This fails if the directory has other files.
-        path.parent.rmdir()
+    # Another thread may create the socket between the two calls: the second attempt then finds it.
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            # This fails if the directory has other files.
+            path.parent.rmdir()
 
 
 async def _serve(
