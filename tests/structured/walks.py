@@ -12,7 +12,7 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from nanovllm_core import GrammarSpec
-from nanovllm_core.grammar.compiler import compile_json
+from nanovllm_core.grammar.compiler import write_json_rules
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.formats import FORMATS
 from nanovllm_models.default_model import default_model_path
@@ -55,7 +55,7 @@ class Walker:
         """Compile a converted schema as the engine does, alone or inside a structural tag."""
         part = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
         spec = GrammarSpec("structural_tag" if tag else "json_schema", json.dumps(part if tag else schema))
-        return compile_json(self.compiler, spec)
+        return self.compiler.compile_grammar(write_json_rules(spec))
 
     def walk(self, grammar: xgrammar.CompiledGrammar, rng: random.Random, hints: list[str] | None = None) -> Walk:
         """Walk once. The mask allows every token; after a while, tokens that close the text are preferred.

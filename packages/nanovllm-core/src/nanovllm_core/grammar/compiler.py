@@ -242,14 +242,6 @@ def _short_message(error: Exception) -> str:
     return text if len(text) <= _MAX_REASON_LENGTH else text[:_MAX_REASON_LENGTH] + "..."
 
 
-def compile_json(compiler: "xgrammar.GrammarCompiler", spec: GrammarSpec) -> "xgrammar.CompiledGrammar":
-    """Compile a JSON schema or a structural tag. Raises ValueError, RuntimeError, TypeError and RecursionError."""
-    rules = write_json_rules(spec)
-    return (
-        compiler.compile_structural_tag(prepare_source(spec)[0]) if rules is None else compiler.compile_grammar(rules)
-    )
-
-
 def write_rules(spec: GrammarSpec) -> str | None:
     """The rules of a grammar whose JSON schemas were converted by `convert_grammar`, in xgrammar's syntax.
 

@@ -11,7 +11,7 @@ import xgrammar
 
 from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.compile_cost import MAX_COMPILE_STEPS, estimate_compile_cost
-from nanovllm_core.grammar.compiler import compile_json, write_rules
+from nanovllm_core.grammar.compiler import write_json_rules, write_rules
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.document import SchemaError
 from nanovllm_core.grammar.schemas.shape_resolver import MAX_STEPS, ShapeResolver
@@ -22,7 +22,9 @@ COMPILER = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(VOCABULARY, stop_toke
 
 
 def grammar(schema):
-    return compile_json(COMPILER, GrammarSpec("json_schema", json.dumps(convert_schema(schema, "schema"))))
+    return COMPILER.compile_grammar(
+        write_json_rules(GrammarSpec("json_schema", json.dumps(convert_schema(schema, "schema"))))
+    )
 
 
 def permits(compiled, text: str | bytes) -> bool:

@@ -9,7 +9,7 @@ import jsonschema
 import xgrammar
 
 from nanovllm_core import GrammarSpec
-from nanovllm_core.grammar.compiler import compile_json
+from nanovllm_core.grammar.compiler import write_json_rules
 from nanovllm_core.grammar.schemas.conversion import convert_schema
 from nanovllm_core.grammar.schemas.document import SchemaError
 
@@ -108,7 +108,7 @@ def test_permitted_values_are_valid():
         except SchemaError:
             continue
         accepted += 1
-        grammar = compile_json(compiler, GrammarSpec("json_schema", json.dumps(written)))
+        grammar = compiler.compile_grammar(write_json_rules(GrammarSpec("json_schema", json.dumps(written))))
         validator = jsonschema.Draft202012Validator(schema)
         for _ in range(30):
             value = a_value(rng)
