@@ -13,7 +13,14 @@ from tqdm import tqdm
 from nanovllm_core.cache.memory import CacheLayout, CacheMemory, CacheSize, measure_free_bytes, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
-from nanovllm_core.execution.graphs import CapturedFunctions, CapturedStep, GraphShape, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import (
+    CapturedFunctions,
+    CapturedStep,
+    GraphShape,
+    StepGraphs,
+    graph_shapes,
+    may_propose,
+)
 from nanovllm_core.execution.host_copy import HostCopyRing
 from nanovllm_core.execution.model_proposers import find_draft_spec, make_proposer
 from nanovllm_core.execution.plan_messages import PlanPublisher
@@ -140,7 +147,7 @@ class Runner:
             for shape in tqdm(shapes, desc="compiling", disable=None):
                 output = self._run_padded_forward(shape)
                 self._token_chooser.choose_padded(int(SamplingOps.RANDOM), output, shape.has_drafts)
-                for ops in self._token_chooser.proposing_ops:
+                for ops in self._token_chooser.proposing_ops(may_propose=True):
                     self._token_chooser.propose_padded(ops, output)
                 self._run_padded_forward(shape, num_decodes=0)
         if self.device.type == "cpu":
@@ -175,8 +182,17 @@ class Runner:
     def _captured_functions(self) -> CapturedFunctions:
         chooser = self._token_chooser
         return CapturedFunctions(
-            self._run_padded_forward, chooser.choose_padded, chooser.propose_padded, chooser.proposing_ops
+            self._run_padded_forward,
+            chooser.choose_padded,
+            chooser.propose_padded,
+            self._proposing_ops,
+            chooser.shares_proposals,
         )
+
+    def _proposing_ops(self, shape: GraphShape) -> tuple[int, ...]:
+        config = self._config
+        is_proposing = may_propose(shape, config.max_seqs_per_group, config.max_draft_step_tokens)
+        return self._token_chooser.proposing_ops(may_propose=is_proposing)
 
     def release_graphs(self) -> None:
         """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
@@ -224,6 +240,8 @@ class Runner:
         step = self._table.apply_plan(plan, plan.shape.num_reqs if captured is None else captured.num_reqs)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)
+        if plan.late_entries is not None:
+            self._token_chooser.compute_late_entries(plan.late_entries)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step, captured)
         chooser = self._token_chooser
