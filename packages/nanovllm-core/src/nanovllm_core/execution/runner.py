@@ -32,7 +32,15 @@ from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import (
+    BatchShape,
+    EntryRanges,
+    NewBlocks,
+    NewRow,
+    PromptLogprobsRange,
+    ScheduledRows,
+    StepPlan,
+)
 from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import (
     ESTIMATOR_WITHOUT_ROUNDS,
@@ -150,6 +158,10 @@ class Runner:
                 for ops in self._token_chooser.proposing_ops(may_propose=True):
                     self._token_chooser.propose_padded(ops, output)
                 self._run_padded_forward(shape, num_decodes=0)
+            if max_drafts:
+                num_late = min(self._config.max_draft_step_tokens, self._config.max_model_len)
+                first = np.zeros(1, np.int64)
+                self._token_chooser.compute_late_entries(EntryRanges(first, first, first + num_late))
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
             self._run_dummy_step([1], SamplingParams(temperature=0.0))
@@ -208,7 +220,9 @@ class Runner:
         """
         # The first run may compile or allocate, so run twice.
         greedy = SamplingParams(temperature=0.0)
-        durations_s = [self._run_dummy_step([num_tokens], greedy, context_len=context_len) for _ in range(2)]
+        durations_s = [
+            self._run_dummy_step([num_tokens], greedy, context_len=context_len, proposes=False) for _ in range(2)
+        ]
         self._table.step_buffer.clear()
         self.graphs.num_steps.clear()
         return min(durations_s)
@@ -323,13 +337,14 @@ class Runner:
         logprobs_ranges: Sequence[PromptLogprobsRange] = (),
         *,
         context_len: int = 0,
+        proposes: bool = True,
     ) -> float:
         """Run a step of prompts that reads and writes the null block only. Returns the step's seconds.
 
         Each group of requests has the same prompts.
 
         lengths: numbers of tokens to compute, one per prompt, in rising order. context_len: number of cached tokens
-            before each prompt.
+            before each prompt. proposes: see `BatchShape`.
         """
         prompts = [np.zeros(context_len + length, np.int32) for length in lengths]
         num_groups, num_prompts = self._parallel.num_request_groups, len(lengths)
@@ -339,7 +354,7 @@ class Runner:
             for row, ids in zip(rows.tolist(), prompts * num_groups, strict=True)
         ]
         scheduled = ScheduledRows(rows, np.array(lengths * num_groups), np.ones(len(rows), np.bool_))
-        shape = BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=context_len == 0)
+        shape = BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=context_len == 0, proposes=proposes)
         max_seq_len = context_len + max(lengths)
         handle = self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*logprobs_ranges]))
         handle.wait()
