@@ -83,7 +83,7 @@ class StandIns(StepGraphs):
 
         logits = torch.empty(num_samples, VOCAB)
         found = ForwardOutput(logits, ints(num_samples), ints(num_samples), ints(num_reqs), ints(num_reqs, 16))
-        run_forward, choose_tokens, propose, proposing_ops = self._functions
+        run_forward, choose_tokens, propose, proposing_ops, _ = self._functions
         # The whole result of the last forward pass, for the proposer of drafts.
         outputs: list[ForwardOutput] = []
 
@@ -99,7 +99,7 @@ class StandIns(StepGraphs):
         for ops in CAPTURED_OPS:
             tokens = ints(num_samples + num_reqs * batch.has_drafts)
             step.choice_graphs.sampling[ops] = Replayed((tokens,), partial(choose, ops)), tokens
-        for ops in proposing_ops:
+        for ops in proposing_ops(shape):
             drafts = ints(num_reqs * (MAX_DRAFTS + 1))
             replayed = Replayed((drafts,), lambda ops=ops: (propose(ops, outputs[0]),))
             step.choice_graphs.proposing[ops] = replayed, drafts
@@ -157,14 +157,14 @@ def check_equal(found: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("speculate", SPECULATE)
-async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(speculate, monkeypatch):
+async def test_stand_ins_for_graphs_choose_what_launched_steps_choose(speculate, always_drafts, monkeypatch):
     expected = await answers("cpu", "none")
     monkeypatch.setattr(runner_module, "StepGraphs", StandIns)
     monkeypatch.setattr(StandIns, "num_replays", {})
     monkeypatch.setattr(StandIns, "num_draft_replays", 0)
     check_equal(await answers("cpu", "none", speculate), expected)
     assert StandIns.num_replays[CAPTURED_OPS[-1]] > 20
-    assert (StandIns.num_draft_replays > 10) == (speculate is not None)
+    assert (StandIns.num_draft_replays > 1) == (speculate is not None)
 
 
 @pytest.mark.gpu

@@ -54,7 +54,7 @@ MODEL_CASES = {
 
 
 @pytest.mark.parametrize("case", MODEL_CASES)
-def test_drafts_of_models_and_heads_change_no_answer(case, expected, vetter, monkeypatch):
+def test_drafts_of_models_and_heads_change_no_answer(case, expected, vetter, always_drafts, monkeypatch):
     vetter.use(monkeypatch)
     spec, settings = MODEL_CASES[case]
     method = "mtp" if spec.draft is None else "draft"
@@ -89,7 +89,7 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
 @pytest.mark.parametrize(
     "settings", [{}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"num_speculative_tokens": 15}]
 )
-async def test_a_model_accepts_its_own_drafts(settings):
+async def test_a_model_accepts_its_own_drafts(settings, always_drafts):
     config = replace(CONFIG, speculate="draft", **{"num_speculative_tokens": 4} | settings)
     verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))
     assert min(verified) > 5

@@ -146,5 +146,10 @@ def _make_scheduler(
         eos_token_ids=spec.eos_token_ids,
         seed=config.seed,
         step_time_model=step_time_model,
-        draft_limits=DraftLimits(config.max_drafts, config.max_draft_step_tokens, config.num_lookahead_tokens),
+        draft_limits=DraftLimits(
+            config.max_drafts,
+            config.max_draft_step_tokens,
+            config.num_lookahead_tokens,
+            can_lag=config.speculate == "draft",
+        ),
     )

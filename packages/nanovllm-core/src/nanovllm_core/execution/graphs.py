@@ -64,13 +64,15 @@ ProposeDrafts = Callable[[int, ForwardOutput], Tensor]
 class CapturedFunctions(NamedTuple):
     """The functions that graphs capture. They must read inputs at fixed addresses, and ignore requests without tokens.
 
-    proposing_ops: `SamplingOps` for which `propose` is captured; empty without speculation.
+    proposing_ops: (shape) -> `SamplingOps` for which `propose` is captured; empty without speculation.
+    shares_proposals: whether `propose` does the same for all shapes with equal numbers of requests.
     """
 
     run_forward: RunForward
     choose_tokens: ChooseTokens
     propose: ProposeDrafts
-    proposing_ops: tuple[int, ...]
+    proposing_ops: Callable[[GraphShape], tuple[int, ...]]
+    shares_proposals: bool
 
 
 @dataclass(slots=True)
@@ -181,6 +183,14 @@ def graph_shapes(
     return sorted(shapes, key=_sort_key, reverse=True)
 
 
+def may_propose(shape: GraphShape, max_num_seqs: int, max_draft_step_tokens: int) -> bool:
+    """Whether steps of a shape may propose drafts that take time: decodes that may each have a draft."""
+    if shape.has_drafts:
+        return True
+    num_reqs = next(size for size in decode_sizes(max_num_seqs) if 2 * size >= min(max_draft_step_tokens, max_num_seqs))
+    return shape.max_query_len == 1 and shape.num_reqs <= num_reqs
+
+
 def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
     # Among shapes of equal size, the shape for whole prompts comes first, because this shape is faster.
     return shape.num_tokens, shape.num_reqs, not shape.has_only_whole_prompts
@@ -233,26 +243,26 @@ class StepGraphs:
         """Capture every shape."""
         if not self._shapes:
             return
-        pool = torch.cuda.graph_pool_handle()
+        pools = _Pools.create()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for shape in tqdm(self._shapes, desc="capturing graphs", unit="step", disable=None):
-                self._steps[shape] = _capture_step(shape, functions, pool)
+                self._steps[shape] = _capture_step(shape, functions, pools)
         torch.cuda.current_stream().wait_stream(stream)
 
     def estimate_bytes(self, functions: CapturedFunctions) -> int:
         """Estimate the memory of `capture`, by capturing and freeing the two largest shapes of each mode."""
         if not self._shapes:
             return 0
-        pool = torch.cuda.graph_pool_handle()
+        pools = _Pools.create()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         steps: list[CapturedStep] = []
 
         def capture_bytes(shape: GraphShape) -> int:
             free_before = torch.cuda.mem_get_info()[0]
-            steps.append(_capture_step(shape, functions, pool))
+            steps.append(_capture_step(shape, functions, pools))
             return free_before - torch.cuda.mem_get_info()[0]
 
         with torch.cuda.stream(stream):
@@ -269,12 +279,33 @@ class StepGraphs:
         return total
 
 
-def _capture_step(shape: GraphShape, functions: CapturedFunctions, pool: _POOL_HANDLE) -> CapturedStep:
-    run_forward, choose_tokens, propose, proposing_ops = functions
+class _Pools(NamedTuple):
+    """Memory of graphs.
+
+    steps: pool of steps.
+    proposals: pool of shared graphs. They may run after any step, so they can't use the memory of a step.
+    shared: graphs by number of requests and `SamplingOps`.
+    """
+
+    steps: _POOL_HANDLE
+    proposals: _POOL_HANDLE
+    shared: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]]
+
+    @classmethod
+    def create(cls) -> Self:
+        """Empty pools."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle(), {})
+
+
+def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools) -> CapturedStep:
+    run_forward, choose_tokens, propose, find_proposing_ops, shares_proposals = functions
+    pool, proposing_ops, num_reqs = pools.steps, find_proposing_ops(shape), shape.num_reqs
+    shared = {ops: graph for ops in proposing_ops if (graph := pools.shared.get((num_reqs, ops))) is not None}
+    new_ops = [ops for ops in proposing_ops if ops not in shared]
     warm_up_output = run_forward(shape, None)
     for ops in CAPTURED_OPS:
         choose_tokens(ops, warm_up_output, shape.has_drafts)
-    for ops in proposing_ops:
+    for ops in new_ops:
         propose(ops, warm_up_output)
     del warm_up_output
     torch.cuda.current_stream().synchronize()
@@ -282,7 +313,12 @@ def _capture_step(shape: GraphShape, functions: CapturedFunctions, pool: _POOL_H
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     # `output` lives until the end of this function, so that the other graphs do not reuse the memory of its tensors.
     sampling = {ops: _capture(pool, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OPS}
-    proposing = {ops: _capture(pool, partial(propose, ops, output)) for ops in proposing_ops}
+    proposing_pool = pools.proposals if shares_proposals else pool
+    proposing = {ops: _capture(proposing_pool, partial(propose, ops, output)) for ops in new_ops}
+    if shares_proposals:
+        pools.shared.update({(num_reqs, ops): graph for ops, graph in proposing.items()})
+    # Least work first, see `select_graph`.
+    proposing = {ops: shared.get(ops) or proposing[ops] for ops in proposing_ops}
     logits, table_rows, positions, seq_lens, block_tables, _ = output
     aliases = ForwardOutput(
         _alias(logits), _alias(table_rows), _alias(positions), _alias(seq_lens), _alias(block_tables)

@@ -1,12 +1,13 @@
 """Proposes drafts with a draft model, or with the model's head for multi-token prediction (MTP).
 
-Both have a cache entry for each token, in the blocks of the model's own cache. A step computes the entries of the same
-tokens as the model. So blocks in the prefix cache always have these entries, and no step has to catch up.
+Both have a cache entry for each token, in the blocks of the model's own cache. A head computes the entries of a step in
+the step. A draft model computes the entries only when it proposes (see `DraftPlanner`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,11 +16,12 @@ from nanovllm_core.cache.memory import CacheMemory
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.forward import BatchBounds, StepTokens, find_requests, plan_attention
-from nanovllm_core.execution.inputs import DeviceRows
+from nanovllm_core.execution.inputs import DeviceRows, upload
 from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer, Proposer, SampleTokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.model import CausalLM, ForwardContext, ModelSpec, MultiTokenModel
 from nanovllm_core.parallel import ParallelContext
+from nanovllm_core.scheduling.plan import EntryRanges
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
 # Rows with penalties have no drafts. Masks of grammars do not exist yet when drafts are proposed.
@@ -33,8 +35,8 @@ class _CachingProposer(ABC):
     forward, compute_logits: see `PredictionHead`. cache: of the layers that `forward` runs.
     """
 
-    captured_ops = (_IGNORED_OPS, _IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY), NO_DRAFTS)
     entry_offset = 0
+    reads_step = True
 
     def __init__(
         self,
@@ -52,12 +54,43 @@ class _CachingProposer(ABC):
         self._config = config
         self._parallel = parallel
 
+    def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
+        """See `Proposer.captured_ops`."""
+        # A set of operations without RANDOM would save little time, because running the model takes most of it.
+        proposing_ops = (_IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
+        return (*proposing_ops, NO_DRAFTS) if may_propose else (NO_DRAFTS,)
+
+    @abstractmethod
+    def compute_late_entries(self, ranges: EntryRanges) -> None:
+        """See `Proposer.compute_late_entries`."""
+
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
         table, (table_rows, _, is_sampled) = self._table, rows
         num_reqs, device = len(table_rows), table.device
         max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
         bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
+        num_proposed = torch.zeros_like(is_sampled)
+        if ops == NO_DRAFTS:
+            self._skip(rows, step)
+        else:
+            self._draw(rows, step, ops, sample, bounds, num_proposed)
+        position = table.num_computed.index_select(0, table_rows) + 1
+        columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
+        return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
+
+    def _draw(
+        self,
+        rows: DeviceRows,
+        step: StepTokens,
+        ops: int,
+        sample: SampleTokens,
+        bounds: BatchBounds,
+        num_proposed: Tensor,
+    ) -> None:
+        """Write drafts to the table, and add them to `num_proposed`. bounds: of a batch with one token per request."""
+        table, (table_rows, _, is_sampled) = self._table, rows
+        num_reqs, device = len(table_rows), table.device
         hidden, has_space = self._begin(rows, step, bounds)
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
@@ -65,10 +98,11 @@ class _CachingProposer(ABC):
         last = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
         is_proposed = has_space * is_sampled
-        num_proposed, drafts = torch.zeros_like(is_sampled), list[Tensor]()
-        for index in range(0 if ops == NO_DRAFTS else table.max_drafts):
+        drafts = list[Tensor]()
+        for index in range(table.max_drafts):
             if index:
-                inputs = self._build_inputs(table_rows, starts, last.num_computed - self.entry_offset, bounds)
+                firsts = self._limit_starts(last.num_computed - self.entry_offset, bounds)
+                inputs = self._build_inputs(table_rows, starts, firsts, bounds)
                 slots = inputs.slot_mapping * is_sampled
                 is_proposed = (slots >= self._cache.layout.block_size).int()
                 hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=drafts[-1]), starts, bounds, hidden)
@@ -79,8 +113,6 @@ class _CachingProposer(ABC):
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
             num_proposed += is_proposed
             drafts.append(tokens)
-        columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
-        return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
 
     def _build_inputs(
         self, table_rows: Tensor, query_start_loc: Tensor, num_computed: Tensor, bounds: BatchBounds
@@ -89,14 +121,16 @@ class _CachingProposer(ABC):
 
         Blocks that a request does not have yet are null blocks: what is written there is never needed.
         """
-        # Rows of padding and of finished requests may have any position.
-        last_start = self._config.max_model_len - bounds.max_query_len
-        tables = TokenTables(self._table.tokens, num_computed.clamp(0, last_start))
+        tables = TokenTables(self._table.tokens, num_computed)
         block_size = self._cache.layout.block_size
         num_columns = -(-bounds.max_seq_len // block_size)
         return build_inputs(
             table_rows, query_start_loc, tables, self._table.block_table, block_size, bounds.num_tokens, num_columns
         )
+
+    def _limit_starts(self, num_computed: Tensor, bounds: BatchBounds) -> Tensor:
+        """Positions in the table, because rows of padding and of finished requests may have any position."""
+        return num_computed.clamp(0, self._config.max_model_len - bounds.max_query_len)
 
     def _run(self, inputs: BatchInputs, query_start_loc: Tensor, bounds: BatchBounds, hidden: Tensor) -> Tensor:
         """Run `forward` on a batch. hidden: [T, hidden], see `PredictionHead.forward`."""
@@ -104,6 +138,10 @@ class _CachingProposer(ABC):
         batch = plan_attention(cache, self._config, requests, bounds)
         context = ForwardContext(batch, inputs.slot_mapping, cache.kv_caches, cache.kv_scales)
         return self._forward(inputs.input_ids, inputs.positions, hidden, context)
+
+    @abstractmethod
+    def _skip(self, rows: DeviceRows, step: StepTokens) -> None:
+        """Compute the cache entries that can't be computed after this step, which proposes nothing."""
 
     @abstractmethod
     def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
@@ -121,14 +159,37 @@ class DraftModelProposer(_CachingProposer):
     The ranks share the draft model like the model itself, so that they can't disagree about a draft.
     """
 
+    reads_step = False
+
+    def compute_late_entries(self, ranges: EntryRanges) -> None:
+        """See `Proposer.compute_late_entries`."""
+        # Attention expects requests with one token first.
+        order = np.argsort(ranges.num_tokens != 1, kind="stable")
+        rows, firsts, lengths = (array[order] for array in ranges)
+        arrays = rows, firsts, np.concatenate(([0], lengths.cumsum()))
+        table = self._table
+        table_rows, starts, query_start_loc = upload([array.astype(np.int32) for array in arrays], table.device)
+        bounds = BatchBounds(
+            int(lengths.sum()),
+            int(np.count_nonzero(lengths == 1)),
+            int(lengths.max()),
+            int((firsts + lengths).max()),
+            has_only_whole_prompts=False,
+        )
+        num_computed = table.num_computed.index_copy(0, table_rows.long(), starts)
+        inputs = self._build_inputs(table_rows, query_start_loc, num_computed, bounds)
+        self._run(inputs, query_start_loc, bounds, table.tokens)
+
+    def _skip(self, rows: DeviceRows, step: StepTokens) -> None:
+        """All entries can be computed later."""
+
     def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
-        # In a step of decodes, the entries exist since the tokens were proposed, except those of the last two tokens.
-        if step.bounds.max_query_len > 1 and not step.bounds.has_drafts:
-            self._run(step.inputs, rows.query_start_loc, step.bounds, step.hidden)
+        # The entries of earlier tokens exist: of accepted drafts since they were proposed, others were late entries.
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
-        inputs = self._build_inputs(rows.table_rows, starts, self._table.num_computed - 1, bounds)
+        firsts = self._limit_starts(self._table.num_computed - 1, bounds)
+        inputs = self._build_inputs(rows.table_rows, starts, firsts, bounds)
         has_tokens = rows.query_start_loc.diff() > 0
         slots = inputs.slot_mapping * has_tokens.repeat_interleave(2, output_size=2 * num_reqs)
         hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, step.hidden)
@@ -144,17 +205,28 @@ class HeadProposer(_CachingProposer):
 
     entry_offset = 1
 
+    def compute_late_entries(self, ranges: EntryRanges) -> None:
+        """No entries are late: each step computes those of its tokens, because they need the step's hidden states."""
+
+    def _skip(self, rows: DeviceRows, step: StepTokens) -> None:
+        self._follow(rows, step)
+
     def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
         del bounds
         table, positions = self._table, step.inputs.positions
-        token_rows = rows.table_rows.index_select(0, find_requests(rows, len(positions)))
-        inputs = step.inputs._replace(input_ids=table.tokens[token_rows, positions + 1])
-        hidden = self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
+        hidden = self._follow(rows, step)
         # The last token of the step that was kept stands before the request's last token.
         starts = rows.query_start_loc[:-1].clamp(max=len(positions) - 1)
         last_kept = table.num_computed.index_select(0, rows.table_rows) - 1
         indices = (starts + last_kept - positions.index_select(0, starts)) * rows.is_sampled
         return hidden.index_select(0, indices), rows.is_sampled.bool()
+
+    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+        """Compute the entries of the step's tokens. Returns the head's hidden states [num_tokens, hidden]."""
+        table, positions = self._table, step.inputs.positions
+        token_rows = rows.table_rows.index_select(0, find_requests(rows, len(positions)))
+        inputs = step.inputs._replace(input_ids=table.tokens[token_rows, positions + 1])
+        return self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
 
 
 def find_draft_spec(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from nanovllm_core.execution.forward import StepTokens
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
+from nanovllm_core.scheduling.plan import EntryRanges
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 
 # Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
@@ -28,8 +29,19 @@ class Proposer(Protocol):
     """
 
     @property
-    def captured_ops(self) -> tuple[int, ...]:
-        """Values of `ops` for which graphs are captured, least work first, see `select_graph`."""
+    def reads_step(self) -> bool:
+        """Whether `propose` reads the step's tokens. If not, steps with equal numbers of requests share graphs."""
+        ...
+
+    def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
+        """Values of `ops` for which graphs are captured, least work first, see `select_graph`.
+
+        may_propose: whether the planner may let a captured step propose drafts that take time.
+        """
+        ...
+
+    def compute_late_entries(self, ranges: EntryRanges) -> None:
+        """Compute the cache entries of earlier tokens, see `StepPlan.late_entries`. Never captured."""
         ...
 
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
@@ -43,10 +55,18 @@ class Proposer(Protocol):
 class NgramProposer:
     """Proposes the tokens that followed the last tokens earlier in the request or in its prediction."""
 
-    captured_ops = (int(~SamplingOps.GREEDY),)
+    reads_step = False
 
     def __init__(self, table: RequestTable):
         self._table = table
+
+    def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
+        """See `Proposer.captured_ops`."""
+        del may_propose
+        return (int(~SamplingOps.GREEDY),)
+
+    def compute_late_entries(self, ranges: EntryRanges) -> None:
+        """N-grams have no cache entries."""
 
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""

@@ -13,7 +13,14 @@ from tqdm import tqdm
 from nanovllm_core.cache.memory import CacheLayout, CacheMemory, CacheSize, measure_free_bytes, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
-from nanovllm_core.execution.graphs import CapturedFunctions, CapturedStep, GraphShape, StepGraphs, graph_shapes
+from nanovllm_core.execution.graphs import (
+    CapturedFunctions,
+    CapturedStep,
+    GraphShape,
+    StepGraphs,
+    graph_shapes,
+    may_propose,
+)
 from nanovllm_core.execution.host_copy import HostCopyRing
 from nanovllm_core.execution.model_proposers import find_draft_spec, make_proposer
 from nanovllm_core.execution.plan_messages import PlanPublisher
@@ -25,7 +32,15 @@ from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import (
+    BatchShape,
+    EntryRanges,
+    NewBlocks,
+    NewRow,
+    PromptLogprobsRange,
+    ScheduledRows,
+    StepPlan,
+)
 from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import (
     ESTIMATOR_WITHOUT_ROUNDS,
@@ -140,9 +155,13 @@ class Runner:
             for shape in tqdm(shapes, desc="compiling", disable=None):
                 output = self._run_padded_forward(shape)
                 self._token_chooser.choose_padded(int(SamplingOps.RANDOM), output, shape.has_drafts)
-                for ops in self._token_chooser.proposing_ops:
+                for ops in self._token_chooser.proposing_ops(may_propose=True):
                     self._token_chooser.propose_padded(ops, output)
                 self._run_padded_forward(shape, num_decodes=0)
+            if max_drafts:
+                num_late = min(self._config.max_draft_step_tokens, self._config.max_model_len)
+                first = np.zeros(1, np.int64)
+                self._token_chooser.compute_late_entries(EntryRanges(first, first, first + num_late))
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
             self._run_dummy_step([1], SamplingParams(temperature=0.0))
@@ -175,8 +194,17 @@ class Runner:
     def _captured_functions(self) -> CapturedFunctions:
         chooser = self._token_chooser
         return CapturedFunctions(
-            self._run_padded_forward, chooser.choose_padded, chooser.propose_padded, chooser.proposing_ops
+            self._run_padded_forward,
+            chooser.choose_padded,
+            chooser.propose_padded,
+            self._proposing_ops,
+            chooser.shares_proposals,
         )
+
+    def _proposing_ops(self, shape: GraphShape) -> tuple[int, ...]:
+        config = self._config
+        is_proposing = may_propose(shape, config.max_seqs_per_group, config.max_draft_step_tokens)
+        return self._token_chooser.proposing_ops(may_propose=is_proposing)
 
     def release_graphs(self) -> None:
         """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
@@ -192,7 +220,9 @@ class Runner:
         """
         # The first run may compile or allocate, so run twice.
         greedy = SamplingParams(temperature=0.0)
-        durations_s = [self._run_dummy_step([num_tokens], greedy, context_len=context_len) for _ in range(2)]
+        durations_s = [
+            self._run_dummy_step([num_tokens], greedy, context_len=context_len, proposes=False) for _ in range(2)
+        ]
         self._table.step_buffer.clear()
         self.graphs.num_steps.clear()
         return min(durations_s)
@@ -224,6 +254,8 @@ class Runner:
         step = self._table.apply_plan(plan, plan.shape.num_reqs if captured is None else captured.num_reqs)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)
+        if plan.late_entries is not None:
+            self._token_chooser.compute_late_entries(plan.late_entries)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step, captured)
         chooser = self._token_chooser
@@ -305,13 +337,14 @@ class Runner:
         logprobs_ranges: Sequence[PromptLogprobsRange] = (),
         *,
         context_len: int = 0,
+        proposes: bool = True,
     ) -> float:
         """Run a step of prompts that reads and writes the null block only. Returns the step's seconds.
 
         Each group of requests has the same prompts.
 
         lengths: numbers of tokens to compute, one per prompt, in rising order. context_len: number of cached tokens
-            before each prompt.
+            before each prompt. proposes: see `BatchShape`.
         """
         prompts = [np.zeros(context_len + length, np.int32) for length in lengths]
         num_groups, num_prompts = self._parallel.num_request_groups, len(lengths)
@@ -321,7 +354,7 @@ class Runner:
             for row, ids in zip(rows.tolist(), prompts * num_groups, strict=True)
         ]
         scheduled = ScheduledRows(rows, np.array(lengths * num_groups), np.ones(len(rows), np.bool_))
-        shape = BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=context_len == 0)
+        shape = BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=context_len == 0, proposes=proposes)
         max_seq_len = context_len + max(lengths)
         handle = self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*logprobs_ranges]))
         handle.wait()

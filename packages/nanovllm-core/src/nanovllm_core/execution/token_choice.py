@@ -18,7 +18,7 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps, Ste
 from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.scheduling.plan import StepPlan
+from nanovllm_core.scheduling.plan import EntryRanges, StepPlan
 from nanovllm_kernels import sampling
 from nanovllm_kernels.request_tables import TokenTables, commit_tokens, verify_drafts
 
@@ -162,10 +162,20 @@ class TokenChooser:
         rows = self._table.step_buffer.first_rows(len(output.seq_lens))
         return self._choose_and_write(ops, output, rows, masks, has_drafts=has_drafts)
 
+    def proposing_ops(self, *, may_propose: bool) -> tuple[int, ...]:
+        """See `Proposer.captured_ops`; empty without speculation."""
+        return () if self._proposer is None else self._proposer.captured_ops(may_propose=may_propose)
+
     @property
-    def proposing_ops(self) -> tuple[int, ...]:
-        """The `SamplingOps` for which graphs of `propose_padded` are captured; empty without speculation."""
-        return () if self._proposer is None else self._proposer.captured_ops
+    def shares_proposals(self) -> bool:
+        """Whether graphs of `propose_padded` serve all steps with the same number of requests."""
+        return self._proposer is not None and not self._proposer.reads_step
+
+    def compute_late_entries(self, ranges: EntryRanges) -> None:
+        """See `Proposer.compute_late_entries`. Raises ValueError without speculation."""
+        if self._proposer is None:
+            raise ValueError("without speculation there are no late entries")
+        self._proposer.compute_late_entries(ranges)
 
     def propose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
         """Propose drafts for all rows of the step buffer, including padding. Graphs capture this method.
@@ -190,7 +200,7 @@ class TokenChooser:
         self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None, *, has_drafts: bool
     ) -> Tensor:
         tokens = self._sample(output.logits, output.table_rows, output.positions, ops, masks)
-        if has_drafts and self._forced_acceptance is not None:
+        if self._forced_acceptance is not None:
             tokens = self._forced_acceptance.replace_samples(tokens, output.table_rows, output.positions)
         # The tables have this rank's requests only, if ranks have different requests.
         own_tokens = self._parallel.own_rows(tokens) if self._parallel.splits_requests else tokens

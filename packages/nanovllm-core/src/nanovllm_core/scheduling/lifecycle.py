@@ -83,6 +83,7 @@ class RequestLifecycle:
         request.status = RequestStatus.RUNNING
         cache = self.caches[group]
         self.rows.assign(request, group, num_cached_tokens, len(request.block_ids) * cache.block_size)
+        self.rows.draft_lag[request.row] = num_cached_tokens - cache.count_draft_entries(request, num_cached_tokens)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled_time = time.monotonic()
@@ -90,6 +91,12 @@ class RequestLifecycle:
             if cache.prefix_caching:
                 self.counters.num_queried_tokens += request.num_prompt_tokens
                 self.counters.num_cached_tokens += num_cached_tokens
+
+    def commit(self, request: RequestState, num_computed_tokens: int) -> None:
+        """Let later prompts find the full blocks of a request with a row, see `CacheManager.commit`."""
+        rows, row = self.rows, request.row
+        num_draft_entries = int(rows.num_computed_tokens[row] - max(rows.draft_lag[row], 0))
+        self.cache_of(request).commit(request, num_computed_tokens, num_draft_entries)
 
     def preempt(self, request: RequestState) -> None:
         """Free the blocks of a running request and queue it again. Tokens that steps in flight sample are kept."""
@@ -120,7 +127,7 @@ class RequestLifecycle:
             if cache.prefix_caching:
                 # The hash of a block needs all token ids of the block on the host.
                 num_computed = self.rows.num_computed_tokens[request.row]
-                cache.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
+                self.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
             self.rows.release(request)
             cache.release(request)
         if request.status is RequestStatus.FINISHED:

@@ -99,6 +99,14 @@ class NewRow:
     prediction_ids: TokenIds = field(default_factory=lambda: as_token_ids(()))
 
 
+class EntryRanges(NamedTuple):
+    """Consecutive tokens of rows. int64 [n] each: rows, positions of the first tokens, numbers of tokens."""
+
+    rows: RowIndices
+    starts: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+
+
 class PromptLogprobsRange(NamedTuple):
     """Consecutive prompt tokens whose log-probabilities a step computes.
 
@@ -121,6 +129,7 @@ class StepPlan:
 
     step_number: index of the step since the engine's start, from 0.
     max_seq_len: maximum context length after the step, in tokens.
+    late_entries: earlier tokens whose cache entries a draft model computes in this step; None if there are none.
     """
 
     step_number: int
@@ -130,6 +139,7 @@ class StepPlan:
     shape: BatchShape
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange] = field(default_factory=list[PromptLogprobsRange])
+    late_entries: EntryRanges | None = None
 
 
 class RequestColumns(NamedTuple):
@@ -148,6 +158,7 @@ class ScheduledStep(NamedTuple):
         step and of earlier steps in flight is rejected.
     decode_columns: the rows and requests of a step without prompts; None for a step with prompts.
     predicted_s: predicted time; 0 for a step without prompts.
+    has_proposals: bool [n], whether drafts that the step proposes for a scheduled row are usable.
     """
 
     plan: StepPlan
@@ -155,6 +166,7 @@ class ScheduledStep(NamedTuple):
     decode_columns: RequestColumns | None
     work: StepWork
     predicted_s: float
+    has_proposals: NDArray[np.bool_]
 
 
 class DraftResults(NamedTuple):

@@ -85,7 +85,9 @@ class ResultApplier:
         rows.num_tokens[sampled_rows] -= num_rejected
         rows.num_computed_tokens[sampled_rows] -= num_rejected
         first_tokens = results.tokens[np.cumsum(num_tokens) - num_tokens]
-        num_verified, num_accepted = planner.observe(sampled_rows, num_drafts, first_tokens, results.drafts)
+        num_proposed = results.drafts.num_proposed * step.has_proposals[scheduled.is_sampled]
+        drafts = results.drafts._replace(num_proposed=num_proposed)
+        num_verified, num_accepted = planner.observe(sampled_rows, num_drafts, first_tokens, drafts)
         totals: list[DraftTotals] = []
         verified_indices = np.flatnonzero(num_verified)
         for request, verified, accepted in zip(
@@ -116,7 +118,7 @@ class ResultApplier:
         indices = np.flatnonzero(is_full)
         requests = rows.requests_of(scheduled.rows[indices])
         for request, num_computed in zip(requests, num_computed_tokens[indices].tolist(), strict=True):
-            self._lifecycle.cache_of(request).commit(request, num_computed)
+            self._lifecycle.commit(request, num_computed)
 
     def _finish_failed_requests(self, scheduled: ScheduledRows, results: StepResults) -> list[RequestFailure]:
         """Finish the requests whose grammar failed."""

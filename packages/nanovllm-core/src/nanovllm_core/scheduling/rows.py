@@ -29,13 +29,15 @@ class RowTable:
     num_computed_tokens: tokens that are computed once all steps in flight have finished, if they reject no draft; at
         most num_tokens.
     capacity: number of tokens that the request's blocks hold.
+    draft_lag: number of tokens, at most, by which the proposer of drafts lags behind `num_computed_tokens`; -1 if the
+        last step proposed drafts for the request, so that the proposer knows the token after the computed tokens too.
     """
 
     def __init__(self, num_rows: int, num_eos_tokens: int, num_groups: int = 1):
         self.requests: list[RequestState | None] = [None] * num_rows
         self.keys, self.num_prompt_tokens, self.num_host_tokens, self.num_tokens = np.zeros((4, num_rows), np.int64)
         self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
-        self.capacity, self.num_steps_in_flight = np.zeros((2, num_rows), np.int64)
+        self.capacity, self.num_steps_in_flight, self.draft_lag = np.zeros((3, num_rows), np.int64)
         self.is_running, self.is_finished, self.can_draft = np.zeros((3, num_rows), np.bool_)
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Largest number of stop tokens of any request so far.

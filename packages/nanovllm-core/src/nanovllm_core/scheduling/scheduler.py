@@ -10,7 +10,7 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
+from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner, Proposals
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
@@ -278,8 +278,14 @@ class Scheduler:
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
-        planner = self.draft_planner
-        proposes = planner is not None and (bool(chunks) or planner.should_propose(decode_rows, decode_works[0]))
+        proposals = Proposals(False, None, is_sampled)
+        if self.draft_planner is not None:
+            proposals = self.draft_planner.plan_proposals(
+                scheduled, num_computed_tokens, decode_works[0], has_prompts=bool(chunks)
+            )
+        if (late := proposals.late_entries) is not None:
+            for request, end in zip(rows.requests_of(late.rows), (late.starts + late.num_tokens).tolist(), strict=True):
+                self._lifecycle.cache_of(request).mark_draft_entries(request, end)
         if num_drafts is not None:
             work, query_len = work._replace(num_tokens=int(tokens_per_row.sum())), None
         else:
@@ -291,16 +297,25 @@ class Scheduler:
             new_blocks=new_blocks,
             scheduled=scheduled,
             shape=BatchShape(
-                max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, num_drafts is not None, proposes
+                max_group_reqs,
+                work.num_tokens,
+                query_len,
+                has_only_whole_prompts,
+                num_drafts is not None,
+                proposals.proposes,
             ),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
+            late_entries=proposals.late_entries,
         )
         self.counters.count_step(int(tokens_per_row.sum()))
         if chunks:
             work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
+        elif self._draft_limits.num_lookahead_tokens:
+            num_late = 0 if late is None else int(late.num_tokens.sum())
+            work = work._replace(num_proposals=int(proposals.proposes), num_late_entries=num_late)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
-        return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s)
+        return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s, proposals.is_usable)
 
     def _measure_largest_group(
         self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
@@ -315,7 +330,7 @@ class Scheduler:
             for chunk, chunk_range in zip(chunks, chunk_ranges, strict=True):
                 ranges_by_group[self.rows.group_of(chunk.row)].append(chunk_range)
             for group, ranges in enumerate(ranges_by_group):
-                num_tokens, decode_context, _ = works[group]
+                num_tokens, decode_context = works[group].num_tokens, works[group].decode_context
                 num_reqs[group] += len(ranges)
                 num_tokens += sum(length for _, length in ranges)
                 works[group] = StepWork(

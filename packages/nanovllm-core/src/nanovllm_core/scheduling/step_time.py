@@ -1,5 +1,6 @@
 """Predicts the time of a step from its amount of work. The model is fitted to finished steps."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from nanovllm_kernels.attention import attention_pairs
 _OBSERVATION_DECAY = 0.99
 # Weight of decode steps in the fit. The weight is low because only steps with prompts are predicted.
 _DECODE_WEIGHT = 0.25
-# The fit uses every eighth decode step, because consecutive decode steps are alike.
+# The fit uses every eighth decode step, because consecutive decode steps are alike. Steps that propose drafts are
+# counted separately, because they may be rare.
 _DECODE_STRIDE = 8
 # Weight of the previous coefficients in the fit. Coefficients that recent steps do not determine thus keep their value.
 _PRIOR_WEIGHT = 1e-3
@@ -28,11 +30,15 @@ class StepWork(NamedTuple):
     num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
     prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionEstimator.estimate_pairs`.
+    num_proposals: 1 if the step proposes drafts at a cost, else 0.
+    num_late_entries: number of cache entries of the draft model that the step computes for earlier tokens.
     """
 
     num_tokens: int
     decode_context: int = 0
     prompt_pairs: int = 0
+    num_proposals: int = 0
+    num_late_entries: int = 0
 
 
 class StepTimeCoefficients(NamedTuple):
@@ -42,10 +48,12 @@ class StepTimeCoefficients(NamedTuple):
     per_token: float = 0.0
     per_decode_context: float = 0.0
     per_prompt_pair: float = 0.0
+    per_proposal: float = 0.0
+    per_late_entry: float = 0.0
 
 
 # Factors that scale the coefficients to similar magnitudes.
-_COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8])
+_COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8, 1.0, 1e3])
 # Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
@@ -96,7 +104,7 @@ class StepTimeModel:
         self._coefficients = StepTimeCoefficients()
         self._is_stale = False
         self.mean_error = self.mean_excess = self.decode_step_s = 0.0
-        self._num_decode_steps = 0
+        self._num_decode_steps = Counter[int]()
 
     @property
     def coefficients(self) -> StepTimeCoefficients:
@@ -113,7 +121,7 @@ class StepTimeModel:
 
     def max_chunk_tokens(self, start: int, seconds: float) -> float:
         """The number of tokens of a chunk that begins at `start` and takes `seconds`; infinity without observations."""
-        _, per_token, _, per_pair = self.coefficients
+        per_token, per_pair = self.coefficients.per_token, self.coefficients.per_prompt_pair
         return _positive_root(per_pair / 2, per_token + per_pair * (start + 0.5), seconds)
 
     def max_attention_tokens(self, start: int, seconds: float) -> float:
@@ -154,10 +162,10 @@ class StepTimeModel:
         # Limit the influence of one slow step.
         change_s = _DECODE_STEP_WEIGHT * (min(seconds, 2 * usual_s) - usual_s)
         self.decode_step_s = seconds if usual_s == 0 else usual_s + change_s
-        if self._num_decode_steps % _DECODE_STRIDE == 0:
+        if self._num_decode_steps[work.num_proposals] % _DECODE_STRIDE == 0 or work.num_late_entries:
             self._decode_steps.add(work, seconds, max(seconds, usual_s / 2))
             self._is_stale = True
-        self._num_decode_steps += 1
+        self._num_decode_steps[work.num_proposals] += 1
 
     def _fit(self) -> StepTimeCoefficients:
         # The normal equations are gram @ coefficients = moment.
