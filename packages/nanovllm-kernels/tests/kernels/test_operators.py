@@ -53,7 +53,8 @@ def arguments():
         ),
         "rope_and_cache": (qkv, torch.randn(8, 16), positions, slots, kv_cache, None, weight, weight, 1e-5, True),
         "paged_attention": (
-            *(qkv[:, :2], kv_cache, None, None, table, integers([7, 9]), starts, [], None, [], decodes, [], 0.25, 2),
+            *(qkv[:, :2], kv_cache, None, None, table, integers([7, 9]), starts, [], None, None, []),
+            *(decodes, [], 0.25, 2),
         ),
         "latent_rope_and_cache": (
             *(torch.randn(3, 4, 20), torch.randn(3, 24), weight, 1e-5, torch.randn(8, 8), positions, slots),
