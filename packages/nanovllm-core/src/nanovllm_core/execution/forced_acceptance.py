@@ -11,7 +11,10 @@ _NUM_BISECTIONS = 40
 
 
 class ForcedAcceptance:
-    """Decides which drafts of a step with drafts are kept, whether right or wrong.
+    """Decides which drafts are kept, whether right or wrong.
+
+    Steps without drafts also get their tokens from here, because such a token tells the planner whether a draft that
+    was not used would have been kept.
 
     acceptance_length: mean number of tokens per request and step with `max_drafts` drafts, 1..1 + max_drafts.
     """

@@ -178,6 +178,7 @@ class DraftModelProposer(_CachingProposer):
         )
         num_computed = table.num_computed.index_copy(0, table_rows.long(), starts)
         inputs = self._build_inputs(table_rows, query_start_loc, num_computed, bounds)
+        # A draft model ignores the hidden states, so any tensor serves.
         self._run(inputs, query_start_loc, bounds, table.tokens)
 
     def _skip(self, rows: DeviceRows, step: StepTokens) -> None:

@@ -407,13 +407,13 @@ class DecodeKernel:
         cute_tile.load_queries(self.shape, queries, tile, lane)
         return scale_log2
 
-    def attend(self, queries, acc, row_max, row_sum, step_address, scales_address, *lengths_lane_and_scale):
+    def attend(self, queries, acc, row_max, row_sum, step_address, scales_address, num_valid, num_queries, lane, scale):
         """Accumulate one step into the running softmax, see `cute_tile.attend`."""
         state = queries, acc, row_max, row_sum, step_address
         if self.shape.is_fp8:
-            cute_tile_fp8.attend(self.shape, *state, scales_address, *lengths_lane_and_scale)
+            cute_tile_fp8.attend(self.shape, *state, scales_address, num_valid, num_queries, lane, scale)
         else:
-            cute_tile.attend(self.shape, *state, *lengths_lane_and_scale)
+            cute_tile.attend(self.shape, *state, num_valid, num_queries, lane, scale)
 
     def count_steps(self, seq_len):
         """Return the number of steps of a request of `seq_len` tokens."""
