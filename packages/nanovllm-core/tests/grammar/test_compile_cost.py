@@ -63,7 +63,7 @@ ACCEPTED = {
     "700 optional fields": objects(dict.fromkeys(words(700), INTEGER)),
     "100 bounded strings": bounded(100, 0),
     "long minLength": objects({"text": {"type": "string", "minLength": 5_000, "maxLength": 90_000}}),
-    "enum of 1,000 long values": {"enum": words(1_000, 100)},
+    "enum of 700 long values": {"enum": words(700, 100)},
     "100 alternatives": {"anyOf": [objects(dict.fromkeys(words(8 + i)[:8], INTEGER)) for i in range(100)]},
     "30 open objects": objects(
         {name: objects({"id": INTEGER, name: INTEGER}, additionalProperties=True) for name in words(30)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nanovllm_core.grammar.bounded_strings import write_usual_strings
 
 # Maximum number of steps of one grammar. The vetting process and the engine both compile a grammar.
-MAX_COMPILE_STEPS = 440_000
+MAX_COMPILE_STEPS = 320_000
 
 STEPS_PER_LITERAL_CHARACTER = 4
 # In a grammar with many rules, a character takes longer: one step per this number of pairs of a character and a rule.
