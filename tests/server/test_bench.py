@@ -5,7 +5,8 @@ import json
 import pytest
 
 from nanovllm_server.bench import bench_cli
-from nanovllm_server.bench.interference.case_sizes import CASE_NAMES
+from nanovllm_server.bench.conversations.conversation_sizes import CASE_NAMES as CONVERSATION_CASE_NAMES
+from nanovllm_server.bench.interference.interference_sizes import CASE_NAMES as INTERFERENCE_CASE_NAMES
 
 
 def test_serve_measures_each_load_on_a_real_server(tiny_server, tmp_path, capsys):
@@ -42,8 +43,8 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     assert bench_cli.main([*arguments, "--json", str(file)]) == 0
     (measured,) = json.loads(file.read_bytes())["servers"]
     assert measured["token_costs"]["per_word"] == 1
-    assert tuple(case["case"] for case in measured["cases"]) == CASE_NAMES
-    assert all(case["errors"] == [] and case["misses"] == 0 for case in measured["cases"])
+    assert tuple(case["case"] for case in measured["cases"]) == INTERFERENCE_CASE_NAMES
+    assert all(case["errors"] == [] and case["warnings"] == [] for case in measured["cases"])
     assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
     long_alone, short_beside, decodes, turn, turns = (case["figures"] for case in measured["cases"])
     assert long_alone["long_prompt_tokens"] == pytest.approx(400, abs=2)
@@ -57,7 +58,28 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     assert turn["turn_ttft_p50_ms"] < turn["history_ttft_p50_ms"]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["case", "figure", "ours"] in rows
-    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CASE_NAMES)
+    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(INTERFERENCE_CASE_NAMES)
+
+
+@pytest.mark.slow
+def test_conversations_measures_returning_turns_on_a_real_server(shallow_server, tmp_path, capsys):
+    lengths = ["--first-len=300", "--turn-len=40", "--output-len=8"]
+    counts = ["--conversations=3", "--turns=3", "--cold-prompts=1", "--burst=3", "--concurrency=2"]
+    file = tmp_path / "conversations.json"
+    arguments = ["conversations", f"ours={shallow_server.url}/v1", *lengths, *counts, "--think-time-s=0.1"]
+    assert bench_cli.main([*arguments, "--json", str(file)]) == 0
+    (measured,) = json.loads(file.read_bytes())["servers"]
+    assert tuple(case["case"] for case in measured["cases"]) == CONVERSATION_CASE_NAMES
+    for case, prompt_tokens in zip(measured["cases"], (372, 348), strict=True):
+        figures = case["figures"]
+        assert case["errors"] == case["warnings"] == []
+        assert None not in figures.values()
+        assert figures["returning_prompt_tokens"] == pytest.approx(prompt_tokens, abs=2)
+        # All but the last, incomplete block of each history is cached.
+        assert 0.92 < figures["returning_cached_percent"] / figures["returning_history_percent"] <= 1
+        assert figures["cold_over_returning_ttft_p50"] > 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {row[0] for row in rows if row[-2:] == ["failed", "0"]} == set(CONVERSATION_CASE_NAMES)
 
 
 @pytest.mark.slow

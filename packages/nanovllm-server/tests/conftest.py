@@ -167,6 +167,9 @@ class ScriptedEngine(Engine):
         self.compiled.append(spec)
         return enforceable.parameter_types
 
+    def count_cached_tokens(self, request: Request) -> int:
+        return self.num_cached_tokens
+
     def refuse_grammar(self, key: int, reason: str) -> None:
         self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))
 
@@ -190,6 +193,7 @@ class ScriptedEngine(Engine):
         sampling = request.sampling
         tokens = itertools.cycle(self.reply) if self.endless else iter([*self.reply, EOS])
         limit = sampling.max_tokens or MAX_MODEL_LEN - request.num_prompt_tokens
+        num_cached_tokens = self.count_cached_tokens(request)
         num_generated = 0
         while num_generated < limit:
             if self.delay or num_generated % 50 == 49:
@@ -212,7 +216,7 @@ class ScriptedEngine(Engine):
                         (key, TokenLogprobs(-0.5, tuple((token + step, -0.5 - step) for step in range(num_top))))
                         for token in new_tokens
                     ],
-                    starts=[(key, self.num_cached_tokens, scheduled_time)] if num_generated == len(new_tokens) else [],
+                    starts=[(key, num_cached_tokens, scheduled_time)] if num_generated == len(new_tokens) else [],
                     finishes=[RequestFinish(key, reason, stop)] if reason is not None else [],
                     draft_totals=[DraftTotals(key, *self.num_drafts)],
                     prompt_logprobs=self._prompt_logprobs(key, request) if num_generated == len(new_tokens) else [],

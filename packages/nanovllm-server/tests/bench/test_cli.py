@@ -10,8 +10,8 @@ from nanovllm_server.bench import bench_cli
 from nanovllm_server.bench.flags import build_parser
 from nanovllm_server.bench.workload import IntegerRange
 
-COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "soak", "speculation")
-COMMANDS += ("trace", "kernels")
+COMMANDS = ("throughput", "latency", "prefill", "serve", "grammars", "interference", "conversations", "soak")
+COMMANDS += ("speculation", "trace", "kernels")
 
 
 def test_help_imports_nothing_slow():
@@ -65,6 +65,9 @@ def test_serve_takes_several_rates_and_concurrencies():
         ["interference", "--cases", "turn,other"],
         ["interference", "--turn-len", "1"],
         ["interference", "--timeout", "inf"],
+        ["conversations", "--cases", "turn"],
+        ["conversations", "--turns", "1"],
+        ["conversations", "--think-distribution", "gamma"],
         ["soak"],
         ["soak", "--server-pid", "1", "--minutes", "0"],
         ["kernels", "--peer", "vllm"],

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanovllm_server.bench.conversations import conversation_flags
 from nanovllm_server.bench.flags import API_KEY_VARIABLE, DEFAULT_URL, build_parser
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.workload import WorkloadShape
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve": _run_serve,
         "grammars": _run_grammars,
         "interference": _run_interference,
+        "conversations": _run_conversations,
         "soak": _run_soak,
         "speculation": _run_speculation,
         "trace": _run_trace,
@@ -119,10 +121,15 @@ def _run_grammars(flags: argparse.Namespace) -> None:
 
 
 def _run_interference(flags: argparse.Namespace) -> None:
-    from nanovllm_server.bench.interference import interference_command
+    from nanovllm_server.bench.server_cases import case_command
 
-    options = interference_flags.interference_options(flags, DEFAULT_URL, os.environ.get(API_KEY_VARIABLE))
-    interference_command.run(options)
+    case_command.run(interference_flags.make_options(flags, DEFAULT_URL, os.environ.get(API_KEY_VARIABLE)))
+
+
+def _run_conversations(flags: argparse.Namespace) -> None:
+    from nanovllm_server.bench.server_cases import case_command
+
+    case_command.run(conversation_flags.make_options(flags, DEFAULT_URL, os.environ.get(API_KEY_VARIABLE)))
 
 
 def _run_soak(flags: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from nanovllm_server.bench.argument_types import (
     minutes,
     request_rate,
 )
+from nanovllm_server.bench.conversations import conversation_flags
 from nanovllm_server.bench.interference import interference_flags
 from nanovllm_server.bench.speculation import speculation_flags
 from nanovllm_server.bench.workload import IntegerRange
@@ -90,6 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     interference = add_command("interference", interference_flags.SUMMARY)
     interference_flags.add_flags(interference, DEFAULT_URL, API_KEY_VARIABLE)
+
+    conversations = add_command("conversations", conversation_flags.SUMMARY)
+    conversation_flags.add_flags(conversations, DEFAULT_URL, API_KEY_VARIABLE)
 
     soak = add_command("soak", "memory, leaked blocks and errors of a server on this machine under hostile requests")
     _add_server_flags(soak)

@@ -65,16 +65,16 @@ def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, see
     ]
 
 
-def with_next_turn(costs: PromptTokenCosts, history: Sequence[Message], num_tokens: int, seed: str) -> list[Message]:
-    """Appends an assistant's answer and a user's message, which have `num_tokens` tokens together."""
+def with_next_turn(
+    costs: PromptTokenCosts, history: Sequence[Message], answer_len: int, message_len: int, seed: str
+) -> list[Message]:
+    """Appends an assistant's answer of `answer_len` tokens and a user's message of `message_len` tokens."""
     random = Random(seed)
-    num_words = max(2, round((num_tokens - 2 * costs.per_message) / costs.per_word))
-    answer_words = max(1, num_words // 4)
-    return [
-        *history,
-        _message("assistant", _random_words(random, answer_words)),
-        _message("user", _random_words(random, num_words - answer_words)),
+    new_messages = [
+        _message(role, _random_words(random, max(1, round((num_tokens - costs.per_message) / costs.per_word))))
+        for role, num_tokens in (("assistant", answer_len), ("user", message_len))
     ]
+    return [*history, *new_messages]
 
 
 def _message(role: str, content: str) -> Message:

@@ -1,18 +1,17 @@
 """The five cases of `nanovllm-bench interference`, each measured on one server."""
 
 import asyncio
-import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from statistics import median
 
 from nanovllm_server.bench.client import TimedAnswer
-from nanovllm_server.bench.interference.case_client import CaseClient, DecodeStreams, MeasuredServer
-from nanovllm_server.bench.interference.case_sizes import WorkloadSizes
-from nanovllm_server.bench.interference.prompt_texts import Message, conversation, single_message, with_next_turn
-from nanovllm_server.bench.report import percentile
+from nanovllm_server.bench.interference.decode_streams import DecodeStreams
+from nanovllm_server.bench.interference.interference_sizes import InterferenceSizes
+from nanovllm_server.bench.server_cases.case_client import CaseClient, MeasuredServer
+from nanovllm_server.bench.server_cases.case_command import CaseSettings
+from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
+from nanovllm_server.bench.server_cases.prompt_texts import Message, conversation, single_message, with_next_turn
 
 # Tokens in the prompt of a decoding stream.
 STREAM_PROMPT_LEN = 64
@@ -20,54 +19,13 @@ STREAM_PROMPT_LEN = 64
 MIN_HIT_SHARE = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class CaseSettings:
-    """How to measure the cases. seed: determines all texts and arrival times. timeout_s: limit of one request."""
-
-    workload: WorkloadSizes
-    seed: str
-    temperature: float
-    timeout_s: float
-    repeat: int
-
-
-@dataclass(slots=True)
-class CaseResult:
-    """The results of one case on one server over all repetitions. The JSON has the same field names.
-
-    figures: metrics by name, such as `long_ttft_p50_ms`. NaN if no request was answered.
-    ttfts_ms: times to the first token of each kind of request.
-    misses: number of turns that did not hit the prefix cache (see MIN_HIT_SHARE).
-    """
-
-    case: str
-    num_requests: int = 0
-    errors: list[str] = field(default_factory=list[str])
-    figures: dict[str, float] = field(default_factory=dict[str, float])
-    ttfts_ms: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    misses: int = 0
-
-    def add_ttfts(self, kind: str, answers: Iterable[TimedAnswer | None]) -> None:
-        """Records the times to the first token of the requests that were answered."""
-        self.ttfts_ms.setdefault(kind, []).extend(1000 * answer.ttft_s for answer in answers if answer is not None)
-
-    def summarize_ttfts(self, kind: str) -> None:
-        """Adds the percentiles of the recorded times to the first token to `figures`."""
-        self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
-
-    def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
-        """Adds the percentiles and the number of the gaps between pieces to `figures`."""
-        self.figures |= _percentile_figures(f"{kind}_gap", [1000 * gap for gap in gaps_s])
-        self.figures[f"{kind}_gaps"] = len(gaps_s)
-
-
-class CaseRunner:
+class InterferenceRunner:
     """Measures the cases on one server."""
 
-    def __init__(self, server: MeasuredServer, settings: CaseSettings):
+    def __init__(self, server: MeasuredServer, settings: CaseSettings[InterferenceSizes]):
         self._server = server
         self._settings = settings
-        self._workload = settings.workload
+        self._workload = settings.sizes
         # The case short-beside-long spreads its short requests over a time: the median of these TTFTs.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
@@ -78,18 +36,13 @@ class CaseRunner:
             "turns-beside-decodes": self._measure_turns_beside_decodes,
         }
 
-    async def measure(self, case: str) -> CaseResult:
+    async def measure(self, case: str, client: CaseClient, result: CaseResult) -> None:
         """Warms the server up for a case, then measures the case."""
-        server, settings = self._server, self._settings
-        client = CaseClient(server.endpoint, server.model, settings.temperature, settings.timeout_s)
-        result = CaseResult(case)
         await self._measure_by_case[case](client, result)
-        result.num_requests, result.errors = client.num_sent, client.errors
-        return result
 
     async def _measure_long_alone(self, client: CaseClient, result: CaseResult) -> None:
         answers = await self._send_long_alone(client, self._settings.repeat)
-        result.figures["long_prompt_tokens"] = _median(answer.prompt_tokens for answer in answers)
+        result.figures["long_prompt_tokens"] = median_or_nan(answer.prompt_tokens for answer in answers)
         result.add_ttfts("long", answers)
         result.summarize_ttfts("long")
 
@@ -104,7 +57,7 @@ class CaseRunner:
         workload = self._workload
         if not self._long_alone_ttfts_s:
             await self._send_long_alone(client, 1)
-        alone_ttft_s = _median(self._long_alone_ttfts_s)
+        alone_ttft_s = median_or_nan(self._long_alone_ttfts_s)
         await client.send(self._single_prompt(workload.short_len, "short warm-up"), workload.output_len)
         for repetition in range(self._settings.repeat if self._long_alone_ttfts_s else 0):
             random = Random(f"{self._settings.seed} arrivals {repetition}")
@@ -151,16 +104,17 @@ class CaseRunner:
         for rank in range(workload.num_prompts):
             name = "last" if rank == workload.num_prompts - 1 else str(rank + 1)
             ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload.num_prompts]
-            result.figures[f"prompt_{name}_ttft_p50_ms"] = _median(ttfts_ms)
+            result.figures[f"prompt_{name}_ttft_p50_ms"] = median_or_nan(ttfts_ms)
         answers = [answer for burst in answers_by_burst for answer in burst if answer is not None]
         result.add_ttfts("prompt", answers)
-        result.figures["prompt_tokens"] = _median(answer.prompt_tokens for answer in answers)
+        result.figures["prompt_tokens"] = median_or_nan(answer.prompt_tokens for answer in answers)
         result.figures["client_busy_percent"] = 100 * max(client_core_shares)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
         workload = self._workload
         history_answers: list[TimedAnswer] = []
         turn_answers: list[TimedAnswer | None] = []
+        num_misses = 0
         # The first conversation warms the server up.
         for index in range(workload.turn_conversations + 1):
             history = self._history_prompt(f"turn {index}")
@@ -173,12 +127,12 @@ class CaseRunner:
             if index > 0:
                 history_answers.append(history_answer)
                 turn_answers += answers
-                result.misses += _count_misses(answers, history_answer.prompt_tokens)
+                num_misses += _count_misses(answers, history_answer.prompt_tokens)
         result.add_ttfts("history", history_answers)
         result.add_ttfts("turn", turn_answers)
         result.summarize_ttfts("turn")
-        result.figures["history_ttft_p50_ms"] = _median(result.ttfts_ms["history"])
-        _add_cache_figures(result, turn_answers)
+        result.figures["history_ttft_p50_ms"] = median_or_nan(result.ttfts_ms["history"])
+        _add_cache_figures(result, turn_answers, num_misses)
 
     async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
         workload = self._workload
@@ -190,6 +144,7 @@ class CaseRunner:
             if history_answer is not None:
                 histories.append((history, history_answer.prompt_tokens))
         turn_answers: list[TimedAnswer | None] = []
+        num_misses = 0
         for kind, interval_s in (("at_once", 0.0), ("spaced", workload.turn_interval_ms / 1000)):
             gaps_s: list[float] = []
             for repetition in range(self._settings.repeat):
@@ -210,10 +165,10 @@ class CaseRunner:
                 turn_answers += answers
                 result.add_ttfts(kind, answers)
                 for answer, (_, history_tokens) in zip(answers, histories, strict=True):
-                    result.misses += _count_misses([answer], history_tokens)
+                    num_misses += _count_misses([answer], history_tokens)
             result.summarize_ttfts(kind)
             result.summarize_gaps(kind, gaps_s)
-        _add_cache_figures(result, turn_answers)
+        _add_cache_figures(result, turn_answers, num_misses)
 
     async def _send_turns_beside_streams(
         self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
@@ -246,33 +201,25 @@ class CaseRunner:
 
     def _next_turn_prompt(self, history: Sequence[Message], seed_suffix: str) -> list[Message]:
         costs, seed = self._server.prompt_token_costs, f"{self._settings.seed} {seed_suffix}"
-        return with_next_turn(costs, history, self._workload.turn_len, seed)
+        turn_len, answer_len = self._workload.turn_len, self._workload.turn_len // 4
+        return with_next_turn(costs, history, answer_len, turn_len - answer_len, seed)
 
 
 def _count_misses(answers: Iterable[TimedAnswer | None], history_tokens: int) -> int:
     return sum(answer is not None and answer.cached_tokens < MIN_HIT_SHARE * history_tokens for answer in answers)
 
 
-def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | None]) -> None:
+def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | None], num_misses: int) -> None:
     answers = [answer for answer in turn_answers if answer is not None]
-    result.figures["turn_prompt_tokens"] = _median(answer.prompt_tokens for answer in answers)
-    result.figures["turn_cached_tokens"] = _median(answer.cached_tokens for answer in answers)
-    result.figures["turn_cache_misses"] = result.misses
+    result.figures["turn_prompt_tokens"] = median_or_nan(answer.prompt_tokens for answer in answers)
+    result.figures["turn_cached_tokens"] = median_or_nan(answer.cached_tokens for answer in answers)
+    result.figures["turn_cache_misses"] = num_misses
+    if num_misses:
+        result.warnings.append(
+            f"{num_misses} turns missed the prefix cache, or the server does not report cached_tokens"
+        )
 
 
 def _find_latest_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:
     """Returns the latest time at which one of the answers began; the current time if there is no answer."""
     return max((answer.piece_times[0] for answer in answers if answer is not None), default=time.perf_counter())
-
-
-def _percentile_figures(name: str, values_ms: Iterable[float]) -> dict[str, float]:
-    sorted_ms = sorted(values_ms) or [math.nan]
-    return {
-        f"{name}_p50_ms": percentile(sorted_ms, 50),
-        f"{name}_p99_ms": percentile(sorted_ms, 99),
-        f"{name}_max_ms": sorted_ms[-1],
-    }
-
-
-def _median(values: Iterable[float]) -> float:
-    return median([*values] or [math.nan])

@@ -1,0 +1,1 @@
+"""The command `conversations`: how fast a server answers conversations that return after a pause."""
