@@ -167,11 +167,6 @@ class ResolvedConfig(IndependentSettings):
         return 0 if self.speculate is None else self.num_speculative_tokens
 
     @property
-    def num_lookahead_tokens(self) -> int:
-        """The number of tokens after a request's last token whose cache entries the proposer of drafts writes."""
-        return 0 if self.speculate == "ngram" else self.max_drafts
-
-    @property
     def uses_mtp(self) -> bool:
         """Whether the model's heads for multi-token prediction propose drafts."""
         return self.speculate == "mtp"

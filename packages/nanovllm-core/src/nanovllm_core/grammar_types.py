@@ -55,16 +55,8 @@ class GrammarMatcher(Protocol):
         """Write the mask of `matchers[i]` to masks[i]."""
         ...
 
-    def save(self) -> None:
-        """Save the current state for `restore_all`, instead of the state that was saved before."""
-        ...
-
-    @staticmethod
-    def restore_all(matchers: "Sequence[GrammarMatcher]", num_tokens: Sequence[int]) -> None:
-        """Return each matcher to its saved state.
-
-        num_tokens: number of tokens that each matcher has accepted since its last `save`. May include an end token.
-        """
+    def fork(self) -> "GrammarMatcher":
+        """An independent matcher in the same state."""
         ...
 
 

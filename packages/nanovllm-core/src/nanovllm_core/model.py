@@ -62,10 +62,7 @@ CacheSpec = PagedSpec | MLASpec | StateSpec
 
 
 class StateCache(NamedTuple):
-    """The states of a recurrent layer: [num_state_slots, *shape], where the layer's StateSpec gives each shape.
-
-    With speculative decoding, `StateSpec.with_drafts` gives the shapes.
-    """
+    """The states of a recurrent layer: [num_state_slots, *shape]. `StateSpec.with_drafts` gives each shape."""
 
     recurrent: Tensor
     conv_inputs: Tensor

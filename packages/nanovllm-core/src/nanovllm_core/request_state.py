@@ -80,11 +80,6 @@ class RequestState:
         return self.client_request.prompt_ids
 
     @property
-    def prediction_ids(self) -> TokenIds:
-        """Token ids that the output probably contains; empty without a prediction."""
-        return self.client_request.prediction_ids
-
-    @property
     def sampling(self) -> SamplingParams:
         """Sampling options."""
         return self.client_request.sampling

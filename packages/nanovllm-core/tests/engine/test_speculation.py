@@ -90,7 +90,9 @@ async def count_drafts(config: EngineConfig, spec: ModelSpec) -> tuple[tuple[int
     "settings", [{}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"num_speculative_tokens": 15}]
 )
 async def test_a_model_accepts_its_own_drafts(settings, always_drafts):
-    config = replace(CONFIG, speculate="draft", **{"num_speculative_tokens": 4} | settings)
+    # A step has tokens for 15 drafts of each of 4 requests.
+    limits = {"max_num_batched_tokens": 64, "num_speculative_tokens": 4}
+    config = replace(CONFIG, speculate="draft", **limits | settings)
     verified, accepted = await count_drafts(config, replace(toy_spec(), draft=toy_spec()))
     assert min(verified) > 5
     # Of k drafts and one token per step, a step gives at least 98 %.

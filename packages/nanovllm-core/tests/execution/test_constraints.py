@@ -5,7 +5,7 @@ import torch
 from constrained_steps import VOCAB, CountingGrammar, FinishedStep, allowed_tokens, make_new_row, make_plan
 
 from nanovllm_core import ReasoningBudget
-from nanovllm_core.execution import matcher_calls
+from nanovllm_core.execution import constraints as constraints_module
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.inputs import MaskBuffer
 from nanovllm_core.execution.row_constraint import GrammarFailure
@@ -103,7 +103,8 @@ def test_grammars_advance_in_one_call_and_a_failing_grammar_fails_only_its_row()
         which, bits = constraints.fill_masks(np.arange(4))
         assert which[which >= 0].tolist() == masked_rows
         assert allowed_tokens(bits[which >= 0]) == [[step]] * len(masked_rows)
-        assert calls == ([3] * (2 * step + 1) if step < 3 else [3] * 6 + [2])
+        # Steps after the failure match each row in a separate call.
+        assert calls == [3] * min(2 * step + 1, 6)
         constraints.end_step(FinishedStep([7, 7, 7, 7]))
         assert constraints.begin_step(make_plan(rows))
     assert constraints.failures == []
@@ -117,8 +118,8 @@ def test_grammars_advance_in_one_call_and_a_failing_grammar_fails_only_its_row()
 
 
 def test_slow_call_makes_the_next_steps_match_and_time_each_row_separately(monkeypatch):
-    monkeypatch.setattr(matcher_calls, "_MAX_BATCH_CALL_S", 0.0)
-    monkeypatch.setattr(matcher_calls, "_NUM_SEPARATE_STEPS", 2)
+    monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 0.0)
+    monkeypatch.setattr(constraints_module, "_NUM_SEPARATE_STEPS", 2)
     constraints, calls, rows = Constraints(2, VOCAB, torch.device("cpu")), [], [0, 1]
     constraints.begin_step(make_plan(rows, [make_new_row(row, CountingGrammar(calls)) for row in rows]))
     for step, num_calls in enumerate([1, 1, 1, 3]):
@@ -128,6 +129,6 @@ def test_slow_call_makes_the_next_steps_match_and_time_each_row_separately(monke
         if step == 2:
             assert all(constraint.match_s > 0 for constraint in constraints._constraint_by_row.values())
             # From now on no call is long.
-            monkeypatch.setattr(matcher_calls, "_MAX_BATCH_CALL_S", 10.0)
+            monkeypatch.setattr(constraints_module, "_MAX_BATCH_CALL_S", 10.0)
         constraints.end_step(FinishedStep([7, 7]))
         constraints.begin_step(make_plan(rows))

@@ -162,7 +162,7 @@ def test_prompt_is_scored_in_chunks(count):
         return chunk @ head.t()
 
     scores = score_prompt_tokens(hidden, tokens, 3, compute_logits, ParallelContext())
-    handle = StepHandle(make_inputs(0, [], []), None, None, None, prompt_scores=[scores])
+    handle = StepHandle(make_inputs(0, [], []), ChosenTokens(), None, None, prompt_scores=[scores])
     (found,) = handle.read_results().prompt_logprobs
     assert max_chunk_len <= MAX_SCORED_TOKENS
     assert (len(found), found.num_top) == (count, 3)
@@ -192,7 +192,7 @@ class CountingEvent:
 def test_step_without_sampling_records_an_event_at_its_end():
     end, tokens = CountingEvent(), torch.zeros(4, dtype=torch.int32)
     host_slot = HostCopySlot(tokens, tokens.numpy(), CountingEvent(), end, None)
-    handle = StepHandle(make_inputs(0, [], []), None, None, host_slot)
+    handle = StepHandle(make_inputs(0, [], []), ChosenTokens(), None, host_slot)
     assert end.num_records == 1
     assert not handle.is_finished
     handle.wait()

@@ -169,21 +169,18 @@ def test_a_string_that_may_not_end_yet_stops_repeating_itself(compiler):
     assert text.count(b"a") == MAX_STUCK_TOKENS
 
 
-def test_restored_terminator_equals_a_terminator_without_the_later_tokens():
+def test_fork_of_a_terminator_and_its_origin_are_independent():
     rng, classes = random.Random(2), JsonTokenClasses(TOKENS, -(-len(TOKENS) // 32))
     choices = [*b'"\\[]{}0123a', *range(END + 1, len(TOKENS))]
-
-    def state(terminator: JsonTerminator) -> dict[str, object]:
-        return {name: value for name, value in vars(terminator).items() if name != "_saved_state"}
-
     terminator, expected = JsonTerminator(classes), JsonTerminator(classes)
     for _ in range(300):
-        terminator.save()
-        for _ in range(rng.randrange(3)):
-            for token in rng.choices(choices, k=rng.randrange(6)):
-                terminator.accept(token)
-            terminator.restore()
-        for token in rng.choices(choices, k=rng.randrange(4)):
+        fork, tokens = terminator.fork(), rng.choices(choices, k=rng.randrange(6))
+        for token in tokens:
+            fork.accept(token)
+        assert vars(terminator) == vars(expected)
+        for token in tokens[: rng.randrange(4)]:
             terminator.accept(token)
             expected.accept(token)
-        assert state(terminator) == state(expected)
+        for token in tokens[::-1]:
+            fork.accept(token)
+        assert vars(terminator) == vars(expected)

@@ -1,6 +1,7 @@
 """Steps and grammars for tests of constraints, without a model."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from nanovllm_core import SamplingParams
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.grammar_types import CompiledGrammar
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import BatchShape, DraftResults, NewBlocks, NewRow, ScheduledRows, StepPlan
 from nanovllm_core.token_ids import as_token_ids
 
 VOCAB = 70
@@ -21,15 +22,18 @@ END = 5
 class FinishedStep:
     """The handle of a step that is unfinished until `Constraints` waits for it or the test sets `is_finished`.
 
-    Arguments: see `StepHandle.token_ids`, `num_tokens` and `draft_ids`.
+    Arguments: see `StepHandle.token_ids` and `DraftResults`.
     """
 
     def __init__(
         self, token_ids: Sequence[int], num_tokens: Sequence[int] | None = None, draft_ids: object = None
     ) -> None:
         self.token_ids = np.array(token_ids, np.int32)
-        self.num_tokens = None if num_tokens is None else np.array(num_tokens, np.int64)
-        self.draft_ids = None if draft_ids is None else np.array(draft_ids, np.int32)
+        self.num_tokens = np.array([1] * len(token_ids) if num_tokens is None else num_tokens, np.int64)
+        self.drafts = None
+        if draft_ids is not None:
+            draft_ids = np.array(draft_ids, np.int32)
+            self.drafts = DraftResults(self.num_tokens, np.full(len(draft_ids), draft_ids.shape[1]), draft_ids)
         self.is_finished = False
         self.num_waits = 0
 
@@ -47,7 +51,7 @@ class CountingMatcher:
     end_ids = frozenset({END})
 
     def __init__(self, max_tokens: int, calls: list[int]):
-        self.count = self.saved_count = 0
+        self.count = 0
         self.max_tokens = max_tokens
         self.calls = calls
 
@@ -74,15 +78,8 @@ class CountingMatcher:
         for index, matcher in enumerate(matchers):
             matcher.fill_mask(masks, index)
 
-    def save(self) -> None:
-        self.saved_count = self.count
-
-    @staticmethod
-    def restore_all(matchers, num_tokens) -> None:
-        matchers[0].calls.append(len(matchers))
-        for matcher, count in zip(matchers, num_tokens, strict=True):
-            matcher.count -= count
-            assert matcher.count == matcher.saved_count
+    def fork(self) -> "CountingMatcher":
+        return copy(self)
 
 
 @dataclass

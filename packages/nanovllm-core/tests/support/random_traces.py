@@ -175,11 +175,11 @@ def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> 
             num_proposed.append((row, device.propose(row)))
     drafts = None
     if devices[0].max_drafts:
-        first_drafts = [devices[row // rows_per_group].drafts[row][0] for row, _ in num_proposed]
+        draft_ids = [devices[row // rows_per_group].drafts[row] for row, _ in num_proposed]
         drafts = DraftResults(
             np.array(num_tokens, np.int64),
             np.array([count for _, count in num_proposed], np.int64),
-            np.array(first_drafts, np.int32),
+            np.array(draft_ids, np.int32).reshape(-1, devices[0].max_drafts),
         )
     scores = [devices[part.row // rows_per_group].score(part, hidden_states) for part in plan.prompt_logprobs_ranges]
     return StepResults(np.array(sampled_tokens, np.int32), (), (), scores, drafts)
@@ -378,7 +378,8 @@ class Trace:
 
     def check_end(self) -> None:
         scheduler = self.scheduler
-        num_verified, num_accepted = scheduler.draft_totals
+        planner = scheduler.draft_planner
+        num_verified, num_accepted = ([], []) if planner is None else (planner.num_verified, planner.num_accepted)
         self.num_accepted = sum(num_accepted)
         self.num_rejected = sum(num_verified) - self.num_accepted
         assert self.num_accepted == sum(request.num_accepted_drafts for request in self.requests)
@@ -426,7 +427,8 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
         num_restored += trace.num_restored
         num_accepted += trace.num_accepted
         num_rejected += trace.num_rejected
-        num_counted += sum(trace.scheduler.draft_totals[1])
+        planner = trace.scheduler.draft_planner
+        num_counted += 0 if planner is None else int(planner.num_accepted.sum())
     # Otherwise the traces would not cover the difficult cases.
     assert num_preemptions > 100
     assert num_hits > 1000

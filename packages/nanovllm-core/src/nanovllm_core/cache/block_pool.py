@@ -7,8 +7,6 @@ neither a holder nor a hash. When no empty block is left, the cached block that 
 from collections import OrderedDict
 from collections.abc import Iterable
 
-import numpy as np
-
 from nanovllm_core.request_state import BlockHash
 
 NULL_BLOCK = 0  # padding reads and writes this block, which is never allocated
@@ -18,7 +16,7 @@ class BlockPool:
     """The blocks from 1 to num_blocks. Padding uses block 0, the null block.
 
     num_cached: number of cached blocks.
-    has_draft_entries: bool [num_blocks + 1], whether a draft model has computed its entries of all tokens of a block.
+    blocks_with_draft_entries: blocks of which a draft model has computed its entries of all tokens.
     """
 
     def __init__(self, num_blocks: int):
@@ -29,7 +27,7 @@ class BlockPool:
         # Blocks without a holder, in the order in which `allocate` takes them: first empty blocks, then cached blocks.
         self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.num_cached = 0
-        self.has_draft_entries = np.zeros(num_blocks + 1, np.bool_)
+        self.blocks_with_draft_entries: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -46,7 +44,7 @@ class BlockPool:
         for block in blocks:
             self._forget_hash(block)
             self._num_holders[block] = 1
-        self.has_draft_entries[blocks] = False
+        self.blocks_with_draft_entries.difference_update(blocks)
         return blocks
 
     def acquire(self, block: int) -> None:

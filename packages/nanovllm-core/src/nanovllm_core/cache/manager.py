@@ -1,9 +1,8 @@
 """Allocates cache blocks and state slots to requests, and finds cached prefixes of prompts."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
-
-import numpy as np
 
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.prefix import PrefixHasher
@@ -84,11 +83,10 @@ class CacheManager:
             request.block_ids.append(block)
         return blocks
 
-    def commit(self, request: RequestState, num_computed: int, num_draft_entries: int = 0) -> None:
+    def commit(self, request: RequestState, num_computed: int) -> None:
         """Let later prompts find the full blocks and the checkpoints of the first `num_computed` tokens.
 
         The step that computed these tokens must have finished.
-        num_draft_entries: see `mark_draft_entries`.
         """
         num_full_blocks = num_computed // self.block_size
         if self._hasher is None or num_full_blocks <= request.num_committed_blocks:
@@ -96,20 +94,18 @@ class CacheManager:
         self._hasher.extend_hashes(request)
         for index in range(request.num_committed_blocks, num_full_blocks):
             self.pool.register(request.block_ids[index], request.block_hashes[index])
-            if (index + 1) * self.block_size <= num_draft_entries:
-                self.pool.has_draft_entries[request.block_ids[index]] = True
         request.num_committed_blocks = num_full_blocks
         if self.state_pool is not None:
             self.state_pool.commit(request, num_computed)
 
     def mark_draft_entries(self, request: RequestState, num_tokens: int) -> None:
-        """Record that a draft model has computed, or will compute in the next step, the first `num_tokens` entries."""
-        self.pool.has_draft_entries[request.block_ids[: num_tokens // self.block_size]] = True
+        """Record that a draft model has computed its entries of the first `num_tokens` tokens."""
+        self.pool.blocks_with_draft_entries.update(request.block_ids[: num_tokens // self.block_size])
 
     def count_draft_entries(self, request: RequestState, num_cached_tokens: int) -> int:
         """The number of tokens, from the first, whose entries of a draft model are in the cached blocks."""
-        has_entries = self.pool.has_draft_entries[request.block_ids[: num_cached_tokens // self.block_size]]
-        return int(np.cumprod(has_entries).sum()) * self.block_size
+        blocks = request.block_ids[: num_cached_tokens // self.block_size]
+        return len([*takewhile(self.pool.blocks_with_draft_entries.__contains__, blocks)]) * self.block_size
 
     def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""

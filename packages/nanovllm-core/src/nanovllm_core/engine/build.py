@@ -119,6 +119,7 @@ def _make_scheduler(
     spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
+    proposer, step_limits = runner.proposer, (config.max_drafts, config.max_draft_step_tokens)
     caches = [
         CacheManager(
             runner.cache.num_blocks,
@@ -146,10 +147,5 @@ def _make_scheduler(
         eos_token_ids=spec.eos_token_ids,
         seed=config.seed,
         step_time_model=step_time_model,
-        draft_limits=DraftLimits(
-            config.max_drafts,
-            config.max_draft_step_tokens,
-            config.num_lookahead_tokens,
-            can_lag=config.speculate == "draft",
-        ),
+        draft_limits=None if proposer is None else DraftLimits(*step_limits, proposer.uses_cache, proposer.can_lag),
     )

@@ -42,7 +42,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
     pools = [cache.pool for cache in scheduler.caches]
     slot_pools = [cache.state_pool.slots for cache in scheduler.caches if cache.state_pool is not None]
     counters, step_time_model = scheduler.counters, scheduler.step_time_model
-    num_verified_drafts, num_accepted_drafts = scheduler.draft_totals
+    planner = scheduler.draft_planner
     return EngineStats(
         num_requests_running=scheduler.rows.num_running,
         num_blocks=sum(pool.num_blocks for pool in pools),
@@ -59,8 +59,8 @@ def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
         iteration_tokens=counters.num_computed_tokens,
         step_sizes=tuple(zip((*STEP_CLASS_MAX_TOKENS, math.inf), counters.num_steps_by_size, strict=True)),
         graph_steps=tuple((*key, count) for key, count in list(runner.graphs.num_steps.items())),
-        num_verified_drafts=num_verified_drafts,
-        num_accepted_drafts=num_accepted_drafts,
+        num_verified_drafts=() if planner is None else tuple(planner.num_verified.tolist()),
+        num_accepted_drafts=() if planner is None else tuple(planner.num_accepted.tolist()),
         step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
         decode_step_s=step_time_model.decode_step_s,
         step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),

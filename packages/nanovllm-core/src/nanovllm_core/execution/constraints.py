@@ -4,8 +4,10 @@ The mask of a grammar or a budget depends on the row's previous token. The host 
 tokens of the previous step, and fills the masks while the device computes.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm_core.execution.inputs import MaskBuffer, Masks
-from nanovllm_core.execution.matcher_calls import MatcherCalls
 from nanovllm_core.execution.row_constraint import Constraint, GrammarFailure, allows_token
 from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.grammar_types import GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
+
+# After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
+# in a separate call, to find the slow grammar.
+_MAX_BATCH_CALL_S = 0.02
+_NUM_SEPARATE_STEPS = 16
 
 
 class ConstrainedRequest(NamedTuple):
@@ -27,24 +34,12 @@ class ConstrainedRequest(NamedTuple):
     num_drafts: int
 
 
-class _DraftEffect(NamedTuple):
-    """A change of a constraint by the mask of an entry after drafts. It takes effect if the drafts are accepted.
-
-    failure: why the constraint failed; None if the mask forbade the end of the reasoning, which drops the budget.
-    """
-
-    request: ConstrainedRequest
-    entry: int
-    failure: str | None
-
-
 class _StepInFlight(NamedTuple):
-    """A launched step, its constrained requests, and the effects that its drafts may have."""
+    """A launched step, its constrained requests, and their failures."""
 
     handle: StepHandle
     requests: list[ConstrainedRequest]
-    draft_effects: list[_DraftEffect]
-    has_drafts: bool
+    failures: list[GrammarFailure]
 
 
 class Constraints:
@@ -54,25 +49,25 @@ class Constraints:
     The masks of entries after a draft assume that the draft will be accepted. So after a draft that is not allowed, no
     entry needs a mask.
 
-    num_masks: maximum number of masks of a step; None: `num_rows`.
+    num_masks: maximum number of masks of a step; 0: `num_rows`.
     failures: entries that have no mask because the constraint failed, set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, num_masks: int | None = None):
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, num_masks: int = 0):
         self.failures: list[GrammarFailure] = []
         self._constraint_by_row: dict[int, Constraint] = {}
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._num_mask_words = -(-vocab_size // 32)
-        self.mask_buffer = MaskBuffer(num_rows if num_masks is None else num_masks, self._num_mask_words, device)
+        self.mask_buffer = MaskBuffer(num_masks or num_rows, self._num_mask_words, device)
         # All constrained requests of the step, and those that may need masks.
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
-        self._has_drafts = False
-        self._draft_effects: list[_DraftEffect] = []
+        # Pairs (constraint, fork that follows the drafts).
+        self._forks: list[tuple[Constraint, Constraint]] = []
         self._steps_in_flight: deque[_StepInFlight] = deque()
-        self._matcher_calls = MatcherCalls()
+        self._matcher_calls = _MatcherCalls()
 
     def begin_step(self, plan: StepPlan) -> int:
         """Begin a step. Returns the number of masks; if it is not 0, call `fill_masks` before sampling.
@@ -81,16 +76,16 @@ class Constraints:
         """
         for new in plan.new_rows:
             self._replace_constraint(new)
-        self.failures, self._step_requests, self._mask_candidates, self._draft_effects = [], [], [], []
-        self._num_masks, self._has_drafts = 0, plan.shape.has_drafts
+        self.failures, self._step_requests, self._mask_candidates, self._forks = [], [], [], []
+        self._num_masks = 0
         if not self._constraint_by_row:
             return 0
         rows, num_tokens, is_sampled = plan.scheduled
         sampling_rows = rows[is_sampled]
         # Without drafts, a prompt's chunk has several tokens but one entry.
-        nums_drafts = (num_tokens[is_sampled] - 1).tolist() if self._has_drafts else None
+        nums_drafts = (num_tokens[is_sampled] - 1) * plan.shape.has_drafts
         for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
-            num_drafts = 0 if nums_drafts is None else nums_drafts[index]
+            num_drafts = int(nums_drafts[index])
             constraint = self._constraint_by_row[int(sampling_rows[index])]
             request = ConstrainedRequest(index, constraint, num_drafts)
             self._step_requests.append(request)
@@ -118,8 +113,8 @@ class Constraints:
                 break
             requests = self._append_drafts(requests, entry, entry_masks)
             entry += 1
-        if entry > 0:
-            self._matcher_calls.drop_drafts([request.constraint for request in self._mask_candidates])
+        for constraint, fork in self._forks:
+            constraint.match_s = fork.match_s
         self._matcher_calls.end_step()
         masked_entries += [-1] * (len(masks) - len(masked_entries))
         return None if max(masked_entries) < 0 else self.mask_buffer.send(masked_entries)
@@ -128,8 +123,7 @@ class Constraints:
         """Store the handle of the current step, and advance matchers by the tokens of finished steps."""
         self._apply_results(wait=False)
         if self._step_requests:
-            step = _StepInFlight(handle, self._step_requests, self._draft_effects, self._has_drafts)
-            self._steps_in_flight.append(step)
+            self._steps_in_flight.append(_StepInFlight(handle, self._step_requests, self.failures))
 
     def _replace_constraint(self, new: NewRow) -> None:
         self._remove_constraint(new.row)
@@ -160,7 +154,6 @@ class Constraints:
         ordered_requests, masked_entries = [*grammar_requests, *other_requests], list[int]()
         for mask_index, request in enumerate(ordered_requests):
             constraint = request.constraint
-            budget = constraint.budget
             has_mask = mask_index < len(grammar_requests)
             if has_mask and constraint.failure is None and not has_allowed_token[mask_index]:
                 constraint.failure = "the grammar allows no token of the vocabulary after the output so far"
@@ -170,8 +163,6 @@ class Constraints:
             if constraint.failure is not None:
                 has_mask = False
                 self.failures.append(GrammarFailure(request.request_index, entry, constraint.failure))
-            if entry and (constraint.failure is not None or constraint.budget is not budget):
-                self._draft_effects.append(_DraftEffect(request, entry, constraint.failure))
             masked_entries.append(int(first_entries[request.request_index]) + entry if has_mask else -1)
         return ordered_requests, masked_entries
 
@@ -180,7 +171,7 @@ class Constraints:
     ) -> list[ConstrainedRequest]:
         """Append the draft after `entry` to each request. Returns the requests whose next entry may need a mask.
 
-        masks: int32 [n, words], masks of `entry`.
+        The constraints of the result follow the drafts. masks: int32 [n, words], masks of `entry`.
         """
         continued_requests: list[ConstrainedRequest] = []
         matched_drafts: list[tuple[Constraint, int]] = []
@@ -190,11 +181,14 @@ class Constraints:
                 continue
             # The host may not know the drafts of other rows, because the step did not wait for the previous step.
             if constraint.depends_on_output:
-                draft = _find_draft(request, entry)
+                draft = constraint.draft_ids[entry]
                 if not allows_token(mask, draft):
                     continue
-                if constraint.append_draft(draft):
-                    matched_drafts.append((constraint, draft))
+                if entry == 0:
+                    request = request._replace(constraint=constraint.fork())
+                    self._forks.append((constraint, request.constraint))
+                if request.constraint.append_token(draft):
+                    matched_drafts.append((request.constraint, draft))
             continued_requests.append(request)
         self._matcher_calls.advance(matched_drafts)
         return continued_requests
@@ -204,50 +198,94 @@ class Constraints:
         while self._steps_in_flight and (wait or self._steps_in_flight[0].handle.is_finished):
             step = self._steps_in_flight.popleft()
             step.handle.wait()
-            if step.has_drafts:
-                self._append_accepted_tokens(step)
-            else:
-                token_ids = step.handle.token_ids
-                self._append_tokens([(constraint, int(token_ids[index])) for index, constraint, _ in step.requests])
-            if (draft_ids := step.handle.draft_ids) is not None:
+            self._append_tokens(step)
+            if (drafts := step.handle.drafts) is not None:
                 for index, constraint, _ in step.requests:
-                    constraint.draft_ids = draft_ids[index].tolist()
+                    constraint.draft_ids = drafts.draft_ids[index].tolist()
             for _, constraint, _ in step.requests:
                 # The row may belong to another request now.
                 if constraint.has_ended and self._constraint_by_row.get(constraint.row) is constraint:
                     self._remove_constraint(constraint.row)
 
-    def _append_tokens(self, new_tokens: list[tuple[Constraint, int]]) -> None:
-        """Append a token to each constraint."""
-        self._matcher_calls.advance([pair for pair in new_tokens if pair[0].append_token(pair[1])])
-
-    def _append_accepted_tokens(self, step: _StepInFlight) -> None:
-        """Append the tokens of a finished step with drafts to its constraints."""
+    def _append_tokens(self, step: _StepInFlight) -> None:
+        """Append the tokens of a finished step to its constraints."""
         token_ids, num_tokens = step.handle.token_ids, step.handle.num_tokens
-        if num_tokens is None:
-            num_tokens = np.ones(len(token_ids), np.int64)
-        for (index, constraint, _), entry, failure in step.draft_effects:
-            if entry < num_tokens[index]:
-                constraint.failure = constraint.failure or failure
-                constraint.budget = None
+        failure_by_index = {failure.request_index: failure for failure in step.failures}
         token_ends = np.cumsum(num_tokens).tolist()
         remaining_tokens: list[tuple[Constraint, list[int]]] = []
         for index, constraint, num_drafts in step.requests:
-            num_new_tokens = int(num_tokens[index])
+            num_new_tokens, failure = int(num_tokens[index]), failure_by_index.get(index)
+            if failure is not None and failure.entry < num_new_tokens:
+                constraint.failure = failure.reason
             constraint.num_launched_outputs -= 1 + num_drafts - num_new_tokens
             new_tokens = token_ids[token_ends[index] - num_new_tokens : token_ends[index]].tolist()
             remaining_tokens.append((constraint, new_tokens))
         while remaining_tokens:
-            self._append_tokens([(constraint, new_tokens.pop(0)) for constraint, new_tokens in remaining_tokens])
+            next_tokens = [(constraint, new_tokens.pop(0)) for constraint, new_tokens in remaining_tokens]
+            self._matcher_calls.advance([pair for pair in next_tokens if pair[0].append_token(pair[1])])
             remaining_tokens = [pair for pair in remaining_tokens if pair[1]]
 
 
-def _find_draft(request: ConstrainedRequest, entry: int) -> int:
-    """The draft after `entry`, from the result of the row's previous step. Raises RuntimeError if it is unknown."""
-    _, constraint, num_drafts = request
-    if num_drafts > len(constraint.draft_ids):
-        raise RuntimeError(
-            f"a step has {num_drafts} drafts for row {constraint.row}, but the result of the row's previous step has "
-            f"{len(constraint.draft_ids)}: plan drafts only after a step that sampled a token for the row"
-        )
-    return constraint.draft_ids[entry]
+class _MatcherCalls:
+    """Calls the matchers of the rows of a step.
+
+    Each call of a matcher releases the interpreter lock, and may wait milliseconds until the lock is free again. So
+    one call serves all rows.
+    """
+
+    def __init__(self) -> None:
+        # Number of steps, including the current step, that match each row in a separate call.
+        self._num_separate_steps = 0
+
+    def end_step(self) -> None:
+        """Count a step in which masks were filled."""
+        if self._num_separate_steps:
+            self._num_separate_steps -= 1
+
+    def advance(self, new_tokens: Sequence[tuple[Constraint, int]]) -> None:
+        """Advance the matcher of each constraint by its new token."""
+        if self._num_separate_steps or len(new_tokens) < 2:
+            for constraint, token in new_tokens:
+                constraint.advance_matcher(token)
+            return
+        matchers = _matchers_of([constraint for constraint, _ in new_tokens])
+        with self._detect_long_call():
+            try:
+                results = matchers[0].accept_all(matchers, [token for _, token in new_tokens])
+            except RuntimeError:
+                # One matcher failed, and may fail again in the next step. Each other matcher may have advanced or not.
+                self._separate_rows()
+                for constraint, _ in new_tokens:
+                    constraint.restart_matcher()
+                return
+        for (constraint, token), accepted in zip(new_tokens, results, strict=True):
+            constraint.record_match_result(token, accepted=accepted)
+
+    def fill_masks(self, constraints: Sequence[Constraint], masks: NDArray[np.int32]) -> None:
+        """Write the mask of the grammar of `constraints[i]` to masks[i]."""
+        matchers = _matchers_of(constraints)
+        if not self._num_separate_steps and len(matchers) > 1:
+            with self._detect_long_call():
+                try:
+                    matchers[0].fill_masks(matchers, masks)
+                except RuntimeError:
+                    self._separate_rows()
+                else:
+                    return
+        for index, constraint in enumerate(constraints):
+            constraint.fill_mask(masks, index)
+
+    def _separate_rows(self) -> None:
+        self._num_separate_steps = _NUM_SEPARATE_STEPS + 1
+
+    @contextmanager
+    def _detect_long_call(self) -> Generator[None]:
+        """Switch to separate calls if a call for all rows takes long."""
+        start = time.perf_counter()
+        yield
+        if time.perf_counter() - start > _MAX_BATCH_CALL_S:
+            self._separate_rows()
+
+
+def _matchers_of(constraints: Sequence[Constraint]) -> list[GrammarMatcher]:
+    return [constraint.matcher for constraint in constraints if constraint.matcher is not None]

@@ -40,15 +40,8 @@ class BatchBounds(NamedTuple):
     def from_plan(cls, plan: StepPlan, query_lens: NDArray[np.int64]) -> "BatchBounds":
         """The bounds of a step that is not padded to a captured shape. query_lens: see `StepInputs`."""
         shape, num_decodes = plan.shape, int(np.count_nonzero(query_lens == 1))
-        max_query_len = int(query_lens.max(initial=1))
-        return cls(
-            shape.num_tokens,
-            num_decodes,
-            max_query_len,
-            plan.max_seq_len,
-            shape.has_only_whole_prompts,
-            shape.has_drafts,
-        )
+        max_query_len, flags = int(query_lens.max(initial=1)), (shape.has_only_whole_prompts, shape.has_drafts)
+        return cls(shape.num_tokens, num_decodes, max_query_len, plan.max_seq_len, *flags)
 
 
 class StepTokens(NamedTuple):

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from nanovllm_core.config import GraphMode
 from nanovllm_core.execution.forward import ForwardOutput
-from nanovllm_core.execution.token_choice import CAPTURED_OPS, ChoiceGraphs
+from nanovllm_core.execution.proposers import Proposer
+from nanovllm_core.execution.token_choice import CAPTURED_OPS, ChoiceGraphs, ResultT, SampledTokens
 from nanovllm_core.model import AttentionFunction, LaunchAttention
 from nanovllm_core.scheduling.plan import BatchShape
 from nanovllm_kernels.attention import AttentionBatch
@@ -41,8 +42,7 @@ class GraphShape(NamedTuple):
         (several graphs for prompts and decodes).
     has_only_whole_prompts: whether the shape serves only steps whose prompts are whole (none of their tokens is in the
         cache yet), see `BatchShape`.
-    has_drafts: whether the shape serves steps with drafts, and no other steps. A request then has at most max_query_len
-        tokens.
+    has_drafts: whether the shape serves only steps with drafts, in which requests have at most max_query_len tokens.
     """
 
     num_reqs: int
@@ -53,26 +53,19 @@ class GraphShape(NamedTuple):
     has_drafts: bool = False
 
 
-# Runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
-RunForward = Callable[[GraphShape, LaunchAttention | None], ForwardOutput]
-# (`SamplingOps` as an integer, output, whether the step has drafts) -> see `TokenChooser.choose_padded`.
-ChooseTokens = Callable[[int, ForwardOutput, bool], Tensor]
-# (`SamplingOps` as an integer, output) -> see `TokenChooser.propose_padded`.
-ProposeDrafts = Callable[[int, ForwardOutput], Tensor]
-
-
 class CapturedFunctions(NamedTuple):
     """The functions that graphs capture. They must read inputs at fixed addresses, and ignore requests without tokens.
 
-    proposing_ops: (shape) -> `SamplingOps` for which `propose` is captured; empty without speculation.
-    shares_proposals: whether `propose` does the same for all shapes with equal numbers of requests.
+    run_forward: runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
+    choose_tokens: (`SamplingOps` as an integer, output, whether the step has drafts), see `TokenChooser.choose_padded`.
+    propose: (`SamplingOps` as an integer, output), see `TokenChooser.propose_padded`.
+    proposer: None without speculation.
     """
 
-    run_forward: RunForward
-    choose_tokens: ChooseTokens
-    propose: ProposeDrafts
-    proposing_ops: Callable[[GraphShape], tuple[int, ...]]
-    shares_proposals: bool
+    run_forward: Callable[[GraphShape, LaunchAttention | None], ForwardOutput]
+    choose_tokens: Callable[[int, ForwardOutput, bool], SampledTokens]
+    propose: Callable[[int, ForwardOutput], Tensor | None]
+    proposer: Proposer | None
 
 
 @dataclass(slots=True)
@@ -142,7 +135,6 @@ def graph_shapes(
     mode: GraphMode,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    *,
     max_drafts: int = 0,
     max_draft_step_tokens: int = 0,
     min_whole_tokens: int | None = None,
@@ -160,13 +152,11 @@ def graph_shapes(
         for size in decode_sizes(min(max_num_seqs, max_num_batched_tokens))
     ]
     if max_drafts:
-        query_len = 1 + max_drafts
         # One request with all drafts is the usual step at low load.
-        sizes = {query_len, *(size for size in decode_sizes(max_draft_step_tokens) if size > 1)}
+        sizes = {min(1 + max_drafts, max_draft_step_tokens), *decode_sizes(max_draft_step_tokens)} - {1}
         shapes.extend(
-            GraphShape(min(size, max_num_seqs), size, query_len, "full_decode_only", has_drafts=True)
+            GraphShape(min(size, max_num_seqs), size, 1 + max_drafts, "full_decode_only", has_drafts=True)
             for size in sizes
-            if size <= max_draft_step_tokens
         )
     if mode != "full_decode_only":
         sizes = mixed_sizes(max_num_batched_tokens)
@@ -181,14 +171,6 @@ def graph_shapes(
             whole_sizes = [size for size in sizes if size >= min_whole_tokens]
             shapes.extend(GraphShape(num_reqs, size, size, mode, has_only_whole_prompts=True) for size in whole_sizes)
     return sorted(shapes, key=_sort_key, reverse=True)
-
-
-def may_propose(shape: GraphShape, max_num_seqs: int, max_draft_step_tokens: int) -> bool:
-    """Whether steps of a shape may propose drafts that take time: decodes that may each have a draft."""
-    if shape.has_drafts:
-        return True
-    num_reqs = next(size for size in decode_sizes(max_num_seqs) if 2 * size >= min(max_draft_step_tokens, max_num_seqs))
-    return shape.max_query_len == 1 and shape.num_reqs <= num_reqs
 
 
 def _sort_key(shape: GraphShape) -> tuple[int, int, bool]:
@@ -207,11 +189,10 @@ class StepGraphs:
         self.num_steps: Counter[tuple[GraphMode, str]] = Counter()
         self._shapes = shapes
         smallest_first = sorted(shapes, key=_sort_key)
-        self._draft_shapes = [shape for shape in smallest_first if shape.has_drafts]
         self._mixed_shapes = [shape for shape in smallest_first if shape.mode != "full_decode_only"]
-        self._decode_shapes = [
-            shape for shape in smallest_first if shape.mode == "full_decode_only" and not shape.has_drafts
-        ]
+        self._draft_shapes = [shape for shape in smallest_first if shape.has_drafts]
+        other_shapes = {*self._mixed_shapes, *self._draft_shapes}
+        self._decode_shapes = [shape for shape in smallest_first if shape not in other_shapes]
         self._steps: dict[GraphShape, CapturedStep] = {}
 
     @property
@@ -243,7 +224,7 @@ class StepGraphs:
         """Capture every shape."""
         if not self._shapes:
             return
-        pools = _Pools.create()
+        pools = _Pools()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -255,7 +236,7 @@ class StepGraphs:
         """Estimate the memory of `capture`, by capturing and freeing the two largest shapes of each mode."""
         if not self._shapes:
             return 0
-        pools = _Pools.create()
+        pools = _Pools()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         steps: list[CapturedStep] = []
@@ -279,29 +260,26 @@ class StepGraphs:
         return total
 
 
-class _Pools(NamedTuple):
+class _Pools:
     """Memory of graphs.
 
-    steps: pool of steps.
-    proposals: pool of shared graphs. They may run after any step, so they can't use the memory of a step.
-    shared: graphs by number of requests and `SamplingOps`.
+    steps, proposals: memory pools. Proposals that several shapes share may run after any step, so they can't use the
+        memory of a step.
+    proposing: shared graphs that propose drafts, by number of requests and `SamplingOps`.
     """
 
-    steps: _POOL_HANDLE
-    proposals: _POOL_HANDLE
-    shared: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]]
-
-    @classmethod
-    def create(cls) -> Self:
-        """Empty pools."""
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle(), {})
+    def __init__(self) -> None:
+        self.steps, self.proposals = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.proposing: dict[tuple[object, int], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
 
 
 def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools) -> CapturedStep:
-    run_forward, choose_tokens, propose, find_proposing_ops, shares_proposals = functions
-    pool, proposing_ops, num_reqs = pools.steps, find_proposing_ops(shape), shape.num_reqs
-    shared = {ops: graph for ops in proposing_ops if (graph := pools.shared.get((num_reqs, ops))) is not None}
-    new_ops = [ops for ops in proposing_ops if ops not in shared]
+    run_forward, choose_tokens, propose, proposer = functions
+    proposing_ops, key = (), shape.num_reqs
+    if proposer is not None:
+        proposing_ops = proposer.captured_ops(may_propose=shape.mode == "full_decode_only")
+        key = shape if proposer.reads_step else shape.num_reqs
+    new_ops = [ops for ops in proposing_ops if (key, ops) not in pools.proposing]
     warm_up_output = run_forward(shape, None)
     for ops in CAPTURED_OPS:
         choose_tokens(ops, warm_up_output, shape.has_drafts)
@@ -309,24 +287,21 @@ def _capture_step(shape: GraphShape, functions: CapturedFunctions, pools: _Pools
         propose(ops, warm_up_output)
     del warm_up_output
     torch.cuda.current_stream().synchronize()
-    with _Capture(pool) as capture:
+    with _Capture(pools.steps) as capture:
         output = run_forward(shape, capture.launch_attention if shape.mode == "piecewise" else None)
     # `output` lives until the end of this function, so that the other graphs do not reuse the memory of its tensors.
-    sampling = {ops: _capture(pool, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OPS}
-    proposing_pool = pools.proposals if shares_proposals else pool
-    proposing = {ops: _capture(proposing_pool, partial(propose, ops, output)) for ops in new_ops}
-    if shares_proposals:
-        pools.shared.update({(num_reqs, ops): graph for ops, graph in proposing.items()})
-    # Least work first, see `select_graph`.
-    proposing = {ops: shared.get(ops) or proposing[ops] for ops in proposing_ops}
-    logits, table_rows, positions, seq_lens, block_tables, _ = output
-    aliases = ForwardOutput(
-        _alias(logits), _alias(table_rows), _alias(positions), _alias(seq_lens), _alias(block_tables)
-    )
+    sampling = {
+        ops: _capture(pools.steps, partial(choose_tokens, ops, output, shape.has_drafts)) for ops in CAPTURED_OPS
+    }
+    for ops in new_ops:
+        pools.proposing[key, ops] = _capture(pools.proposals, partial(propose, ops, output))
+    proposing = {ops: pools.proposing[key, ops] for ops in proposing_ops}
+    logits, table_rows, positions, seq_lens, block_tables = map(_alias, output[:-1])
+    aliases = ForwardOutput(logits, table_rows, positions, seq_lens, block_tables)
     return CapturedStep(capture.pieces, capture.attentions, aliases, ChoiceGraphs(sampling, proposing))
 
 
-def _capture(pool: _POOL_HANDLE, function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def _capture(pool: _POOL_HANDLE, function: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
     with _Capture(pool) as capture:
         result = function()
     return capture.pieces[0], result

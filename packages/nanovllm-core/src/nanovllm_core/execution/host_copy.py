@@ -1,6 +1,7 @@
 """Pinned host buffers to which the device copies the tokens of a step, with the events that time the step."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 class HostCopySlot:
     """The buffer and the events of one step.
 
-    tokens: pinned int32 [size], see `ChosenTokens.packed`.
+    tokens: pinned int32 [size].
     token_array: the same memory as a numpy array.
     begin_event, end_event: timing events, recorded when the step begins and ends.
     stream: the stream of all steps, stored because asking torch for the current stream is slow.
@@ -23,19 +24,25 @@ class HostCopySlot:
     begin_event: torch.cuda.Event
     end_event: torch.cuda.Event
     stream: torch.cuda.Stream
-    _view_by_length: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
-    def first_tokens(self, count: int) -> Tensor:
-        """A view of the first `count` tokens, cached for later steps."""
-        if (view := self._view_by_length.get(count)) is None:
-            view = self._view_by_length[count] = self.tokens[:count]
-        return view
+    def copy(self, tensors: Sequence[Tensor | None]) -> list[NDArray[np.int32] | None]:
+        """Start to copy int32 tensors to consecutive parts of the buffer. Returns the copies."""
+        arrays, start = list[NDArray[np.int32] | None](), 0
+        for tensor in tensors:
+            if tensor is None:
+                arrays.append(None)
+                continue
+            end = start + tensor.numel()
+            self.tokens[start:end].copy_(tensor.view(-1), non_blocking=True)
+            arrays.append(self.token_array[start:end].reshape(tensor.shape))
+            start = end
+        return arrays
 
 
 class HostCopyRing:
     """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
-    size: maximum length of `ChosenTokens.packed`.
+    size: maximum number of integers that a step copies.
     max_steps_in_flight: maximum number of steps that are launched but not finished.
     """
 

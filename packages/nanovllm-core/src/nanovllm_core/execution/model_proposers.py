@@ -4,8 +4,8 @@ Both have a cache entry for each token, in the blocks of the model's own cache. 
 the step. A draft model computes the entries only when it proposes (see `DraftPlanner`).
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer, Proposer
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.model import CausalLM, ForwardContext, ModelSpec, MultiTokenModel
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.scheduling.plan import EntryRanges
+from nanovllm_core.scheduling.plan import EntryRange
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
 # Rows with penalties have no drafts. Masks of grammars do not exist yet when drafts are proposed.
 _IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
 
 
-class _CachingProposer(ABC):
+class _CachingProposer(Proposer):
     """Draws drafts one after the other. The random numbers are those of the model, so that equal logits agree.
 
     entry_offset: distance between the position of a token and the position of its cache entry.
@@ -36,7 +36,7 @@ class _CachingProposer(ABC):
     """
 
     entry_offset = 0
-    reads_step = True
+    uses_cache = True
 
     def __init__(
         self,
@@ -60,59 +60,43 @@ class _CachingProposer(ABC):
         proposing_ops = (_IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
         return (*proposing_ops, NO_DRAFTS) if may_propose else (NO_DRAFTS,)
 
-    @abstractmethod
-    def compute_late_entries(self, ranges: EntryRanges) -> None:
-        """See `Proposer.compute_late_entries`."""
-
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
-        table, (table_rows, _, is_sampled) = self._table, rows
-        num_reqs, device = len(table_rows), table.device
-        max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
-        bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
-        num_proposed = torch.zeros_like(is_sampled)
-        if ops == NO_DRAFTS:
-            self._skip(rows, step)
-        else:
-            self._draw(rows, step, ops, sample, bounds, num_proposed)
-        position = table.num_computed.index_select(0, table_rows) + 1
-        columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=device)
-        return table.tokens[table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
+        table, num_proposed, hidden = self._table, torch.zeros_like(rows.is_sampled), self._follow(rows, step)
+        if ops != NO_DRAFTS:
+            self._draw(rows, step, hidden, ops, sample, num_proposed)
+        position = table.num_computed.index_select(0, rows.table_rows) + 1
+        columns = position.unsqueeze(1) + torch.arange(table.max_drafts, device=table.device)
+        return table.tokens[rows.table_rows.unsqueeze(1), columns.clamp_(max=table.tokens.shape[1] - 1)], num_proposed
 
     def _draw(
-        self,
-        rows: DeviceRows,
-        step: StepTokens,
-        ops: int,
-        sample: SampleTokens,
-        bounds: BatchBounds,
-        num_proposed: Tensor,
+        self, rows: DeviceRows, step: StepTokens, hidden: Tensor, ops: int, sample: SampleTokens, num_proposed: Tensor
     ) -> None:
-        """Write drafts to the table, and add them to `num_proposed`. bounds: of a batch with one token per request."""
+        """Write drafts to the table, and add them to `num_proposed`. hidden: result of `_follow`."""
         table, (table_rows, _, is_sampled) = self._table, rows
-        num_reqs, device = len(table_rows), table.device
-        hidden, has_space = self._begin(rows, step, bounds)
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+        num_reqs = len(table_rows)
+        max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
+        bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
+        hidden, has_space = self._begin(rows, step, hidden, bounds)
+        is_proposed = has_space * is_sampled
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=table.device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
         # The position of each row's last token or draft.
         last = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
-        is_proposed = has_space * is_sampled
-        drafts = list[Tensor]()
         for index in range(table.max_drafts):
-            if index:
-                firsts = self._limit_starts(last.num_computed - self.entry_offset, bounds)
-                inputs = self._build_inputs(table_rows, starts, firsts, bounds)
-                slots = inputs.slot_mapping * is_sampled
-                is_proposed = (slots >= self._cache.layout.block_size).int()
-                hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=drafts[-1]), starts, bounds, hidden)
             logits = self._parallel.exchange_columns(self._compute_logits(hidden))[:, : table.vocab_size]
             # Logits of padding may be NaN, whose token may be no valid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
             # Drafts without a cache entry are not written, because the entry would be missing if they were accepted.
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
             num_proposed += is_proposed
-            drafts.append(tokens)
+            if index + 1 < table.max_drafts:
+                firsts = self._limit_starts(last.num_computed - self.entry_offset, bounds)
+                inputs = self._build_inputs(table_rows, starts, firsts, bounds)
+                slots = inputs.slot_mapping * is_sampled
+                is_proposed = (slots >= self._cache.layout.block_size).int()
+                hidden = self._run(inputs._replace(slot_mapping=slots, input_ids=tokens), starts, bounds, hidden)
 
     def _build_inputs(
         self, table_rows: Tensor, query_start_loc: Tensor, num_computed: Tensor, bounds: BatchBounds
@@ -139,14 +123,19 @@ class _CachingProposer(ABC):
         context = ForwardContext(batch, inputs.slot_mapping, cache.kv_caches, cache.kv_scales)
         return self._forward(inputs.input_ids, inputs.positions, hidden, context)
 
-    @abstractmethod
-    def _skip(self, rows: DeviceRows, step: StepTokens) -> None:
-        """Compute the cache entries that can't be computed after this step, which proposes nothing."""
+    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+        """Compute the cache entries that can't be computed after this step.
+
+        Returns hidden states [num_tokens, hidden] after the step's tokens.
+        """
+        del rows
+        return step.hidden
 
     @abstractmethod
-    def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+    def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
         """Compute the cache entries up to each request's last token.
 
+        hidden: result of `_follow`.
         bounds: of a batch with one token per request.
         Returns hidden states [B, hidden] that predict the first drafts, and whether the cache has space for the entries
         of the last tokens, bool [B].
@@ -159,32 +148,25 @@ class DraftModelProposer(_CachingProposer):
     The ranks share the draft model like the model itself, so that they can't disagree about a draft.
     """
 
-    reads_step = False
+    can_lag = True
 
-    def compute_late_entries(self, ranges: EntryRanges) -> None:
+    def compute_late_entries(self, entries: Sequence[EntryRange]) -> None:
         """See `Proposer.compute_late_entries`."""
         # Attention expects requests with one token first.
-        order = np.argsort(ranges.num_tokens != 1, kind="stable")
-        rows, firsts, lengths = (array[order] for array in ranges)
-        arrays = rows, firsts, np.concatenate(([0], lengths.cumsum()))
+        rows, firsts, lengths = np.array(sorted(entries, key=lambda entry: entry.num_tokens != 1), np.int32).T
+        query_starts = np.concatenate(([0], lengths.cumsum()), dtype=np.int32)
         table = self._table
-        table_rows, starts, query_start_loc = upload([array.astype(np.int32) for array in arrays], table.device)
-        bounds = BatchBounds(
-            int(lengths.sum()),
-            int(np.count_nonzero(lengths == 1)),
-            int(lengths.max()),
-            int((firsts + lengths).max()),
-            has_only_whole_prompts=False,
-        )
+        table_rows, starts, query_start_loc = upload([rows, firsts, query_starts], table.device)
+        num_tokens, num_decodes = int(lengths.sum()), int(np.count_nonzero(lengths == 1))
+        max_lens = int(lengths.max()), int((firsts + lengths).max())
+        bounds = BatchBounds(num_tokens, num_decodes, *max_lens, has_only_whole_prompts=False)
         num_computed = table.num_computed.index_copy(0, table_rows.long(), starts)
         inputs = self._build_inputs(table_rows, query_start_loc, num_computed, bounds)
         # A draft model ignores the hidden states, so any tensor serves.
         self._run(inputs, query_start_loc, bounds, table.tokens)
 
-    def _skip(self, rows: DeviceRows, step: StepTokens) -> None:
-        """All entries can be computed later."""
-
-    def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+    def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+        del step
         # The entries of earlier tokens exist: of accepted drafts since they were proposed, others were late entries.
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
@@ -193,7 +175,7 @@ class DraftModelProposer(_CachingProposer):
         inputs = self._build_inputs(rows.table_rows, starts, firsts, bounds)
         has_tokens = rows.query_start_loc.diff() > 0
         slots = inputs.slot_mapping * has_tokens.repeat_interleave(2, output_size=2 * num_reqs)
-        hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, step.hidden)
+        hidden = self._run(inputs._replace(slot_mapping=slots), starts, bounds, hidden)
         return hidden[1::2], slots[1::2] >= self._cache.layout.block_size
 
 
@@ -205,29 +187,22 @@ class HeadProposer(_CachingProposer):
     """
 
     entry_offset = 1
-
-    def compute_late_entries(self, ranges: EntryRanges) -> None:
-        """No entries are late: each step computes those of its tokens, because they need the step's hidden states."""
-
-    def _skip(self, rows: DeviceRows, step: StepTokens) -> None:
-        self._follow(rows, step)
-
-    def _begin(self, rows: DeviceRows, step: StepTokens, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
-        del bounds
-        table, positions = self._table, step.inputs.positions
-        hidden = self._follow(rows, step)
-        # The last token of the step that was kept stands before the request's last token.
-        starts = rows.query_start_loc[:-1].clamp(max=len(positions) - 1)
-        last_kept = table.num_computed.index_select(0, rows.table_rows) - 1
-        indices = (starts + last_kept - positions.index_select(0, starts)) * rows.is_sampled
-        return hidden.index_select(0, indices), rows.is_sampled.bool()
+    reads_step = True
 
     def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
-        """Compute the entries of the step's tokens. Returns the head's hidden states [num_tokens, hidden]."""
         table, positions = self._table, step.inputs.positions
         token_rows = rows.table_rows.index_select(0, find_requests(rows, len(positions)))
         inputs = step.inputs._replace(input_ids=table.tokens[token_rows, positions + 1])
         return self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
+
+    def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+        del bounds
+        positions = step.inputs.positions
+        # The last token of the step that was kept stands before the request's last token.
+        starts = rows.query_start_loc[:-1].clamp(max=len(positions) - 1)
+        last_kept = self._table.num_computed.index_select(0, rows.table_rows) - 1
+        indices = (starts + last_kept - positions.index_select(0, starts)) * rows.is_sampled
+        return hidden.index_select(0, indices), rows.is_sampled.bool()
 
 
 def find_draft_spec(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec | None:

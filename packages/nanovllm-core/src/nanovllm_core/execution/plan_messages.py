@@ -9,7 +9,7 @@ from nanovllm_core.parallel.plan_ring import PlanWriter
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import (
     BatchShape,
-    EntryRanges,
+    EntryRange,
     NewBlocks,
     NewRow,
     NewState,
@@ -72,7 +72,6 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
 
     scheduled: the arrays of `ScheduledRows` as bytes; None if the previous step had the same rows.
     num_masks: number of masks that rank 0 broadcasts before the step chooses tokens.
-    late_entries: the arrays of `EntryRanges` as bytes, or None.
     """
 
     step_number: int
@@ -83,7 +82,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange]
     num_masks: int
-    late_entries: tuple[bytes, bytes, bytes] | None
+    late_entries: list[EntryRange]
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -112,7 +111,7 @@ class PlanPublisher:
             plan.max_seq_len,
             plan.prompt_logprobs_ranges,
             num_masks,
-            None if (late := plan.late_entries) is None else (late[0].tobytes(), late[1].tobytes(), late[2].tobytes()),
+            plan.late_entries,
         )
         self._writer.write(_encode(message))
 
@@ -145,11 +144,6 @@ class PlanDecoder:
             message.shape,
             message.max_seq_len,
             message.prompt_logprobs_ranges,
-            None if message.late_entries is None else _decode_ranges(message.late_entries),
+            message.late_entries,
         )
         return plan, message.num_masks
-
-
-def _decode_ranges(arrays: tuple[bytes, bytes, bytes]) -> EntryRanges:
-    rows, starts, num_tokens = (np.frombuffer(array, np.int64) for array in arrays)
-    return EntryRanges(rows, starts, num_tokens)

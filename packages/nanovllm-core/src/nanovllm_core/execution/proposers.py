@@ -1,14 +1,14 @@
 """Proposes drafts after the last token of each request, with the request's own tokens."""
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from nanovllm_core.execution.forward import StepTokens
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
-from nanovllm_core.scheduling.plan import EntryRanges
+from nanovllm_core.scheduling.plan import EntryRange
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 
 # Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
@@ -22,51 +22,48 @@ NO_DRAFTS = -1
 SampleTokens = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Proposes drafts, after the tokens of a step have been written to the request table.
 
     CUDA graphs capture `propose`. So it never waits for a GPU, and does the same for any requests of one shape.
+
+    uses_cache: whether the proposer has cache entries of tokens and drafts, so that proposing takes time and space.
+    can_lag: whether steps may leave out cache entries, which `compute_late_entries` computes later.
+    reads_step: whether `propose` reads the step's tokens. If not, steps with equal numbers of requests share graphs.
     """
 
-    @property
-    def reads_step(self) -> bool:
-        """Whether `propose` reads the step's tokens. If not, steps with equal numbers of requests share graphs."""
-        ...
+    uses_cache = can_lag = reads_step = False
 
     def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
         """Values of `ops` for which graphs are captured, least work first, see `select_graph`.
 
-        may_propose: whether the planner may let a captured step propose drafts that take time.
+        may_propose: whether a step of the captured shape may propose drafts that take time.
         """
-        ...
+        del may_propose
+        return (int(~SamplingOps.GREEDY),)
 
-    def compute_late_entries(self, ranges: EntryRanges) -> None:
-        """Compute the cache entries of earlier tokens, see `StepPlan.late_entries`. Never captured."""
-        ...
-
+    @abstractmethod
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """Write drafts after the last token of each request that samples. Returns the results of `propose_ngrams`.
 
         ops: `SamplingOps` of the requests, combined; NO_DRAFTS to do only what later calls need.
         """
-        ...
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Compile what graphs do not contain. num_tokens: maximum number of late entries of a step."""
+        if self.can_lag:
+            self.compute_late_entries([EntryRange(0, 0, num_tokens)])
+
+    def compute_late_entries(self, entries: Sequence[EntryRange]) -> None:
+        """Compute the cache entries of earlier tokens, see `StepPlan.late_entries`. Never captured."""
+        raise NotImplementedError
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes the tokens that followed the last tokens earlier in the request or in its prediction."""
-
-    reads_step = False
 
     def __init__(self, table: RequestTable):
         self._table = table
-
-    def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
-        """See `Proposer.captured_ops`."""
-        del may_propose
-        return (int(~SamplingOps.GREEDY),)
-
-    def compute_late_entries(self, ranges: EntryRanges) -> None:
-        """N-grams have no cache entries."""
 
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""

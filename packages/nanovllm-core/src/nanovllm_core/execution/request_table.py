@@ -138,9 +138,7 @@ class RequestTable:
             self.max_prediction_tokens = min(-(-max_model_len // 16) * 16, _MAX_PREDICTION_TOKENS)
         # The additional columns are for tokens that a step in flight samples after its request has finished.
         self.search_tokens = zeros(num_rows, self.max_prediction_tokens + max_model_len + 1 + max_drafts)
-        self.search_tokens[:, : self.max_prediction_tokens] = _NO_TOKEN
         self.tokens = self.search_tokens[:, self.max_prediction_tokens :]
-        self._has_prediction = np.zeros(num_rows, np.bool_)
         self.num_computed = zeros(num_rows)
         self.block_table = zeros(num_rows, -(-max_model_len // block_size))
         # `_floats` holds six sampling options. The next line names them.
@@ -322,11 +320,8 @@ class RequestTable:
                 self._write_prediction(new)
 
     def _write_prediction(self, new: NewRow) -> None:
-        columns = self.search_tokens[new.row, : self.max_prediction_tokens]
-        if self._has_prediction[new.row]:
-            columns.fill_(_NO_TOKEN)
-        self._has_prediction[new.row] = has_prediction = len(new.prediction_ids) > 0
-        if has_prediction:
+        columns = self.search_tokens[new.row, : self.max_prediction_tokens].fill_(_NO_TOKEN)
+        if len(new.prediction_ids):
             (prediction,) = upload([new.prediction_ids[: self.max_prediction_tokens]], self.device)
             columns[len(columns) - len(prediction) :] = prediction
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from nanovllm_core.grammar_types import CompiledGrammar, GrammarMatcher
 from nanovllm_core.sampling_params import ReasoningBudget
 from nanovllm_core.scheduling.plan import NewRow
 
-# Time limit for all calls of one request's matcher: a constant plus a time per matched token. A slow matcher delays all
+# Time limit for all calls of one request's matcher: a constant plus a time per output token. A slow matcher delays all
 # requests. JSON takes 10 us per token, so only very ambiguous grammars reach the limit.
 _MAX_MATCH_S = 2.0
 _MAX_MATCH_S_PER_TOKEN = 0.02
@@ -31,15 +31,6 @@ class GrammarFailure(NamedTuple):
     reason: str
 
 
-class _SavedState(NamedTuple):
-    """The state of a constraint before drafts. num_matched_tokens: see `Constraint`."""
-
-    matcher: GrammarMatcher | None
-    budget: ReasoningBudget | None
-    num_output_ids: int
-    num_matched_tokens: int
-
-
 @dataclass(slots=True, eq=False)
 class Constraint:
     """The grammar, the reasoning budget and the allowed token ids of one row.
@@ -48,10 +39,9 @@ class Constraint:
     budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
     allowed_mask: see `make_mask`; allows `allowed_token_ids` and tokens that end a grammar; None if all are allowed.
     num_launched_outputs: number of output tokens for which steps were launched, if they reject no draft.
-    output_ids: the output, followed by drafts between the first `append_draft` and `drop_drafts`.
+    output_ids: the output, in a fork followed by drafts.
     draft_ids: the tokens after the row's last token in the token table, when the row's last step had finished.
     match_s: seconds spent in calls for this row alone.
-    num_matched_tokens: number of tokens that matchers have accepted, including drafts.
     failure: why the row cannot sample a token; None if it can.
     """
 
@@ -64,12 +54,7 @@ class Constraint:
     output_ids: list[int] = field(default_factory=list[int])
     draft_ids: list[int] = field(default_factory=list[int])
     match_s: float = 0.0
-    num_matched_tokens: int = 0
     failure: str | None = None
-    # The state to which `drop_drafts` returns; None without drafts.
-    _saved: _SavedState | None = None
-    # Whether the saved matcher can return to its saved state: no call has failed since.
-    _is_matcher_restorable: bool = True
 
     @classmethod
     def from_row(cls, new: NewRow, num_mask_words: int) -> "Constraint | None":
@@ -110,38 +95,19 @@ class Constraint:
         return not self.depends_on_output and self.allowed_mask is None and self.failure is None
 
     def append_token(self, token: int) -> bool:
-        """Append a sampled token. Returns whether the matcher must advance by the token."""
+        """Append a sampled token or a draft. Returns whether the matcher must advance by the token."""
+        budget, required_token = self.budget, self._next_end_token()
         self.output_ids.append(token)
-        budget = self.budget
-        if budget is not None and tuple(self.output_ids[-len(budget.end) :]) == budget.end:
+        # If another token follows an exhausted budget, the mask forbade the end of the reasoning.
+        is_dropped = required_token not in (None, token)
+        if budget is not None and (is_dropped or tuple(self.output_ids[-len(budget.end) :]) == budget.end):
             self.budget = None
         return self.matcher is not None and self.failure is None
 
-    def append_draft(self, token: int) -> bool:
-        """Append a draft until `drop_drafts`. Returns whether the matcher must advance by the draft."""
-        if self._saved is None:
-            self._saved = _SavedState(self.matcher, self.budget, len(self.output_ids), self.num_matched_tokens)
-            self._is_matcher_restorable = True
-            if self.matcher is not None:
-                self.matcher.save()
-        return self.append_token(token)
-
-    def drop_drafts(self) -> int | None:
-        """Return to the state before the drafts, except that the caller must call `restore_all` of the matcher.
-
-        Returns the number of drafts that the matcher has accepted; None if the matcher failed and was replaced by a
-        matcher that has followed the output.
-        """
-        saved = self._saved
-        if saved is None:
-            return 0
-        self._saved, self.failure = None, None
-        self.matcher, self.budget = saved.matcher, saved.budget
-        del self.output_ids[saved.num_output_ids :]
-        if self._is_matcher_restorable:
-            return self.num_matched_tokens - saved.num_matched_tokens
-        self.restart_matcher()
-        return None
+    def fork(self) -> "Constraint":
+        """An independent constraint in the same state, which can follow drafts."""
+        matcher = None if self.matcher is None else self.matcher.fork()
+        return replace(self, matcher=matcher, output_ids=[*self.output_ids])
 
     def advance_matcher(self, token: int) -> None:
         """Advance the matcher by the token that was appended last."""
@@ -153,16 +119,13 @@ class Constraint:
         """Record whether the matcher accepted a token."""
         if not accepted:
             self.failure = f"the grammar rejected token {token}, which its mask had allowed"
-            return
-        self.num_matched_tokens += 1
-        if self.matcher is not None and token in self.matcher.end_ids:
+        elif self.matcher is not None and token in self.matcher.end_ids:
             self.matcher = None
 
     def restart_matcher(self) -> None:
         """Replace a matcher in an unknown state by a new matcher, advanced by all tokens of `output_ids`."""
         if self.grammar is None or self.matcher is None:
             return
-        self._is_matcher_restorable = False
         self.matcher = self.grammar.start()
         for token in self.output_ids:
             if self.failure is None:
@@ -186,13 +149,10 @@ class Constraint:
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
         """If the budget is exhausted, restrict `mask` to the next token of `ReasoningBudget.end`.
 
-        If `mask` forbids this token, the budget is dropped. Returns whether the mask was changed.
+        Returns whether the mask was changed: not if it forbids this token.
         """
         required_token = self._next_end_token()
-        if required_token is None:
-            return False
-        if not allows_token(mask, required_token):
-            self.budget = None
+        if required_token is None or not allows_token(mask, required_token):
             return False
         word, bit = divmod(required_token, 32)
         mask[:] = 0
@@ -207,10 +167,9 @@ class Constraint:
             yield
         # xgrammar raises RuntimeError when it reaches one of its own limits.
         except RuntimeError as error:
-            self._is_matcher_restorable = False
             self.failure = f"the grammar can't be followed further: {' '.join(str(error).split())}"
         self.match_s += time.perf_counter() - start
-        if self.match_s > _MAX_MATCH_S + _MAX_MATCH_S_PER_TOKEN * self.num_matched_tokens:
+        if self.match_s > _MAX_MATCH_S + _MAX_MATCH_S_PER_TOKEN * len(self.output_ids):
             self.failure = "the grammar takes too long to follow: make its rules less ambiguous"
 
     def _next_end_token(self) -> int | None:

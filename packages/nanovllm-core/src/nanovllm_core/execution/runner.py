@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,34 +14,19 @@ from tqdm import tqdm
 from nanovllm_core.cache.memory import CacheLayout, CacheMemory, CacheSize, measure_free_bytes, plan_cache
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.forward import BatchBounds, ForwardOutput, ForwardPass
-from nanovllm_core.execution.graphs import (
-    CapturedFunctions,
-    CapturedStep,
-    GraphShape,
-    StepGraphs,
-    graph_shapes,
-    may_propose,
-)
+from nanovllm_core.execution.graphs import CapturedFunctions, CapturedStep, GraphShape, StepGraphs, graph_shapes
 from nanovllm_core.execution.host_copy import HostCopyRing
 from nanovllm_core.execution.model_proposers import find_draft_spec, make_proposer
 from nanovllm_core.execution.plan_messages import PlanPublisher
 from nanovllm_core.execution.prompt_scores import PromptScores, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
-from nanovllm_core.execution.step_handle import StepHandle, count_packed
+from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.execution.token_choice import ChoiceGraphs, TokenChooser
 from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import (
-    BatchShape,
-    EntryRanges,
-    NewBlocks,
-    NewRow,
-    PromptLogprobsRange,
-    ScheduledRows,
-    StepPlan,
-)
+from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import (
     ESTIMATOR_WITHOUT_ROUNDS,
@@ -59,6 +45,7 @@ class Runner:
     again.
     is_asynchronous: whether `launch` returns before the device has computed the step.
     attention_estimator: estimates how long the attention of prompt chunks takes.
+    proposer: proposes drafts; None without speculation.
     """
 
     def __init__(
@@ -82,7 +69,8 @@ class Runner:
         self._host_copies: HostCopyRing | None = None
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
-            max_ints = count_packed(config.max_num_seqs, config.max_draft_step_tokens, config.max_drafts)
+            # See `ChosenTokens`.
+            max_ints = config.max_num_seqs * (3 + config.max_drafts) + config.max_draft_step_tokens
             self._host_copies = HostCopyRing(max_ints, config.depth, stream)
         attention = layout.attention_specs[0]
         self.attention_estimator = ESTIMATOR_WITHOUT_ROUNDS
@@ -99,31 +87,19 @@ class Runner:
             max_drafts=config.max_drafts,
             parallel=parallel,
         )
-        proposer = make_proposer(model, draft_model, self.cache, self._table, config, parallel)
-        self._token_chooser = TokenChooser(
-            self._table,
-            parallel,
-            config.max_draft_step_tokens,
-            proposer,
-            config.acceptance_length,
-            compiles=config.compile,
-        )
+        self.proposer = make_proposer(model, draft_model, self.cache, self._table, config, parallel)
+        self._token_chooser = TokenChooser(self._table, parallel, config, self.proposer)
+        choices = self._token_chooser.choose_padded, self._token_chooser.propose_padded
+        self._captured_functions = CapturedFunctions(self._run_padded_forward, *choices, self.proposer)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
         # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_seqs_per_group, config.max_tokens_per_group)
+        draft_limits = (config.max_drafts, config.max_draft_step_tokens)
         min_whole_tokens = min_graph_tokens_for_step_keys(self.cache.kv_caches[0], config.attention_backend)
-        self.graphs = StepGraphs(
-            graph_shapes(
-                config.graph_mode,
-                *batch_limits,
-                max_drafts=config.max_drafts,
-                max_draft_step_tokens=config.max_draft_step_tokens,
-                min_whole_tokens=min_whole_tokens,
-            )
-        )
+        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, *draft_limits, min_whole_tokens))
 
     @classmethod
     @torch.inference_mode()
@@ -155,13 +131,11 @@ class Runner:
             for shape in tqdm(shapes, desc="compiling", disable=None):
                 output = self._run_padded_forward(shape)
                 self._token_chooser.choose_padded(int(SamplingOps.RANDOM), output, shape.has_drafts)
-                for ops in self._token_chooser.proposing_ops(may_propose=True):
+                for ops in () if self.proposer is None else self.proposer.captured_ops(may_propose=True):
                     self._token_chooser.propose_padded(ops, output)
                 self._run_padded_forward(shape, num_decodes=0)
-            if max_drafts:
-                num_late = min(self._config.max_draft_step_tokens, self._config.max_model_len)
-                first = np.zeros(1, np.int64)
-                self._token_chooser.compute_late_entries(EntryRanges(first, first, first + num_late))
+            if self.proposer is not None:
+                self.proposer.warm_up(min(self._config.max_draft_step_tokens, self._config.max_model_len))
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
             self._run_dummy_step([1], SamplingParams(temperature=0.0))
@@ -190,22 +164,6 @@ class Runner:
         self._table.step_buffer.clear()
         self.graphs.capture(self._captured_functions)
 
-    @property
-    def _captured_functions(self) -> CapturedFunctions:
-        chooser = self._token_chooser
-        return CapturedFunctions(
-            self._run_padded_forward,
-            chooser.choose_padded,
-            chooser.propose_padded,
-            self._proposing_ops,
-            chooser.shares_proposals,
-        )
-
-    def _proposing_ops(self, shape: GraphShape) -> tuple[int, ...]:
-        config = self._config
-        is_proposing = may_propose(shape, config.max_seqs_per_group, config.max_draft_step_tokens)
-        return self._token_chooser.proposing_ops(may_propose=is_proposing)
-
     def release_graphs(self) -> None:
         """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
         self.graphs.release()
@@ -220,9 +178,8 @@ class Runner:
         """
         # The first run may compile or allocate, so run twice.
         greedy = SamplingParams(temperature=0.0)
-        durations_s = [
-            self._run_dummy_step([num_tokens], greedy, context_len=context_len, proposes=False) for _ in range(2)
-        ]
+        run_step = partial(self._run_dummy_step, [num_tokens], greedy, context_len=context_len, proposes=False)
+        durations_s = [run_step() for _ in range(2)]
         self._table.step_buffer.clear()
         self.graphs.num_steps.clear()
         return min(durations_s)
@@ -254,8 +211,8 @@ class Runner:
         step = self._table.apply_plan(plan, plan.shape.num_reqs if captured is None else captured.num_reqs)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)
-        if plan.late_entries is not None:
-            self._token_chooser.compute_late_entries(plan.late_entries)
+        if self.proposer is not None and plan.late_entries:
+            self.proposer.compute_late_entries(plan.late_entries)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step, captured)
         chooser = self._token_chooser
@@ -297,14 +254,8 @@ class Runner:
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
     ) -> ForwardOutput:
         """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
-        bounds = BatchBounds(
-            shape.num_tokens,
-            num_decodes,
-            shape.max_query_len,
-            self._config.max_model_len,
-            shape.has_only_whole_prompts,
-            shape.has_drafts,
-        )
+        flags, max_model_len = (shape.has_only_whole_prompts, shape.has_drafts), self._config.max_model_len
+        bounds = BatchBounds(shape.num_tokens, num_decodes, shape.max_query_len, max_model_len, *flags)
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
         return self._forward.make_output(hidden, rows, batch, bounds)

@@ -1,12 +1,13 @@
 """Chooses a step's tokens from logits, writes them to the request table, and starts their copy to the host."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.execution.constraints import Constraints
 from nanovllm_core.execution.forced_acceptance import ForcedAcceptance
 from nanovllm_core.execution.forward import ForwardOutput
@@ -18,12 +19,15 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps, Ste
 from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.layers.compilation import compile_for_rows
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.scheduling.plan import EntryRanges, StepPlan
+from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
 from nanovllm_kernels.request_tables import TokenTables, commit_tokens, verify_drafts
 
+# Tokens, and the number of new tokens of each request, see `ChosenTokens`.
+SampledTokens = tuple[Tensor, Tensor | None]
+ResultT = TypeVar("ResultT")
 # Graphs of one shape, least work first. SamplingOps -> (graph, its result).
-GraphsByOps = Mapping[int, tuple[torch.cuda.CUDAGraph, Tensor]]
+GraphsByOps = Mapping[int, tuple[torch.cuda.CUDAGraph, ResultT]]
 
 # The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
 # other combination, because an operation does not affect rows that do not need the operation.
@@ -50,37 +54,32 @@ class ChoiceGraphs(NamedTuple):
     proposing: graphs of `TokenChooser.propose_padded`; empty without speculation.
     """
 
-    sampling: GraphsByOps
-    proposing: GraphsByOps
+    sampling: GraphsByOps[SampledTokens]
+    proposing: GraphsByOps[Tensor | None]
 
 
 class TokenChooser:
     """Chooses the tokens of all rows of a step, and proposes drafts, with kernels or captured graphs.
 
     proposer: None without speculation.
-    acceptance_length: see `EngineConfig`.
     """
 
     def __init__(
         self,
         table: RequestTable,
         parallel: ParallelContext,
-        max_draft_step_tokens: int,
+        config: ResolvedConfig,
         proposer: Proposer | None = None,
-        acceptance_length: float | None = None,
-        *,
-        compiles: bool,
     ):
-        self._forced_acceptance = None
-        if acceptance_length is not None:
-            self._forced_acceptance = ForcedAcceptance(acceptance_length, table)
+        length = config.acceptance_length
+        self._forced_acceptance = None if length is None else ForcedAcceptance(length, table)
         self._table = table
         self._parallel = parallel
         self._proposer = proposer
         num_rows = parallel.count_gathered(table.num_rows)
-        num_masks = max(num_rows, max_draft_step_tokens) if table.max_drafts else num_rows
+        num_masks = max(num_rows, config.max_draft_step_tokens) if table.max_drafts else num_rows
         self._constraints = Constraints(num_rows, table.vocab_size, table.device, num_masks)
-        self._gather_columns = compile_for_rows(gather_columns, min_rows=1) if compiles else gather_columns
+        self._gather_columns = compile_for_rows(gather_columns, min_rows=1) if config.compile else gather_columns
 
     def begin_step(self, plan: StepPlan) -> int:
         """Begin a step on rank 0. Returns the number of masks that the step needs, which the other ranks must know."""
@@ -109,32 +108,29 @@ class TokenChooser:
         if masks is not None:
             ops |= _MASK
         draft_ops = ops if proposes else NO_DRAFTS
-        sampled = proposed = None
+        samples = num_new = proposals = None
         if graphs is not None:
             captured_ops = select_graph(graphs.sampling, ops)
             if masks is None and captured_ops & _MASK:
                 constraints.mask_buffer.clear()
-            graph, sampled = graphs.sampling[captured_ops]
+            graph, (samples, num_new) = graphs.sampling[captured_ops]
             graph.replay()
             if graphs.proposing:
-                graph, proposed = graphs.proposing[select_graph(graphs.proposing, draft_ops)]
+                graph, proposals = graphs.proposing[select_graph(graphs.proposing, draft_ops)]
                 graph.replay()
         elif step.sampling_indices.size:
-            sampled = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
-            proposed = self._propose(draft_ops, output, step.device_rows)
+            samples, num_new = self._choose_and_write(ops, output, step.device_rows, masks, has_drafts=step.has_drafts)
+            proposals = self._propose(draft_ops, output, step.device_rows)
         else:
             # No row samples, so the kernel does not read its `tokens` argument.
             self._write_tokens(step.device_rows, step.device_rows.table_rows, ops, has_drafts=False)
             self._propose(NO_DRAFTS, output, step.device_rows)
-        tokens = None
-        if sampled is not None:
-            packed = sampled if proposed is None else torch.cat((sampled, proposed))
-            tokens = self._make_chosen(packed, output, has_drafts=step.has_drafts)
         # Graphs contain no log-probabilities, because few requests ask for them.
         token_logprobs = None
-        if tokens is not None and step.max_num_logprobs >= 0:
-            token_logprobs = compute_logprobs(tokens.samples, output.logits, step, self._parallel)
-        handle = StepHandle(step, tokens, token_logprobs, host_slot, constraints.failures, prompt_scores)
+        if samples is not None and step.max_num_logprobs >= 0:
+            token_logprobs = compute_logprobs(samples, output.logits, step, self._parallel)
+        chosen = ChosenTokens(samples, num_new, proposals)
+        handle = StepHandle(step, chosen, token_logprobs, host_slot, constraints.failures, prompt_scores)
         constraints.end_step(handle)
         return handle
 
@@ -151,10 +147,10 @@ class TokenChooser:
             mask_buffer.send([-1] * num_masks)
         return mask_buffer.share(num_masks, self._parallel)
 
-    def choose_padded(self, ops: int, output: ForwardOutput, has_drafts: bool) -> Tensor:
-        """Choose tokens for all rows of the step buffer, including padding. Graphs capture this method.
+    def choose_padded(self, ops: int, output: ForwardOutput, has_drafts: bool) -> SampledTokens:
+        """Choose tokens for all rows of the step buffer, including padding, and all ranks. Graphs capture this method.
 
-        Returns the first parts of `ChosenTokens.packed`, up to the drafts, for the requests of all ranks.
+        Returns the first fields of `ChosenTokens`.
         """
         masks = None
         if ops & _MASK:
@@ -162,50 +158,30 @@ class TokenChooser:
         rows = self._table.step_buffer.first_rows(len(output.seq_lens))
         return self._choose_and_write(ops, output, rows, masks, has_drafts=has_drafts)
 
-    def proposing_ops(self, *, may_propose: bool) -> tuple[int, ...]:
-        """See `Proposer.captured_ops`; empty without speculation."""
-        return () if self._proposer is None else self._proposer.captured_ops(may_propose=may_propose)
-
-    @property
-    def shares_proposals(self) -> bool:
-        """Whether graphs of `propose_padded` serve all steps with the same number of requests."""
-        return self._proposer is not None and not self._proposer.reads_step
-
-    def compute_late_entries(self, ranges: EntryRanges) -> None:
-        """See `Proposer.compute_late_entries`. Raises ValueError without speculation."""
-        if self._proposer is None:
-            raise ValueError("without speculation there are no late entries")
-        self._proposer.compute_late_entries(ranges)
-
-    def propose_padded(self, ops: int, output: ForwardOutput) -> Tensor:
+    def propose_padded(self, ops: int, output: ForwardOutput) -> Tensor | None:
         """Propose drafts for all rows of the step buffer, including padding. Graphs capture this method.
 
-        Returns the last parts of `ChosenTokens.packed`, from the drafts on.
+        Returns `ChosenTokens.proposals`.
         """
-        rows = self._table.step_buffer.first_rows(len(output.seq_lens))
-        proposed = self._propose(ops, output, rows)
-        if proposed is None:
-            raise ValueError("without speculation there are no drafts")
-        return proposed
+        return self._propose(ops, output, self._table.step_buffer.first_rows(len(output.seq_lens)))
 
     def _propose(self, ops: int, output: ForwardOutput, rows: DeviceRows) -> Tensor | None:
         if self._proposer is None or output.step is None:
             return None
         drafts, num_proposed = self._proposer.propose(rows, output.step, ops, self._sample)
         if self._forced_acceptance is not None and ops != NO_DRAFTS:
-            num_proposed = self._forced_acceptance.count_proposed(rows.is_sampled)
-        return torch.cat((drafts.view(-1), num_proposed))
+            num_proposed = rows.is_sampled * self._table.max_drafts
+        return torch.cat((num_proposed.unsqueeze(1), drafts), 1)
 
     def _choose_and_write(
         self, ops: int, output: ForwardOutput, rows: DeviceRows, masks: Masks | None, *, has_drafts: bool
-    ) -> Tensor:
+    ) -> SampledTokens:
         tokens = self._sample(output.logits, output.table_rows, output.positions, ops, masks)
         if self._forced_acceptance is not None:
             tokens = self._forced_acceptance.replace_samples(tokens, output.table_rows, output.positions)
         # The tables have this rank's requests only, if ranks have different requests.
         own_tokens = self._parallel.own_rows(tokens) if self._parallel.splits_requests else tokens
-        num_new = self._write_tokens(rows, own_tokens, ops, has_drafts=has_drafts)
-        return tokens if num_new is None else torch.cat((tokens, num_new))
+        return tokens, self._write_tokens(rows, own_tokens, ops, has_drafts=has_drafts)
 
     def _sample(
         self, logits: Tensor, table_rows: Tensor, positions: Tensor, ops: int, masks: Masks | None = None
@@ -237,10 +213,6 @@ class TokenChooser:
         if table.num_pending is not None:
             _update_pending(table.num_pending, rows, num_new)
         return num_new
-
-    def _make_chosen(self, packed: Tensor, output: ForwardOutput, *, has_drafts: bool) -> ChosenTokens:
-        num_reqs = self._parallel.count_gathered(len(output.seq_lens))
-        return ChosenTokens(packed, num_reqs, self._table.max_drafts, has_drafts)
 
 
 def _update_pending(num_pending: Tensor, rows: DeviceRows, num_new: Tensor | None) -> None:
@@ -306,7 +278,7 @@ def gather_columns(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, .
     return tuple(column.index_select(0, rows) for column in columns)
 
 
-def select_graph(graphs: GraphsByOps, ops: int) -> int:
+def select_graph(graphs: GraphsByOps[ResultT], ops: int) -> int:
     """The key of the first graph that does all of `ops`."""
     return ops if ops in graphs else next(captured for captured in graphs if not ops & ~captured)
 

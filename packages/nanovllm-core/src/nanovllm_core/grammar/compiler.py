@@ -7,7 +7,7 @@ imported on first use, because xgrammar imports transformers.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -99,21 +99,10 @@ class Matcher:
             if matcher.terminator is not None:
                 matcher.terminator.narrow(masks[index])
 
-    def save(self) -> None:
-        """Save the current state for `restore_all`, instead of the state that was saved before."""
-        if self.terminator is not None:
-            self.terminator.save()
-
-    @staticmethod
-    def restore_all(matchers: Sequence[GrammarMatcher], num_tokens: Sequence[int]) -> None:
-        """Return each matcher to its saved state. num_tokens: tokens that each matcher has accepted since `save`."""
-        import xgrammar
-
-        typed_matchers = cast("Sequence[Matcher]", matchers)
-        xgrammar.BatchGrammarMatcher.batch_rollback([matcher.inner for matcher in typed_matchers], list(num_tokens))
-        for matcher in typed_matchers:
-            if matcher.terminator is not None:
-                matcher.terminator.restore()
+    def fork(self) -> "Matcher":
+        """See `GrammarMatcher.fork`."""
+        terminator = None if self.terminator is None else self.terminator.fork()
+        return replace(self, inner=self.inner.fork(), terminator=terminator)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,6 @@ The grammar itself has no length limits, because length limits make xgrammar slo
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,17 +80,6 @@ class JsonTokenClasses:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-class _TerminatorState(NamedTuple):
-    """The state of a `JsonTerminator`. num_tokens: length of `tokens_since_quote`, which later tokens extend."""
-
-    is_escaped: bool
-    is_in_string: bool
-    depth: int
-    num_numeric_tokens: int
-    tokens_since_quote: list[int]
-    num_tokens: int
-
-
 class JsonTerminator:
     """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
@@ -106,21 +94,12 @@ class JsonTerminator:
         self._tokens_since_quote: list[int] = []
         # Number of consecutive numeric tokens at the end of the output.
         self._num_numeric_tokens = 0
-        self.save()
 
-    def save(self) -> None:
-        """Save the state for `restore`."""
-        tokens = self._tokens_since_quote
-        self._saved_state = _TerminatorState(
-            self._is_escaped, self._is_in_string, self._depth, self._num_numeric_tokens, tokens, len(tokens)
-        )
-
-    def restore(self) -> None:
-        """Return to the saved state."""
-        state = self._saved_state
-        self._is_escaped, self._is_in_string, self._depth = state.is_escaped, state.is_in_string, state.depth
-        self._num_numeric_tokens, self._tokens_since_quote = state.num_numeric_tokens, state.tokens_since_quote
-        del self._tokens_since_quote[state.num_tokens :]
+    def fork(self) -> "JsonTerminator":
+        """An independent terminator in the same state."""
+        forked = JsonTerminator(self._token_classes)
+        vars(forked).update(vars(self), _tokens_since_quote=[*self._tokens_since_quote])
+        return forked
 
     def accept(self, token: int) -> None:
         """Append the next token."""
@@ -135,8 +114,7 @@ class JsonTerminator:
                 self._is_escaped = True
             elif byte == _QUOTE:
                 self._is_in_string = not self._is_in_string
-                # The saved state keeps the old list.
-                self._tokens_since_quote = []
+                self._tokens_since_quote.clear()
             elif not self._is_in_string and byte in _OPENING_BRACKETS:
                 self._depth += 1
             elif not self._is_in_string and byte in _CLOSING_BRACKETS:

@@ -43,11 +43,13 @@ class RequestLifecycle:
 
     A preempted or finished request is unreleased while a step in flight still uses its row and blocks.
     caches: the cache of each group of requests (see `Scheduler`).
+    can_drafts_lag: see `Proposer.can_lag`.
     """
 
-    def __init__(self, caches: Sequence[CacheManager], rows: RowTable):
+    def __init__(self, caches: Sequence[CacheManager], rows: RowTable, *, can_drafts_lag: bool):
         self.caches = caches
         self.rows = rows
+        self._can_drafts_lag = can_drafts_lag
         self.waiting = WaitingQueue()
         self.counters = SchedulerCounters()
         self.num_finished_unreleased = 0
@@ -83,7 +85,8 @@ class RequestLifecycle:
         request.status = RequestStatus.RUNNING
         cache = self.caches[group]
         self.rows.assign(request, group, num_cached_tokens, len(request.block_ids) * cache.block_size)
-        self.rows.draft_lag[request.row] = num_cached_tokens - cache.count_draft_entries(request, num_cached_tokens)
+        if self._can_drafts_lag:
+            self.rows.draft_lag[request.row] = num_cached_tokens - cache.count_draft_entries(request, num_cached_tokens)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled_time = time.monotonic()
@@ -91,12 +94,6 @@ class RequestLifecycle:
             if cache.prefix_caching:
                 self.counters.num_queried_tokens += request.num_prompt_tokens
                 self.counters.num_cached_tokens += num_cached_tokens
-
-    def commit(self, request: RequestState, num_computed_tokens: int) -> None:
-        """Let later prompts find the full blocks of a request with a row, see `CacheManager.commit`."""
-        rows, row = self.rows, request.row
-        num_draft_entries = int(rows.num_computed_tokens[row] - max(rows.draft_lag[row], 0))
-        self.cache_of(request).commit(request, num_computed_tokens, num_draft_entries)
 
     def preempt(self, request: RequestState) -> None:
         """Free the blocks of a running request and queue it again. Tokens that steps in flight sample are kept."""
@@ -127,7 +124,9 @@ class RequestLifecycle:
             if cache.prefix_caching:
                 # The hash of a block needs all token ids of the block on the host.
                 num_computed = self.rows.num_computed_tokens[request.row]
-                self.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
+                cache.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
+                if self._can_drafts_lag:
+                    cache.mark_draft_entries(request, int(num_computed - max(self.rows.draft_lag[request.row], 0)))
             self.rows.release(request)
             cache.release(request)
         if request.status is RequestStatus.FINISHED:

@@ -99,12 +99,12 @@ class NewRow:
     prediction_ids: TokenIds = field(default_factory=lambda: as_token_ids(()))
 
 
-class EntryRanges(NamedTuple):
-    """Consecutive tokens of rows. int64 [n] each: rows, positions of the first tokens, numbers of tokens."""
+class EntryRange(NamedTuple):
+    """Consecutive tokens of a row. start: position of the first token."""
 
-    rows: RowIndices
-    starts: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
+    row: int
+    start: int
+    num_tokens: int
 
 
 class PromptLogprobsRange(NamedTuple):
@@ -129,7 +129,7 @@ class StepPlan:
 
     step_number: index of the step since the engine's start, from 0.
     max_seq_len: maximum context length after the step, in tokens.
-    late_entries: earlier tokens whose cache entries a draft model computes in this step; None if there are none.
+    late_entries: earlier tokens whose cache entries a draft model computes in this step.
     """
 
     step_number: int
@@ -139,7 +139,7 @@ class StepPlan:
     shape: BatchShape
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange] = field(default_factory=list[PromptLogprobsRange])
-    late_entries: EntryRanges | None = None
+    late_entries: list[EntryRange] = field(default_factory=list[EntryRange])
 
 
 class RequestColumns(NamedTuple):
@@ -174,12 +174,12 @@ class DraftResults(NamedTuple):
 
     num_tokens: int64 [n], number of new tokens of each row: the accepted drafts and one token.
     num_proposed: int64 [n], number of drafts that are proposed for the row's next step.
-    first_drafts: int32 [n], the first of these drafts; meaningless if there is none.
+    draft_ids: int32 [n, max_drafts], tokens that stand after the row's last token, proposed now or earlier.
     """
 
     num_tokens: NDArray[np.int64]
     num_proposed: NDArray[np.int64]
-    first_drafts: NDArray[np.int32]
+    draft_ids: NDArray[np.int32]
 
 
 class StepResults(NamedTuple):
@@ -201,8 +201,6 @@ class StepResults(NamedTuple):
     drafts: DraftResults | None = None
 
     @property
-    def num_tokens(self) -> NDArray[np.int64] | None:
-        """Number of new tokens of each sampled row, int64 [n]; None if each has one."""
-        if self.drafts is None or len(self.tokens) == len(self.drafts.num_tokens):
-            return None
-        return self.drafts.num_tokens
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Number of new tokens of each sampled row, int64 [n]."""
+        return np.ones(len(self.tokens), np.int64) if self.drafts is None else self.drafts.num_tokens

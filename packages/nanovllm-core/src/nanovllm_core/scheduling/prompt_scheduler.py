@@ -255,5 +255,5 @@ def _make_new_row(request: RequestState, num_computed_tokens: int) -> NewRow:
         stop_ids=tuple(sorted(request.stop_ids)),
         compiled_grammar=request.compiled_grammar,
         state=NewState(request.state_slot, request.source_state_slot, tuple(request.checkpoints)),
-        prediction_ids=request.prediction_ids,
+        prediction_ids=request.client_request.prediction_ids,
     )

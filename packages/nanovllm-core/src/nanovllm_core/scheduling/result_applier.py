@@ -1,6 +1,6 @@
 """Applies the results of a finished step: appends tokens, registers full blocks, finishes requests."""
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +20,12 @@ class NewTokens(NamedTuple):
 
     columns: the requests.
     tokens: int32 [m], the tokens of each request, in order.
-    num_tokens: int64 [n], number of tokens of each request; None if each has one.
+    num_tokens: int64 [n], number of tokens of each request.
     """
 
     columns: RequestColumns
     tokens: NDArray[np.int32]
-    num_tokens: NDArray[np.int64] | None
+    num_tokens: NDArray[np.int64]
 
 
 class ResultApplier:
@@ -57,15 +57,13 @@ class ResultApplier:
             if not rows.is_finished[prompt_range.row]
         ]
         new_tokens, stopped_indices = self._cut_at_stop_tokens(self._select_new_tokens(step, results, is_finished))
-        logprobs = self._collect_logprobs(scheduled, results, new_tokens) if results.logprobs else []
+        keys = np.repeat(new_tokens.columns.keys, new_tokens.num_tokens).tolist()
+        logprobs = self._collect_logprobs(scheduled, results, keys) if results.logprobs else []
         starts, finishes = self._append_tokens(new_tokens, stopped_indices)
         if self._prefix_caching:
             self._register_full_blocks(step, results)
         for request in rows.requests_of(scheduled.rows[~rows.is_running[scheduled.rows]]):
             self._lifecycle.release_when_idle(request)
-        keys = new_tokens.columns.keys
-        if new_tokens.num_tokens is not None:
-            keys = np.repeat(keys, new_tokens.num_tokens).tolist()
         tokens = new_tokens.tokens.tolist()
         return StepOutputs(keys, tokens, logprobs, starts, finishes, failures, prompt_logprobs, draft_totals)
 
@@ -75,8 +73,6 @@ class ResultApplier:
         Returns the totals of unfinished requests for which the step verified drafts.
         """
         if results.drafts is None:
-            if results.tokens.size:
-                raise ValueError("with speculation, the results of each step that samples need `drafts`")
             return []
         rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
         sampled_rows = scheduled.rows[scheduled.is_sampled]
@@ -89,15 +85,10 @@ class ResultApplier:
         drafts = results.drafts._replace(num_proposed=num_proposed)
         num_verified, num_accepted = planner.observe(sampled_rows, num_drafts, first_tokens, drafts)
         totals: list[DraftTotals] = []
-        verified_indices = np.flatnonzero(num_verified)
-        for request, verified, accepted in zip(
-            rows.requests_of(sampled_rows[verified_indices]),
-            num_verified[verified_indices].tolist(),
-            num_accepted[verified_indices].tolist(),
-            strict=True,
-        ):
-            request.num_accepted_drafts += accepted
-            request.num_rejected_drafts += verified - accepted
+        for index in np.flatnonzero(num_verified).tolist():
+            (request,) = rows.requests_of(sampled_rows[index : index + 1])
+            request.num_accepted_drafts += int(num_accepted[index])
+            request.num_rejected_drafts += int(num_verified[index] - num_accepted[index])
             if not rows.is_finished[request.row]:
                 totals.append(DraftTotals(request.key, request.num_accepted_drafts, request.num_rejected_drafts))
         return totals
@@ -109,16 +100,14 @@ class ResultApplier:
         num_computed_tokens = np.where(
             scheduled.is_sampled, rows.num_host_tokens[scheduled.rows] - 1, step.num_computed_tokens
         )
-        num_tokens = scheduled.num_tokens
-        if step.plan.shape.has_drafts and results.drafts is not None:
-            num_tokens = results.drafts.num_tokens
+        num_tokens = results.num_tokens if step.plan.shape.has_drafts else scheduled.num_tokens
         is_decode = step.decode_columns is not None
         interval = np.where(is_decode | (num_tokens == 1), max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
         is_full = (num_computed_tokens % interval < num_tokens) & ~rows.is_finished[scheduled.rows]
         indices = np.flatnonzero(is_full)
         requests = rows.requests_of(scheduled.rows[indices])
         for request, num_computed in zip(requests, num_computed_tokens[indices].tolist(), strict=True):
-            self._lifecycle.commit(request, num_computed)
+            self._lifecycle.cache_of(request).commit(request, num_computed)
 
     def _finish_failed_requests(self, scheduled: ScheduledRows, results: StepResults) -> list[RequestFailure]:
         """Finish the requests whose grammar failed."""
@@ -142,18 +131,15 @@ class ResultApplier:
         scheduled = step.plan.scheduled
         is_unfinished = ~is_finished[scheduled.is_sampled]
         columns = self._rows.columns_of(scheduled.rows[scheduled.is_sampled][is_unfinished])
-        if num_tokens is None:
-            return NewTokens(columns, results.tokens[is_unfinished], None)
         tokens = results.tokens[np.repeat(is_unfinished, num_tokens)]
         return NewTokens(columns, tokens, num_tokens[is_unfinished])
 
     def _cut_at_stop_tokens(self, new_tokens: NewTokens) -> tuple[NewTokens, NDArray[np.int64]]:
         """Drop the tokens after each request's first stop token. Returns also the indices of stopped requests."""
         columns, tokens, num_tokens = new_tokens
-        token_rows = columns.rows if num_tokens is None else np.repeat(columns.rows, num_tokens)
-        is_stop = self._rows.are_stop_tokens(token_rows, tokens)
-        if num_tokens is None or not is_stop.any():
-            return new_tokens, np.flatnonzero(is_stop)
+        is_stop = self._rows.are_stop_tokens(np.repeat(columns.rows, num_tokens), tokens)
+        if not is_stop.any():
+            return new_tokens, np.zeros(0, np.int64)
         ends = np.cumsum(num_tokens)
         firsts = ends - num_tokens
         indices = np.arange(len(tokens))
@@ -163,19 +149,16 @@ class ResultApplier:
         return NewTokens(columns, tokens[is_kept], num_kept), np.flatnonzero(first_stops < ends)
 
     def _collect_logprobs(
-        self, scheduled: ScheduledRows, results: StepResults, new_tokens: NewTokens
+        self, scheduled: ScheduledRows, results: StepResults, output_keys: list[int]
     ) -> list[tuple[int, TokenLogprobs]]:
-        """Pairs (request key, log-probabilities) of the new tokens."""
-        keys = self._rows.keys[scheduled.rows[scheduled.is_sampled]]
-        num_kept = dict(zip(new_tokens.columns.keys, [1] * len(new_tokens.columns.keys), strict=True))
-        if new_tokens.num_tokens is not None and results.num_tokens is not None:
-            keys = np.repeat(keys, results.num_tokens)
-            num_kept = dict(zip(new_tokens.columns.keys, new_tokens.num_tokens.tolist(), strict=True))
+        """Pairs (request key, log-probabilities) of the new tokens. output_keys: the request key of each new token."""
+        keys = np.repeat(self._rows.keys[scheduled.rows[scheduled.is_sampled]], results.num_tokens)
+        num_left = Counter(output_keys)
         collected: list[tuple[int, TokenLogprobs]] = []
         for index, logprobs in results.logprobs:
             key = int(keys[index])
-            if num_kept.get(key, 0) > 0:
-                num_kept[key] -= 1
+            if num_left[key] > 0:
+                num_left[key] -= 1
                 collected.append((key, logprobs))
         return collected
 
@@ -188,7 +171,7 @@ class ResultApplier:
         """
         rows, ((row_indices, requests, keys, output_ids), tokens, num_tokens) = self._rows, new_tokens
         token_list = tokens.tolist()
-        if num_tokens is None:
+        if len(token_list) == len(output_ids):
             # Append a token to every list without a Python loop. The deque discards the results of `append`.
             deque(map(list.append, output_ids, token_list), maxlen=0)
         else:
@@ -197,7 +180,7 @@ class ResultApplier:
                 ids += token_list[first:end]
         num_host_tokens = rows.num_host_tokens[row_indices]
         first_token_indices = np.flatnonzero(num_host_tokens == rows.num_prompt_tokens[row_indices])
-        num_host_tokens += 1 if num_tokens is None else num_tokens
+        num_host_tokens += num_tokens
         rows.num_host_tokens[row_indices] = num_host_tokens
         is_finished = num_host_tokens >= rows.max_total_tokens[row_indices]
         is_finished[stopped_indices] = True

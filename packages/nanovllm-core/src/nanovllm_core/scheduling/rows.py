@@ -31,6 +31,8 @@ class RowTable:
     capacity: number of tokens that the request's blocks hold.
     draft_lag: number of tokens, at most, by which the proposer of drafts lags behind `num_computed_tokens`; -1 if the
         last step proposed drafts for the request, so that the proposer knows the token after the computed tokens too.
+    num_proposed, first_drafts: number and first of the drafts that the last finished step proposed.
+    draft_trials, draft_successes: float64 [rows], numbers of tested and of accepted drafts, weighted by age.
     """
 
     def __init__(self, num_rows: int, num_eos_tokens: int, num_groups: int = 1):
@@ -39,6 +41,8 @@ class RowTable:
         self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
         self.capacity, self.num_steps_in_flight, self.draft_lag = np.zeros((3, num_rows), np.int64)
         self.is_running, self.is_finished, self.can_draft = np.zeros((3, num_rows), np.bool_)
+        self.num_proposed, self.first_drafts = np.zeros((2, num_rows), np.int64)
+        self.draft_trials, self.draft_successes = np.zeros((2, num_rows))
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Largest number of stop tokens of any request so far.
         self._max_stop_ids = 1
@@ -97,6 +101,7 @@ class RowTable:
         self.capacity[row] = capacity
         self.is_running[row], self.is_finished[row] = True, False
         self.can_draft[row] = not request.sampling.has_penalties
+        self.num_proposed[row] = self.draft_trials[row] = self.draft_successes[row] = 0
         self._stop_ids[row] = _NO_TOKEN
         self._stop_ids[row, : len(request.stop_ids)] = tuple(request.stop_ids)
         self._max_stop_ids = max(self._max_stop_ids, len(request.stop_ids))

@@ -10,10 +10,11 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner, Proposals
+from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
+    EntryRange,
     NewBlocks,
     PromptLogprobsRange,
     RowIndices,
@@ -57,14 +58,13 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self.caches = caches
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids), len(caches))
-        self._lifecycle = RequestLifecycle(caches, self.rows)
+        self._draft_limits = draft_limits = draft_limits or DraftLimits()
+        self._lifecycle = RequestLifecycle(caches, self.rows, can_drafts_lag=draft_limits.can_lag)
         self.counters = self._lifecycle.counters
         self.limits = limits
         self.step_time_model = step_time_model or StepTimeModel()
-        self._draft_limits = draft_limits or DraftLimits()
-        self.draft_planner: DraftPlanner | None = None
-        if self._draft_limits.max_drafts:
-            self.draft_planner = DraftPlanner(self.rows, self._draft_limits, self.step_time_model)
+        planner = DraftPlanner(self.rows, draft_limits, self.step_time_model)
+        self.draft_planner = planner if draft_limits.max_drafts else None
         self._result_applier = ResultApplier(self._lifecycle, self.draft_planner)
         self._prompt_scheduler = PromptScheduler(self._lifecycle, limits, self.step_time_model)
         self._max_model_len = max_model_len
@@ -84,13 +84,6 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether a request is unfinished, or still holds a row and blocks."""
         return self._lifecycle.has_requests
-
-    @property
-    def draft_totals(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The numbers of verified and of accepted drafts, by position; empty without speculation."""
-        if self.draft_planner is None:
-            return (), ()
-        return tuple(self.draft_planner.num_verified.tolist()), tuple(self.draft_planner.num_accepted.tolist())
 
     def add(self, request: RequestState) -> None:
         """Queue a validated request. Raises ValueError if the key is in use."""
@@ -182,12 +175,14 @@ class Scheduler:
         return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
 
     def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
-        """Whether each row's blocks have no space for the tokens of a step and for the tokens that it proposes."""
-        rows, num_lookahead = self.rows, self._draft_limits.num_lookahead_tokens
+        """Whether each row's blocks lack space for the tokens of a step and the cache entries of its proposals."""
+        rows, limits = self.rows, self._draft_limits
         num_needed = rows.num_tokens[decode_rows] + num_drafts
-        # The last output token is not computed, so it needs no place in a block.
-        num_wanted = np.minimum(num_needed + num_lookahead, rows.max_total_tokens[decode_rows] - 1)
-        return np.maximum(num_needed, num_wanted) > rows.capacity[decode_rows]
+        if limits.uses_cache:
+            # The last output token is not computed, so it needs no place in a block.
+            num_wanted = np.minimum(num_needed + limits.max_drafts, rows.max_total_tokens[decode_rows] - 1)
+            num_needed = np.maximum(num_needed, num_wanted)
+        return num_needed > rows.capacity[decode_rows]
 
     def _rows_near_capacity(self, decode_rows: RowIndices) -> RowIndices:
         """The rows that will need another block within `block_size` steps.
@@ -278,44 +273,35 @@ class Scheduler:
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
-        proposals = Proposals(False, None, is_sampled)
+        proposes, late_entries, has_proposals = False, list[EntryRange](), is_sampled
         if self.draft_planner is not None:
-            proposals = self.draft_planner.plan_proposals(
+            proposes, late_entries, has_proposals = self.draft_planner.plan_proposals(
                 scheduled, num_computed_tokens, decode_works[0], has_prompts=bool(chunks)
             )
-        if (late := proposals.late_entries) is not None:
-            for request, end in zip(rows.requests_of(late.rows), (late.starts + late.num_tokens).tolist(), strict=True):
-                self._lifecycle.cache_of(request).mark_draft_entries(request, end)
         if num_drafts is not None:
             work, query_len = work._replace(num_tokens=int(tokens_per_row.sum())), None
         else:
             is_uniform = not chunks or bool((tokens_per_row == tokens_per_row[0]).all())
             query_len = int(tokens_per_row[0]) if is_uniform else None
+        has_drafts = num_drafts is not None
         plan = StepPlan(
             step_number=self.counters.num_steps,
             new_rows=new_rows,
             new_blocks=new_blocks,
             scheduled=scheduled,
-            shape=BatchShape(
-                max_group_reqs,
-                work.num_tokens,
-                query_len,
-                has_only_whole_prompts,
-                num_drafts is not None,
-                proposals.proposes,
-            ),
+            shape=BatchShape(max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, has_drafts, proposes),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
-            late_entries=proposals.late_entries,
+            late_entries=late_entries,
         )
         self.counters.count_step(int(tokens_per_row.sum()))
         if chunks:
             work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
-        elif self._draft_limits.num_lookahead_tokens:
-            num_late = 0 if late is None else int(late.num_tokens.sum())
-            work = work._replace(num_proposals=int(proposals.proposes), num_late_entries=num_late)
+        elif self._draft_limits.uses_cache:
+            num_late = sum(entries.num_tokens for entries in late_entries)
+            work = work._replace(num_proposals=int(proposes), num_late_entries=num_late)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
-        return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s, proposals.is_usable)
+        return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s, has_proposals)
 
     def _measure_largest_group(
         self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
