@@ -61,9 +61,9 @@ def test_token_ids_are_the_prompt_and_then_the_outputs():
     assert (request.token_ids().tolist(), request.token_ids().dtype) == ([1, 2, 3, 4, 5], np.int32)
 
 
-def test_a_prediction_is_part_of_the_state_of_a_request():
-    assert RequestState(0, Request("a", [1], prediction=(7, 8))).prediction_ids.tolist() == [7, 8]
-    assert RequestState(0, Request("a", [1])).prediction_ids.tolist() == []
+def test_the_prediction_of_a_request_is_an_array_of_token_ids():
+    assert Request("a", [1], prediction=(7, 8)).prediction_ids.tolist() == [7, 8]
+    assert Request("a", [1]).prediction_ids.tolist() == []
 
 
 def test_a_request_travels_with_its_prompt_as_bytes():
