@@ -46,7 +46,6 @@ MODEL_CASES = {
         WITH_DRAFT,
         {"depth": 1, "num_speculative_tokens": 15, "prefix_caching": False},
     ),
-    "draft model, two ranks": (WITH_DRAFT, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
     "head": (HEADED, {"num_speculative_tokens": 4}),
     "head, preempted": (HEADED, {"num_blocks": 18, "num_speculative_tokens": 2}),
     "head, two ranks": (HEADED, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
