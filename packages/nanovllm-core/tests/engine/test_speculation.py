@@ -11,6 +11,8 @@ from toy_recurrent import recurrent_spec
 
 from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.background
+
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48)
 # Half of the prompts repeat, so that drafts are proposed from the first token on.
 PROMPTS = [*sampled_answers.PROMPTS[:2], [11, 12, 13] * 6, [*range(20, 32), *range(20, 30)]]
