@@ -1,4 +1,4 @@
-"""Answers with and without speculative decoding, from two servers with the default model in float32."""
+"""Answers with and without speculative decoding, from two servers with the first layers of the default model."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "shallow"
 TEXT = "The blue door leads to the garden. The red door leads to the street. The green door leads to the cellar."
 MESSAGES = [{"role": "user", "content": f"Repeat this text word for word, twice:\n{TEXT}"}]
 CITY_SCHEMA = {
@@ -20,7 +20,7 @@ CITY_SCHEMA = {
     "additionalProperties": False,
 }
 PREDICTION = {"type": "content", "content": [{"type": "text", "text": f"{TEXT} {TEXT}"}]}
-# Fields of a request. The default model repeats itself in long answers, so that drafts of n-grams are accepted.
+# Fields of a request. The model repeats itself in long answers, so that drafts of n-grams are accepted.
 REQUESTS = {
     "greedy": {"temperature": 0, "max_tokens": 80, "extra_body": {"ignore_eos": True}},
     "greedy with a prediction": {"temperature": 0, "max_tokens": 60, "prediction": PREDICTION},
@@ -44,20 +44,21 @@ REQUESTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["ngram", f"draft --draft-model {MODEL}"], ids=["ngram", "draft"])
-def speculating_server(request, run_server: Callable, default_model: Path) -> Iterator:
-    """The server of the fixture `server`, with speculative decoding: n-grams, or the model as its own draft model."""
-    flags = ("--dtype", "float32", "--max-model-len", "512", "--cpu-cache-gib", "0.25", "--max-num-seqs", "8")
-    with run_server(default_model, *flags, "--speculate", *request.param.split()) as server:
+@pytest.fixture(scope="module", params=["ngram", "draft"])
+def speculating_server(request, run_server: Callable, shallow_model: Path) -> Iterator:
+    """Like `shallow_server`, with speculative decoding: n-grams, or the model as its own draft model."""
+    flags = ("--dtype", "float32", "--max-model-len", "1024", "--cpu-cache-gib", "0.25", "--max-num-seqs", "20")
+    draft_model = ("--draft-model", str(shallow_model)) if request.param == "draft" else ()
+    with run_server(shallow_model, *flags, "--speculate", request.param, *draft_model) as server:
         yield server
 
 
 @pytest.fixture
-async def clients(server, speculating_server) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+async def clients(shallow_server, speculating_server) -> AsyncIterator[list[openai.AsyncOpenAI]]:
     """Clients of the server without drafts and of the server with drafts."""
     options = {"api_key": "any", "max_retries": 0, "timeout": 300}
     async with (
-        openai.AsyncOpenAI(base_url=f"{server.url}/v1", **options) as without,
+        openai.AsyncOpenAI(base_url=f"{shallow_server.url}/v1", **options) as without,
         openai.AsyncOpenAI(base_url=f"{speculating_server.url}/v1", **options) as speculating,
     ):
         yield [without, speculating]
@@ -109,8 +110,8 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(clients
 
 
 # The model as its own draft model costs more than it gives, so the engine does not use it.
-@pytest.mark.parametrize("speculating_server", ["ngram"], ids=["ngram"], indirect=True)
-async def test_usage_and_metrics_count_the_drafts(clients, server, speculating_server):
+@pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
+async def test_usage_and_metrics_count_the_drafts(clients, shallow_server, speculating_server):
     before = draft_totals(speculating_server)
     answer = await create(clients[1], **REQUESTS["greedy"])
     details = answer.usage.completion_tokens_details
@@ -127,4 +128,4 @@ async def test_usage_and_metrics_count_the_drafts(clients, server, speculating_s
     assert 0 < accepted <= verified <= 5 * steps
     assert after["num_draft_tokens_per_pos"] == after["num_draft_tokens"]
     assert after["num_accepted_tokens_per_pos"] == after["num_accepted_tokens"]
-    assert draft_totals(server) == {}
+    assert draft_totals(shallow_server) == {}

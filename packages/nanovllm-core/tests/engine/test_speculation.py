@@ -11,6 +11,8 @@ from toy_recurrent import recurrent_spec
 
 from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.background
+
 CONFIG = EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48)
 # Half of the prompts repeat, so that drafts are proposed from the first token on.
 PROMPTS = [*sampled_answers.PROMPTS[:2], [11, 12, 13] * 6, [*range(20, 32), *range(20, 30)]]
@@ -46,7 +48,6 @@ MODEL_CASES = {
         WITH_DRAFT,
         {"depth": 1, "num_speculative_tokens": 15, "prefix_caching": False},
     ),
-    "draft model, two ranks": (WITH_DRAFT, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),
     "head": (HEADED, {"num_speculative_tokens": 4}),
     "head, preempted": (HEADED, {"num_blocks": 18, "num_speculative_tokens": 2}),
     "head, two ranks": (HEADED, {"depth": 1, "num_speculative_tokens": 4, "tensor_parallel_size": 2}),

@@ -8,6 +8,8 @@ import pytest
 
 from nanovllm_models.chat_formats import THINK, TOOL_CALL_FORMATS, ChatFormat, XmlCalls
 
+pytestmark = pytest.mark.background
+
 ARGUMENTS = {
     "type": "object",
     "properties": {
