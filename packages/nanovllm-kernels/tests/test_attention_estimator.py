@@ -10,7 +10,7 @@ from nanovllm_kernels.attention.plan.attention_estimator import (
 )
 
 ESTIMATOR = AttentionEstimator(tile_tokens=32, tiles_per_round=16)
-LATE_CHUNK = (32_000, 100)
+LONG_CONTEXT_CHUNK = (32_000, 100)
 
 
 def test_pairs_follow_the_causal_mask():
@@ -27,9 +27,13 @@ def test_chunk_takes_whole_rounds(num_tokens, num_rounds):
 
 
 def test_chunks_of_one_length_share_a_round():
-    in_one_round = ESTIMATOR.estimate_pairs([LATE_CHUNK])
-    assert ESTIMATOR.estimate_pairs([LATE_CHUNK] * 4) == in_one_round
-    assert ESTIMATOR.estimate_pairs([LATE_CHUNK] * 5) == ESTIMATOR.estimate_pairs([LATE_CHUNK] * 8) == 2 * in_one_round
+    in_one_round = ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK])
+    assert ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 4) == in_one_round
+    assert (
+        ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 5)
+        == ESTIMATOR.estimate_pairs([LONG_CONTEXT_CHUNK] * 8)
+        == 2 * in_one_round
+    )
 
 
 def test_short_contexts_fill_incomplete_rounds_of_long_chunks():
@@ -43,11 +47,13 @@ def test_many_short_contexts_take_at_least_their_pairs():
 
 
 def test_few_tokens_over_long_contexts_use_work_lists():
-    late_estimator = AttentionEstimator(32, 16, work_list_limit=179, min_work_list_context=1024)
-    work_list_pairs = attention_pairs(*LATE_CHUNK) * 1.28 / WORK_LIST_RATE
-    assert late_estimator.estimate_pairs([LATE_CHUNK]) == pytest.approx(work_list_pairs)
-    assert late_estimator.estimate_pairs([LATE_CHUNK, LATE_CHUNK]) == ESTIMATOR.estimate_pairs([LATE_CHUNK, LATE_CHUNK])
-    assert late_estimator.estimate_pairs([(0, 100)]) == ESTIMATOR.estimate_pairs([(0, 100)])
+    long_context_estimator = AttentionEstimator(32, 16, work_list_limit=179, min_work_list_context=1024)
+    work_list_pairs = attention_pairs(*LONG_CONTEXT_CHUNK) * 1.28 / WORK_LIST_RATE
+    assert long_context_estimator.estimate_pairs([LONG_CONTEXT_CHUNK]) == pytest.approx(work_list_pairs)
+    assert long_context_estimator.estimate_pairs([LONG_CONTEXT_CHUNK, LONG_CONTEXT_CHUNK]) == ESTIMATOR.estimate_pairs(
+        [LONG_CONTEXT_CHUNK, LONG_CONTEXT_CHUNK]
+    )
+    assert long_context_estimator.estimate_pairs([(0, 100)]) == ESTIMATOR.estimate_pairs([(0, 100)])
 
 
 def test_device_without_rounds_takes_the_sum_of_pairs():

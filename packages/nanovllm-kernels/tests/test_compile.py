@@ -390,7 +390,7 @@ def test_latent_rope_and_cache_compiles(cached):
     constants = {"WIDTH": 576, "PADDED_WIDTH": 1024, "PAGE_SIZE": 64, "QUANTIZED": cached == FP8}
     compile_kernel(triton_expanded._gather_latents, types, constants, num_warps=2)
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "ROPE_DIM": 64, "PADDED_HEADS": 16, "PADDED_ROPE_DIM": 64}
-    compile_kernel(triton_expanded._copy_key_parts, {}, constants, num_warps=4)
+    compile_kernel(triton_expanded._copy_k_rope_to_heads, {}, constants, num_warps=4)
     types = ROPE | {"kv_cache_ptr": cached, "kv_scales_ptr": BYTES}
     constants = {"NUM_HEADS": 16, "HEAD_DIM": 192, "LATENT": 512, "PADDED_LATENT": 512, "HALF": 32, "PADDED_HALF": 32}
     constants |= {"HEADS_PER_PROGRAM": 16, "QUANTIZE": cached == FP8, "OVERLAP": True}

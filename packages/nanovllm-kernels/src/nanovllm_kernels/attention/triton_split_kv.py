@@ -59,7 +59,7 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # Slots and rows that a program merges at once. A tile of many rows rarely spans more than a few parts.
+    # Slots and rows that a program merges at once. Few slots suffice for tiles of many rows, which span few parts.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))
@@ -129,8 +129,9 @@ def load_tile(tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile):
 def store_tile(
     out_pointers, softmax_state, partial_slot, head_block, out_rows, row_mask, num_head_blocks, HEAD_DIM: tl.constexpr
 ):
-    """Divide a tile's rows by their sums of weights. Store the rows in `out`, or in `partial_slot` unless this is -1.
+    """Divide a tile's rows by their sums of weights. Store the rows.
 
+    partial_slot: slot of the partial results that receives the rows. -1: store the rows in `out`.
     out_pointers: pointers to `out`, `PartialResults.out` and `PartialResults.lse`.
     softmax_state: (sums of weighted values, maximum score, sum of weights) of each row.
     out_rows: row of `out` for each row of the tile. row_mask: false for rows without a query.
@@ -175,12 +176,14 @@ def _merge_parts(
 ):
     """Merge the partial results of one tile. A cut is the boundary between two parts.
 
-    A cut's programs merge the tile that the cut divides. If several cuts divide one tile, their programs share its
-    rows.
+    A cut's programs merge the tile that the cut divides. If several cuts divide one tile, the programs of these cuts
+    share the tile's rows.
+
     BLOCK_M: rows of a tile. OVERLAP: whether this launch may start before the previous kernel ends (PDL).
     """
     if OVERLAP:
-        # Omit gdc_launch_dependents: the next kernel would load its weights during attention, and slow down attention.
+        # Do not call gdc_launch_dependents: the next kernel would then start during attention, and loads of its weights
+        # would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)

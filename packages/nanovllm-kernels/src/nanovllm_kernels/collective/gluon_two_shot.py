@@ -1,4 +1,7 @@
-"""Sums large tensors of GPUs in one kernel: each rank sums a part, and sends the sums to its peers (two-shot)."""
+"""Sums large tensors of GPUs in one kernel: each rank sums a part, and sends the sums to its peers (two-shot).
+
+Programs send units of SLOT_BYTES bytes. A chunk is the units that a program sends at once, one per thread.
+"""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -51,12 +54,16 @@ def _all_reduce(
     WARPS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Send some chunks of each part to the part's rank, sum the same chunks of the own part, and exchange the sums."""
+    """Compute every num_programs-th chunk of all parts. Part r is summed by rank r.
+
+    First, send the chunks of the other ranks' parts to these ranks. Then sum the chunks of this rank's part, and send
+    the sums to all other ranks. Finally, receive the sums of the other ranks' parts.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
     SUM_OFFSET: gl.constexpr = REGION_BYTES // 2
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     units = gl.arange(0, CHUNK_UNITS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    lanes = gl.arange(0, PER_UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    unit_elements = gl.arange(0, PER_UNIT, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     num_chunks = gl.cdiv(part_size, CHUNK_UNITS * PER_UNIT)
     if OVERLAP:
         gdc_launch_dependents()
@@ -66,11 +73,11 @@ def _all_reduce(
         for step in gl.static_range(1, SIZE):
             # Each rank starts with another receiver, so that the ranks share the links evenly.
             receiver = (RANK + step) % SIZE
-            elements, mask, slots = _find_chunk(chunk, units, lanes, receiver, num_elements, part_size)
+            elements, mask, slots = _find_chunk(chunk, units, unit_elements, receiver, num_elements, part_size)
             terms = gl.load(x_ptr + elements, mask, 0)
             put(terms, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
     for chunk in range(program, num_chunks, num_programs):
-        elements, mask, slots = _find_chunk(chunk, units, lanes, RANK, num_elements, part_size)
+        elements, mask, slots = _find_chunk(chunk, units, unit_elements, RANK, num_elements, part_size)
         own_terms = gl.load(x_ptr + elements, mask, 0)
         sums = take_sum(own_terms, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES).to(own_terms.dtype)
         gl.store(x_ptr + elements, sums, mask)
@@ -80,22 +87,26 @@ def _all_reduce(
     for chunk in range(program, num_chunks, num_programs):
         for step in gl.static_range(1, SIZE):
             sender = (RANK + SIZE - step) % SIZE
-            elements, mask, slots = _find_chunk(chunk, units, lanes, sender, num_elements, part_size)
+            elements, mask, slots = _find_chunk(chunk, units, unit_elements, sender, num_elements, part_size)
             region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES) + SUM_OFFSET
             sums = take(elements.to(x_ptr.dtype.element_ty), region, slots)
             gl.store(x_ptr + elements, sums, mask)
-    # All threads have read the phase.
+    # Wait until all threads have read the phase.
     gl.thread_barrier()
     gl.store(phases_ptr + program, 1 - phase)
 
 
 @gluon.jit
-def _find_chunk(chunk, units, lanes, part, num_elements, part_size):
-    """Return the indices of a chunk's elements [units, lanes], whether they exist, and the units' slots or -1."""
-    PER_UNIT: gl.constexpr = lanes.shape[1]
+def _find_chunk(chunk, units, unit_elements, part, num_elements, part_size):
+    """Return (indices of a chunk's elements, whether each element exists, slot of each unit).
+
+    units: [CHUNK_UNITS, 1], indices of units in a chunk. unit_elements: [1, PER_UNIT], indices of elements in a unit.
+    The slot of a unit without elements is -1.
+    """
+    PER_UNIT: gl.constexpr = unit_elements.shape[1]
     unit_starts = (chunk * units.shape[0] + units) * PER_UNIT
     starts = part * part_size + unit_starts
     slots = chunk // gl.num_programs(0) * units.shape[0] + units
     slots = gl.where((unit_starts < part_size) & (starts < num_elements), slots, -1)
     # Units do not cross the end of a part, because `part_size` is a multiple of their size.
-    return starts + lanes, (slots >= 0) & (starts + lanes < num_elements), slots
+    return starts + unit_elements, (slots >= 0) & (starts + unit_elements < num_elements), slots

@@ -11,13 +11,17 @@ from nanovllm_kernels.collective.policy import MAX_PROGRAMS, NUM_PHASES
 class PeerMemory:
     """The ranks' receive buffers: regions of slots, [MAX_PROGRAMS, NUM_PHASES, sender, region_bytes].
 
-    A program of a kernel sends only to the same program of its peers. Its calls alternate between two phases. When a
-    program sends again in a phase, each peer has emptied the slots: in the call between, the program has received units
-    from each peer, and a peer sends only after its previous kernels have ended. `gluon_peer_memory` explains slots.
+    A slot receives one unit of SLOT_BYTES bytes (see `gluon_peer_memory`). Program p of a kernel sends only to program
+    p of each peer. A slot must be empty before a program sends to the slot again. The calls of a program therefore
+    alternate between two phases. Between two calls of the same phase, the program receives units from each peer. A peer
+    sends these units only after the kernel that emptied the slots has ended.
 
+    size: number of ranks.
     addresses: int64 [size], the address of each rank's buffer.
-    phases: int32 [MAX_PROGRAMS], the phase of each program's next call. On the device, so that graphs can replay calls.
-    num_programs: the greatest grid.
+    phases: int32 [MAX_PROGRAMS], the phase of each program's next call. In device memory, so that graphs can replay
+        calls.
+    num_programs: maximum number of programs of a kernel.
+    region_bytes: size of the slots that a program has per phase and sender.
     buffer: the owner of the mapped memory.
     """
 
@@ -31,5 +35,5 @@ class PeerMemory:
 
 
 def count_buffer_bytes(size: int, region_bytes: int) -> int:
-    """Return the number of bytes of a receive buffer."""
+    """Return the number of bytes of one rank's receive buffer. size: number of ranks."""
     return MAX_PROGRAMS * NUM_PHASES * size * region_bytes

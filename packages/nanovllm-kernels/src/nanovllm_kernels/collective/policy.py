@@ -46,7 +46,8 @@ class TwoShotLaunch:
 class LaunchPolicy:
     """Chooses the kernels' launches.
 
-    num_programs: greatest grid. region_bytes: size of the slots that a program has per phase and sender.
+    num_programs: maximum number of programs of a kernel.
+    region_bytes: size of the slots that a program has per phase and sender.
     """
 
     size: int  # number of ranks

@@ -115,10 +115,10 @@ def _plan_cute_decodes(
         tile_queries = cute_decode.max_tile_queries(group_size, kv_cache.dtype)
         tiles = cute_decode.plan_tiles(batch.seq_lens, batch.query_start_loc, batch.max_query_len, tile_queries)
         workspace = cute_decode.allocate_workspace(len(tiles.lens), *sizes, tile_queries=tile_queries)
-        return replace(batch, cute_decode_lens=tiles.lens, cute_tiles=tiles.queries, cute_workspace=workspace)
+        return replace(batch, cute_seq_lens=tiles.lens, cute_tiles=tiles.queries, cute_workspace=workspace)
     decode_lens = _find_decode_lens(batch.seq_lens, batch.query_start_loc, num_decodes, batch.max_query_len)
     return replace(
-        batch, cute_decode_lens=decode_lens, cute_workspace=cute_decode.allocate_workspace(len(decode_lens), *sizes)
+        batch, cute_seq_lens=decode_lens, cute_workspace=cute_decode.allocate_workspace(len(decode_lens), *sizes)
     )
 
 
@@ -152,7 +152,7 @@ def _plan_work_lists(
         for many_queries in (False, True)
     ]
     queries_per_tile = [config.block_m // group_size for config in configs]
-    min_query_len = 2 if num_decodes == 0 or batch.cute_decode_lens is not None else 1
+    min_query_len = 2 if num_decodes == 0 or batch.cute_seq_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
     # The default filter excludes no request. If FlashAttention is used, another filter excludes its requests.
     request_filter, excluded_query_lens = WorkListFilter(), None
@@ -266,7 +266,7 @@ def paged_attention(
         batch.seq_lens,
         batch.query_start_loc,
         [tensor for tensor in batch.flash_requests or () if tensor is not None],
-        batch.cute_decode_lens,
+        batch.cute_seq_lens,
         batch.cute_tiles,
         list(batch.cute_workspace),
         list(batch.narrow_work or ()),
@@ -297,7 +297,7 @@ def _paged_attention_op(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     flash_tensors: list[Tensor],
-    cute_decode_lens: Tensor | None,
+    cute_seq_lens: Tensor | None,
     cute_tiles: Tensor | None,
     cute_workspace: list[Tensor],
     narrow_work: list[Tensor],
@@ -310,17 +310,17 @@ def _paged_attention_op(
 
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     requests = PagedRequests(kv_cache, kv_scales, block_tables, seq_lens, query_start_loc)
-    if cute_decode_lens is not None:
+    if cute_seq_lens is not None:
         from nanovllm_kernels.attention.gqa import cute_decode
 
         if cute_tiles is None:
             # Requests with one query come first, so token b is the query of request b. For other requests the length
             # is 0, and this kernel writes zeros. Kernels below overwrite these zeros.
-            num_reqs = min(len(cute_decode_lens), len(q))
-            block_tables, cute_decode_lens = block_tables[:num_reqs], cute_decode_lens[:num_reqs]
+            num_reqs = min(len(cute_seq_lens), len(q))
+            block_tables, cute_seq_lens = block_tables[:num_reqs], cute_seq_lens[:num_reqs]
         workspace = cute_decode.DecodeWorkspace(*cute_workspace)
         cute_decode.paged_decode(
-            q, kv_cache, kv_scales, block_tables, cute_decode_lens, scale, workspace, out, tiles=cute_tiles
+            q, kv_cache, kv_scales, block_tables, cute_seq_lens, scale, workspace, out, tiles=cute_tiles
         )
     for work, many_queries in ((narrow_work, False), (wide_work, True)):
         if work:

@@ -1,7 +1,7 @@
 """Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
 A tile holds consecutive queries of a request, which share the loads of keys and values. A decode is one query. A decode
-with drafts has several queries, and may need several tiles. The kernel computes each tile like a request of its own.
+with drafts has several queries, and may need several tiles. The kernel computes each tile independently.
 The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
 Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
 """
@@ -147,10 +147,10 @@ def paged_decode(
     num_kv_heads = heads_per_slot // 2
     dtype = CUTLASS_DTYPES[q.dtype]
     cache_dtype, ring_size = (dtype, RING_SIZES[head_dim]) if kv_scales is None else (Uint8, FP8_RING_SIZES[head_dim])
-    group_size, has_tiles = num_heads // num_kv_heads, tiles is not None
-    tile_queries = max_tile_queries(group_size, kv_cache.dtype) if has_tiles else 1
+    group_size, has_tile_list = num_heads // num_kv_heads, tiles is not None
+    tile_queries = max_tile_queries(group_size, kv_cache.dtype) if has_tile_list else 1
     launch = compile_decode(
-        DecodeShape(dtype, cache_dtype, head_dim, group_size, has_tiles, tile_queries, page_size, *ring_size)
+        DecodeShape(dtype, cache_dtype, head_dim, group_size, has_tile_list, tile_queries, page_size, *ring_size)
     )
     launch(
         _make_pointer(dtype, q, 4),

@@ -1,10 +1,11 @@
 """Computes paged decode in the CuTe DSL, for few queries per request. The bulk copy engine (TMA) loads keys and values.
 
-A request here is a tile of consecutive queries of one of the step's requests, see `cute_decode`.
+A tile holds consecutive queries of one request (see `cute_decode`). A tile's length is the number of tokens that the
+tile's last query sees. A slice is 16 consecutive tokens of one page, for one key-value head.
 
-A step is 16 consecutive tokens of one page for one key-value head. Each warp loads its steps into a ring buffer in
-shared memory, and computes them. For each key-value head, the steps of all requests are cut into equal parts, one per
-CTA (Osama et al. 2023). The warps of a CTA take the CTA's steps in turn, and synchronise only where a request ends.
+Each warp loads its slices into a ring buffer in shared memory, and computes them. For each key-value head, the slices
+of all tiles are cut into equal parts, one per CTA (Osama et al. 2023). The warps of a CTA take the CTA's slices in
+turn, and synchronise only where a tile ends.
 """
 
 from dataclasses import dataclass
@@ -17,43 +18,43 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from nanovllm_kernels.attention.gqa import cute_ptx, cute_tile, cute_tile_fp8
-from nanovllm_kernels.attention.gqa.cute_merge import ResultExchange, clear_empty_requests, merge_request
+from nanovllm_kernels.attention.gqa.cute_merge import ResultExchange, clear_empty_tiles, merge_tile
 from nanovllm_kernels.attention.gqa.cute_tile import (
     NO_SCORE,
-    STEP_TOKENS,
+    SLICE_TOKENS,
     TILE_ROWS,
     WARP_SIZE,
     DecodeShape,
     QueryTile,
 )
 
-LOG2_STEP_TOKENS = STEP_TOKENS.bit_length() - 1
+LOG2_SLICE_TOKENS = SLICE_TOKENS.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class StepLoader:
-    """Holds what a warp needs to load its steps. A slot of a ring buffer holds one step.
+class SliceLoader:
+    """Holds the arguments with which a warp loads its slices. A slot of a ring buffer holds one slice.
 
-    copy_atom: descriptor of the bulk copy of a step's keys and values.
-    cache_steps: the cache of this key-value head. The last index is a position in the cache, counted in steps.
+    copy_atom: descriptor of the bulk copy of a slice's keys and values.
+    cache_slices: the cache of this key-value head. The last index is a position in the cache, counted in slices.
     ring_slots: slots of all ring buffers of the CTA. The warp's slots begin at `first_ring_slot`.
     barriers: one barrier per slot.
-    block_tables: page numbers. The table of request b begins at b // `tiles_per_table` * `table_stride`.
-    end_step: the step after the CTA's last step.
+    block_tables: page numbers of each request. The table for tile t begins at t // tiles_per_table * table_stride.
+    end_slice: number of the slice after the CTA's last slice.
     scales_ptr: pointer to this head's first key scale in an FP8 cache.
     scale_ring_address: address in shared memory of the CTA's ring buffers for scales.
     """
 
     copy_atom: cute.CopyAtom
-    cache_steps: cute.Tensor
+    cache_slices: cute.Tensor
     ring_slots: cute.Tensor
     barriers: cute.Pointer
     first_ring_slot: Int32
     block_tables: cute.Tensor
     table_stride: Int32
     tiles_per_table: Int32
-    seq_lens: cute.Tensor
-    end_step: Int32
+    tile_lens: cute.Tensor
+    end_slice: Int32
     scales_ptr: cute.Pointer
     scale_ring_address: Int32
     num_kv_heads: Int32
@@ -64,8 +65,8 @@ class DecodeKernel:
 
     def __init__(self, shape: DecodeShape):
         self.shape = shape
-        # log2 of the number of steps per page.
-        self.page_shift = (shape.page_size // STEP_TOKENS).bit_length() - 1
+        # log2 of the number of slices per page.
+        self.page_shift = (shape.page_size // SLICE_TOKENS).bit_length() - 1
 
     @cute.jit
     def __call__(
@@ -74,13 +75,13 @@ class DecodeKernel:
         kv_cache: cute.Pointer,
         kv_scales: cute.Pointer,
         block_tables: cute.Pointer,
-        seq_lens: cute.Pointer,
+        tile_lens: cute.Pointer,
         tiles: cute.Pointer,
         out: cute.Pointer,
         partial_out: cute.Pointer,
         partial_stats: cute.Pointer,
         counters: cute.Pointer,
-        num_reqs: Int32,
+        num_tiles: Int32,
         num_cache_slots: Int32,
         num_kv_heads: Int32,
         q_stride: Int32,
@@ -103,13 +104,13 @@ class DecodeKernel:
         )
         row_layout = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, shape.cache_dtype)
         ring_layout = cute.tile_to_shape(
-            row_layout, (STEP_TOKENS, head_stride, 2, shape.num_stages * shape.num_warps), order=(0, 1, 2, 3)
+            row_layout, (SLICE_TOKENS, head_stride, 2, shape.num_stages * shape.num_warps), order=(0, 1, 2, 3)
         )
         copy_atom, cache = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             cache,
             cute.select(ring_layout, mode=[0, 1, 2]),
-            (STEP_TOKENS, (shape.row_elements, shape.rows_per_token), 2),
+            (SLICE_TOKENS, (shape.row_elements, shape.rows_per_token), 2),
         )
         self.kernel(
             copy_atom,
@@ -117,14 +118,14 @@ class DecodeKernel:
             ring_layout,
             kv_scales,
             q,
-            cute.make_tensor(block_tables, cute.make_layout(num_reqs * table_stride)),
-            cute.make_tensor(seq_lens, cute.make_layout(num_reqs)),
-            cute.make_tensor(tiles, cute.make_layout(2 * num_reqs)),
+            cute.make_tensor(block_tables, cute.make_layout(num_tiles * table_stride)),
+            cute.make_tensor(tile_lens, cute.make_layout(num_tiles)),
+            cute.make_tensor(tiles, cute.make_layout(2 * num_tiles)),
             out,
             partial_out,
             partial_stats,
             counters,
-            num_reqs,
+            num_tiles,
             num_kv_heads,
             q_stride,
             table_stride,
@@ -149,13 +150,13 @@ class DecodeKernel:
         kv_scales: cute.Pointer,
         q: cute.Pointer,
         block_tables: cute.Tensor,
-        seq_lens: cute.Tensor,
+        tile_lens: cute.Tensor,
         tiles: cute.Tensor,
         out: cute.Pointer,
         partial_out: cute.Pointer,
         partial_stats: cute.Pointer,
         counters: cute.Pointer,
-        num_reqs: Int32,
+        num_tiles: Int32,
         num_kv_heads: Int32,
         q_stride: Int32,
         table_stride: Int32,
@@ -163,10 +164,10 @@ class DecodeKernel:
         num_parts: Int32,
         scale_log2: Float32,
     ):
-        """Compute one part of the steps of one key-value head. Grid: key-value heads x parts.
+        """Compute one part of the slices of one key-value head. Grid: key-value heads x parts.
 
-        Steps are numbered across all requests. A request has the steps `request_begin` to `request_end` - 1. Variables
-        `next_*` describe the step that the warp copies next. `next_index` is this step's index in the cache.
+        Slices are numbered across all tiles. A tile has the slices `tile_begin` to `tile_end` - 1. `slice_index` is the
+        number of the slice that the warp computes. The variables `next_*` describe the slice that the warp copies next.
         """
         shape = self.shape
         kv_head, part, _ = arch.block_idx()
@@ -194,11 +195,11 @@ class DecodeKernel:
             warp=warp,
             lane=lane,
         )
-        cache_steps = cute.local_tile(
-            cache, (STEP_TOKENS, (shape.row_elements, shape.rows_per_token), 2), (None, 0, 0, kv_head)
+        cache_slices = cute.local_tile(
+            cache, (SLICE_TOKENS, (shape.row_elements, shape.rows_per_token), 2), (None, 0, 0, kv_head)
         )
-        ring_slots, cache_steps = cpasync.tma_partition(
-            copy_atom, 0, cute.make_layout(1), cute.group_modes(ring, 0, 3), cute.group_modes(cache_steps, 0, 3)
+        ring_slots, cache_slices = cpasync.tma_partition(
+            copy_atom, 0, cute.make_layout(1), cute.group_modes(ring, 0, 3), cute.group_modes(cache_slices, 0, 3)
         )
         ring_base = Int32(ring.iterator.toint())
         first_ring_slot = warp * shape.num_stages
@@ -207,63 +208,63 @@ class DecodeKernel:
         # The kernel must not access global memory before this wait.
         arch.griddepcontrol_wait()
 
-        part_size, part_begin, part_end, request, request_begin, request_end = self.find_part(
-            seq_lens, num_reqs, num_parts, part, lane
+        part_size, part_begin, part_end, tile, tile_begin, tile_end = self.find_part(
+            tile_lens, num_tiles, num_parts, part, lane
         )
-        loader = StepLoader(
+        loader = SliceLoader(
             copy_atom,
-            cache_steps,
+            cache_slices,
             ring_slots,
             barriers,
             first_ring_slot,
             block_tables,
             table_stride,
             tiles_per_table,
-            seq_lens,
+            tile_lens,
             part_end,
             kv_scales + kv_head * shape.page_size,
             scale_ring_address,
             num_kv_heads,
         )
-        step = part_begin + warp
-        next_index, next_step, next_request, next_begin, next_end = self.fill_ring(
-            loader, step, request, request_begin, request_end
+        slice_index = part_begin + warp
+        next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end = self.fill_ring(
+            loader, slice_index, tile, tile_begin, tile_end
         )
-        if cutlass.const_expr(not shape.has_tiles):
-            clear_empty_requests(shape, exchange, seq_lens, num_reqs, part)
+        if cutlass.const_expr(not shape.has_tile_list):
+            clear_empty_tiles(shape, exchange, tile_lens, num_tiles, part)
 
         queries = cute.make_rmem_tensor(shape.head_dim // 4, Int32)
         acc = cute.make_rmem_tensor(shape.head_dim // 2, Float32)
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        # `ring_slot` holds the warp's current step, `spare_slot` is free, `phase` is the barrier parity to wait for.
+        # `ring_slot` holds the warp's current slice, `spare_slot` is free, `phase` is the barrier parity to wait for.
         ring_slot, spare_slot, phase = first_ring_slot, first_ring_slot + (shape.num_stages - 1), Int32(0)
-        request_part_begin = part_begin
-        while request_part_begin < part_end:
-            request_part_end = cutlass.min(request_end, part_end)
-            if request_part_end > request_part_begin:
-                seq_len = seq_lens[request]
-                first_token, num_queries = self.load_tile(tiles, request)
+        tile_part_begin = part_begin
+        while tile_part_begin < part_end:
+            tile_part_end = cutlass.min(tile_end, part_end)
+            if tile_part_end > tile_part_begin:
+                tile_len = tile_lens[tile]
+                first_token, num_queries = self.load_tile(tiles, tile)
                 query_offset = first_token * q_stride + kv_head * shape.group_size * shape.head_dim
                 scale = self.load_queries(queries, q, query_offset, q_stride, num_queries, lane, scale_log2)
                 acc.fill(0.0)
                 row_sum.fill(0.0)
                 row_max.fill(NO_SCORE)
-                while step < request_part_end:
-                    # `spare_slot` held the warp's previous step.
-                    next_index, next_step, next_request, next_begin, next_end = self.refill_slot(
-                        loader, spare_slot, next_index, next_step, next_request, next_begin, next_end
+                while slice_index < tile_part_end:
+                    # `spare_slot` held the warp's previous slice.
+                    next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end = self.refill_slot(
+                        loader, spare_slot, next_cache_index, next_slice, next_tile, next_tile_begin, next_tile_end
                     )
                     arch.mbarrier_wait(barriers + ring_slot, phase)
-                    step_address = ring_base + ring_slot * shape.slot_bytes
-                    num_valid = seq_len - (step - request_begin) * STEP_TOKENS
+                    slice_address = ring_base + ring_slot * shape.slot_bytes
+                    num_valid = tile_len - (slice_index - tile_begin) * SLICE_TOKENS
                     scales_address = scale_ring_address + ring_slot * shape.scale_bytes
                     self.attend(
                         queries,
                         acc,
                         row_max,
                         row_sum,
-                        step_address,
+                        slice_address,
                         scales_address,
                         num_valid,
                         num_queries,
@@ -276,18 +277,18 @@ class DecodeKernel:
                     if ring_slot == first_ring_slot + shape.num_stages:
                         ring_slot = first_ring_slot
                         phase ^= 1
-                    step += shape.num_warps
-                is_whole = request_part_begin == request_begin and request_part_end == request_end
-                first_part, last_part = request_begin // part_size, (request_end - 1) // part_size
+                    slice_index += shape.num_warps
+                is_whole = tile_part_begin == tile_begin and tile_part_end == tile_end
+                first_part, last_part = tile_begin // part_size, (tile_end - 1) // part_size
                 spare_address = ring_base + spare_slot * shape.slot_bytes
-                merge_request(
+                merge_tile(
                     shape,
                     exchange,
                     acc,
                     row_max,
                     row_sum,
                     spare_address,
-                    request,
+                    tile,
                     first_token,
                     num_queries,
                     is_whole,
@@ -295,11 +296,11 @@ class DecodeKernel:
                     first_part,
                     last_part,
                 )
-            request_part_begin = request_part_end
-            if request_part_begin < part_end:
-                request += 1
-                request_begin = request_end
-                request_end += self.count_steps(seq_lens[request])
+            tile_part_begin = tile_part_end
+            if tile_part_begin < part_end:
+                tile += 1
+                tile_begin = tile_end
+                tile_end += self.count_slices(tile_lens[tile])
 
     @cute.jit
     def init_ring(self, copy_atom: cute.CopyAtom, barriers: cute.Pointer, first_ring_slot: Int32, warp: Int32):
@@ -313,56 +314,59 @@ class DecodeKernel:
         arch.sync_warp()
 
     @cute.jit
-    def find_part(self, seq_lens: cute.Tensor, num_reqs: Int32, num_parts: Int32, part: Int32, lane: Int32):
-        """Return (steps per part, part's first step, part's end, first request, request's first step, request's end).
+    def find_part(self, tile_lens: cute.Tensor, num_tiles: Int32, num_parts: Int32, part: Int32, lane: Int32):
+        """Return (slices per part, part's first slice, part's end, first tile, tile's first slice, tile's end).
 
-        Each lane counts the steps of an equal number of requests. Every end is the step after the last step.
+        Each lane counts the slices of an equal number of tiles. Every end is the slice after the last slice.
         """
-        requests_per_lane = (num_reqs + (WARP_SIZE - 1)) >> 5
-        first_request = lane * requests_per_lane
-        lane_steps = Int32(0)
-        for i in cutlass.range(requests_per_lane, unroll=8):
+        tiles_per_lane = (num_tiles + (WARP_SIZE - 1)) >> 5
+        first_tile = lane * tiles_per_lane
+        lane_slices = Int32(0)
+        for i in cutlass.range(tiles_per_lane, unroll=8):
             # Clamp the index and mask the count instead of branching, so that the loads overlap.
-            request_steps = self.count_steps(seq_lens[cutlass.min(first_request + i, num_reqs - 1)])
-            lane_steps += request_steps * Int32(first_request + i < num_reqs)
-        steps_up_to_lane = lane_steps
+            tile_slices = self.count_slices(tile_lens[cutlass.min(first_tile + i, num_tiles - 1)])
+            lane_slices += tile_slices * Int32(first_tile + i < num_tiles)
+        slices_up_to_lane = lane_slices
         for i in cutlass.range_constexpr(5):
-            lower_steps = arch.shuffle_sync_up(steps_up_to_lane, 1 << i)
-            steps_up_to_lane += lower_steps * Int32(lane >= 1 << i)
-        total_steps = arch.shuffle_sync(steps_up_to_lane, WARP_SIZE - 1)
-        # Parts with less than one step per warp would cost more time in merges than such parts save.
-        part_size = cutlass.max((total_steps + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
+            lower_slices = arch.shuffle_sync_up(slices_up_to_lane, 1 << i)
+            slices_up_to_lane += lower_slices * Int32(lane >= 1 << i)
+        total_slices = arch.shuffle_sync(slices_up_to_lane, WARP_SIZE - 1)
+        # Parts with less than one slice per warp would cost more time in merges than such parts save.
+        part_size = cutlass.max((total_slices + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
         part_begin = part * part_size
-        part_end = cutlass.min(part_begin + part_size, total_steps)
-        owner_lane = cutlass.min(arch.popc(arch.vote_ballot_sync(steps_up_to_lane <= part_begin)), Int32(WARP_SIZE - 1))
-        request = arch.shuffle_sync(first_request, owner_lane)
-        request_begin = arch.shuffle_sync(steps_up_to_lane - lane_steps, owner_lane)
-        request_end = request_begin
+        part_end = cutlass.min(part_begin + part_size, total_slices)
+        owner_lane = cutlass.min(
+            arch.popc(arch.vote_ballot_sync(slices_up_to_lane <= part_begin)), Int32(WARP_SIZE - 1)
+        )
+        tile = arch.shuffle_sync(first_tile, owner_lane)
+        tile_begin = arch.shuffle_sync(slices_up_to_lane - lane_slices, owner_lane)
+        tile_end = tile_begin
         if part_begin < part_end:
-            request_end += self.count_steps(seq_lens[request])
-            request, request_begin, request_end = self.find_request(
-                seq_lens, part_begin, request, request_begin, request_end
-            )
-        return part_size, part_begin, part_end, request, request_begin, request_end
+            tile_end += self.count_slices(tile_lens[tile])
+            tile, tile_begin, tile_end = self.find_tile(tile_lens, part_begin, tile, tile_begin, tile_end)
+        return part_size, part_begin, part_end, tile, tile_begin, tile_end
 
     @cute.jit
-    def fill_ring(self, loader: cutlass.Constexpr, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Start to copy the warp's steps from `step` on, into all slots but one. Return arguments for `refill_slot`."""
-        # A cache index is a position in the cache, counted in steps. Look up all indexes first, so that loads overlap.
+    def fill_ring(self, loader: cutlass.Constexpr, slice_index: Int32, tile: Int32, begin: Int32, end: Int32):
+        """Start to copy the warp's slices into all slots but one, beginning with `slice_index`.
+
+        Return (cache index of the next slice, next slice, the slice's tile, begin and end of this tile).
+        """
+        # A cache index is a position in the cache, counted in slices. Look up all indexes first, so that loads overlap.
         num_stages = self.shape.num_stages
         cache_indexes = []
         for stage in cutlass.range_constexpr(num_stages):
             cache_index = Int32(0)
-            if step + stage * self.shape.num_warps < loader.end_step:
-                request, begin, end = self.find_request(
-                    loader.seq_lens, step + stage * self.shape.num_warps, request, begin, end
+            if slice_index + stage * self.shape.num_warps < loader.end_slice:
+                tile, begin, end = self.find_tile(
+                    loader.tile_lens, slice_index + stage * self.shape.num_warps, tile, begin, end
                 )
-                cache_index = self.look_up_step(loader, request, step + stage * self.shape.num_warps - begin)
+                cache_index = self.look_up_slice(loader, tile, slice_index + stage * self.shape.num_warps - begin)
             cache_indexes.append(cache_index)
         for stage in cutlass.range_constexpr(num_stages - 1):
-            if step + stage * self.shape.num_warps < loader.end_step:
+            if slice_index + stage * self.shape.num_warps < loader.end_slice:
                 self.start_copy(loader, loader.first_ring_slot + stage, cache_indexes[stage])
-        return (cache_indexes[num_stages - 1], step + (num_stages - 1) * self.shape.num_warps, request, begin, end)
+        return (cache_indexes[num_stages - 1], slice_index + (num_stages - 1) * self.shape.num_warps, tile, begin, end)
 
     @cute.jit
     def refill_slot(
@@ -370,81 +374,83 @@ class DecodeKernel:
         loader: cutlass.Constexpr,
         ring_slot: Int32,
         cache_index: Int32,
-        step: Int32,
-        request: Int32,
+        slice_index: Int32,
+        tile: Int32,
         begin: Int32,
         end: Int32,
     ):
-        """Start copying `step`, which is at `cache_index`, into `ring_slot`. Look up the warp's next step."""
-        if step < loader.end_step:
+        """Start to copy `slice_index`, which is at `cache_index`, into `ring_slot`. Look up the warp's next slice."""
+        if slice_index < loader.end_slice:
             self.start_copy(loader, ring_slot, cache_index)
-            step += self.shape.num_warps
-            if step < loader.end_step:
-                request, begin, end = self.find_request(loader.seq_lens, step, request, begin, end)
-                cache_index = self.look_up_step(loader, request, step - begin)
-        return cache_index, step, request, begin, end
+            slice_index += self.shape.num_warps
+            if slice_index < loader.end_slice:
+                tile, begin, end = self.find_tile(loader.tile_lens, slice_index, tile, begin, end)
+                cache_index = self.look_up_slice(loader, tile, slice_index - begin)
+        return cache_index, slice_index, tile, begin, end
 
     @cute.jit
-    def find_request(self, seq_lens: cute.Tensor, step: Int32, request: Int32, begin: Int32, end: Int32):
-        """Return (request that contains `step`, begin and end of this request). Search from `request` on."""
-        while step >= end:
-            request += 1
+    def find_tile(self, tile_lens: cute.Tensor, slice_index: Int32, tile: Int32, begin: Int32, end: Int32):
+        """Return (tile that contains `slice_index`, begin and end of this tile). The search begins with `tile`."""
+        while slice_index >= end:
+            tile += 1
             begin = end
-            end += self.count_steps(seq_lens[request])
-        return request, begin, end
+            end += self.count_slices(tile_lens[tile])
+        return tile, begin, end
 
-    def load_tile(self, tiles, request):
-        """Return (row of the request's first query, number of queries)."""
-        if self.shape.has_tiles:
-            return tiles[2 * request], tiles[2 * request + 1]
-        return request, Int32(1)
+    def load_tile(self, tiles, tile):
+        """Return (row of the tile's first query in `q`, number of queries)."""
+        if self.shape.has_tile_list:
+            return tiles[2 * tile], tiles[2 * tile + 1]
+        return tile, Int32(1)
 
     def load_queries(self, queries, q, offset, token_stride, num_queries, lane, scale_log2):
-        """Load the queries of one key-value head. Return the factor of query-key products, for scores in base 2."""
+        """Load the queries of one key-value head. Return the factor from query-key products to base-2 scores."""
         tile = QueryTile(q, offset, token_stride, num_queries)
         if self.shape.is_fp8:
             return scale_log2 * cute_tile_fp8.load_queries(self.shape, queries, tile, lane)
         cute_tile.load_queries(self.shape, queries, tile, lane)
         return scale_log2
 
-    def attend(self, queries, acc, row_max, row_sum, step_address, scales_address, num_valid, num_queries, lane, scale):
-        """Accumulate one step into the running softmax, see `cute_tile.attend`."""
-        state = queries, acc, row_max, row_sum, step_address
+    def attend(
+        self, queries, acc, row_max, row_sum, slice_address, scales_address, num_valid, num_queries, lane, scale
+    ):
+        """Add one slice to the running softmax, see `cute_tile.attend`."""
+        state = queries, acc, row_max, row_sum, slice_address
         if self.shape.is_fp8:
             cute_tile_fp8.attend(self.shape, *state, scales_address, num_valid, num_queries, lane, scale)
         else:
             cute_tile.attend(self.shape, *state, num_valid, num_queries, lane, scale)
 
-    def count_steps(self, seq_len):
-        """Return the number of steps of a request of `seq_len` tokens."""
-        return (seq_len + (STEP_TOKENS - 1)) >> LOG2_STEP_TOKENS
+    def count_slices(self, tile_len):
+        """Return the number of slices of a tile of `tile_len` tokens."""
+        return (tile_len + (SLICE_TOKENS - 1)) >> LOG2_SLICE_TOKENS
 
-    def look_up_step(self, loader, request, request_step):
-        """Return a request's step as an index in the cache, counted in steps."""
-        table = request // loader.tiles_per_table if self.shape.has_tiles else request
-        page = loader.block_tables[table * loader.table_stride + (request_step >> self.page_shift)]
-        return (page << self.page_shift) + (request_step & ((1 << self.page_shift) - 1))
+    def look_up_slice(self, loader, tile, tile_slice):
+        """Return the cache index of a slice. tile_slice: number of the slice within its tile."""
+        table = tile // loader.tiles_per_table if self.shape.has_tile_list else tile
+        page = loader.block_tables[table * loader.table_stride + (tile_slice >> self.page_shift)]
+        return (page << self.page_shift) + (tile_slice & ((1 << self.page_shift) - 1))
 
     def start_copy(self, loader, ring_slot, cache_index):
-        """Start the copy of the step at `cache_index`, and of its FP8 scales, into `ring_slot`."""
+        """Start the copy of the slice at `cache_index`, and of its FP8 scales, into `ring_slot`."""
         shape = self.shape
         barrier = loader.barriers + ring_slot
         with arch.elect_one():
             arch.mbarrier_arrive_and_expect_tx(barrier, shape.slot_bytes + shape.scale_bytes)
             if shape.is_fp8:
-                page, page_step = cache_index >> self.page_shift, cache_index & ((1 << self.page_shift) - 1)
+                page, page_slice = cache_index >> self.page_shift, cache_index & ((1 << self.page_shift) - 1)
                 scales = loader.scales_ptr + (
-                    page * (2 * loader.num_kv_heads * shape.page_size) + page_step * STEP_TOKENS
+                    page * (2 * loader.num_kv_heads * shape.page_size) + page_slice * SLICE_TOKENS
                 )
                 address = loader.scale_ring_address + ring_slot * shape.scale_bytes
                 barrier_address = Int32(barrier.toint())
                 cute_ptx.copy_16_bytes_async(address, scales, barrier_address)
                 cute_ptx.copy_16_bytes_async(
-                    address + STEP_TOKENS, scales + loader.num_kv_heads * shape.page_size, barrier_address
+                    address + SLICE_TOKENS, scales + loader.num_kv_heads * shape.page_size, barrier_address
                 )
         cute.copy(
             loader.copy_atom,
-            loader.cache_steps[(None, cache_index)],
+            loader.cache_slices[(None, cache_index)],
             loader.ring_slots[(None, ring_slot)],
             tma_bar_ptr=barrier,
         )

@@ -1,9 +1,10 @@
-"""Merges the results of a CTA's warps, and of the CTAs that share a request, in the CuTe DSL decode kernel.
+"""Merges the results of a CTA's warps, and of the CTAs that share a tile, in the CuTe DSL decode kernel.
 
-A part is the work of one CTA. Parts are merged as in split-KV attention (Dao et al. 2023). A CTA that has stored its
-part of a request increments the request's counter. The last CTA merges the parts and resets the counter, so that graphs
-can be replayed. Many parts are first merged in groups. `shape` is a `DecodeShape`. `quad` is the index of four adjacent
-elements in the output rows of a tile. A request here is a tile of queries, see `cute_decode`.
+A tile holds consecutive queries of one request (see `cute_decode`). A part is the work of one CTA. Parts are merged as
+in split-KV attention (Dao et al. 2023). A CTA that has stored its part of a tile increments the tile's counter. The
+last CTA merges the parts and resets the counter, so that graphs can be replayed. Many parts are first merged in groups.
+
+`shape` is a `DecodeShape`. `quad` is the index of four adjacent elements in the output rows of a tile.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from nanovllm_kernels.attention.gqa import cute_ptx
 from nanovllm_kernels.attention.gqa.cute_tile import TILE_ROWS, WARP_SIZE
 
 # Parts per group. A thread loads the partial results of all parts of a group at once.
-MERGED_PARTS = 8
+PARTS_PER_GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,12 @@ class ResultExchange:
     out: [T, Hq, D].
     partial_out: float32 [slots, Hkv, num_rows, D].
     partial_stats: float32 [slots, Hkv, num_rows, 2], each row's maximum score and sum of weights.
-    counters: int32 [(group slots + B) * Hkv], number of arrived CTAs for each group of parts, then for each request.
+    counters: int32 [(group slots + tiles) * Hkv], number of arrived CTAs for each group of parts, then for each tile.
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
     row_addresses: int32 [warps + 1] in shared memory, address of each warp's rows, then the counter that thread 0 read.
 
-    A slot holds the partial result of one request. Part p has slot 2p for the request that began before part p, and
-    slot 2p + 1 for the request that begins in part p and continues. Group g of MERGED_PARTS parts likewise has slots
+    A slot holds the partial result of one tile. Part p has slot 2p for the tile that began before part p, and
+    slot 2p + 1 for the tile that begins in part p and continues. Group g of PARTS_PER_GROUP parts likewise has slots
     2 * num_parts + 2g and 2 * num_parts + 2g + 1.
     """
 
@@ -51,33 +52,33 @@ class ResultExchange:
 
 def count_slots(num_parts: int) -> tuple[int, int]:
     """Return (number of parts' slots, number of groups' slots)."""
-    return 2 * num_parts, 2 * -(-num_parts // MERGED_PARTS)
+    return 2 * num_parts, 2 * -(-num_parts // PARTS_PER_GROUP)
 
 
 @cute.jit
-def clear_empty_requests(
-    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, seq_lens: cute.Tensor, num_reqs: Int32, part: Int32
+def clear_empty_tiles(
+    shape: cutlass.Constexpr, exchange: cutlass.Constexpr, tile_lens: cute.Tensor, num_tiles: Int32, part: Int32
 ):
-    """Zero the outputs of requests without tokens. CTAs divide these requests among themselves.
+    """Zero the outputs of tiles without tokens. CTAs divide these tiles among themselves.
 
-    A request has one query. A tile of several queries has no output without tokens.
+    Requires that tile b is the only query of request b. In a list of tiles, a tile without tokens has no queries.
     """
-    for request in range(part, num_reqs, exchange.num_parts):
-        if seq_lens[request] == 0:
-            first_element = (request * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
+    for tile in range(part, num_tiles, exchange.num_parts):
+        if tile_lens[tile] == 0:
+            first_element = (tile * exchange.num_kv_heads + exchange.kv_head) * shape.group_size * shape.head_dim
             for quad in range(exchange.thread, shape.group_size * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
                 cute_ptx.store_global_2_words(exchange.out + first_element + quad * 4, Int32(0), Int32(0))
 
 
 @cute.jit
-def merge_request(
+def merge_tile(
     shape: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     acc: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
     spare_address: Int32,
-    request: Int32,
+    tile: Int32,
     first_token: Int32,
     num_queries: Int32,
     is_whole: Boolean,
@@ -85,10 +86,10 @@ def merge_request(
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the warps' results for one request. If several parts share the request, merge the parts too.
+    """Merge the warps' results for one tile. If several parts share the tile, merge the parts too.
 
-    first_token: row of the request's first query in `exchange.out`.
-    is_whole: whether this part holds all steps of the request.
+    first_token: row of the tile's first query in `exchange.out`.
+    is_whole: whether this part holds all slices of the tile.
     spare_address: address of a free slot in the warp's ring buffer. Other warps read this warp's rows from this slot.
     """
     _share_rows(shape, exchange, acc, row_max, row_sum, spare_address)
@@ -102,7 +103,7 @@ def merge_request(
         else:
             _store_slot(shape, exchange, slot, quad, max_score, weight_sum, sums)
     if not is_whole:
-        _merge_parts(shape, exchange, out, request, num_queries, part, first_part, last_part)
+        _merge_parts(shape, exchange, out, tile, num_queries, part, first_part, last_part)
     # The bulk copy engine (asynchronous proxy) must not write to the spare slots before these accesses.
     arch.fence_proxy("async.shared", space="cta")
     arch.sync_threads()
@@ -113,22 +114,23 @@ def _merge_parts(
     shape: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
     out: cute.Pointer,
-    request: Int32,
+    tile: Int32,
     num_queries: Int32,
     part: Int32,
     first_part: Int32,
     last_part: Int32,
 ):
-    """Merge the parts of a request that spans several parts. With many parts, merge each group first."""
-    num_group_slots = 2 * ((exchange.num_parts + (MERGED_PARTS - 1)) // MERGED_PARTS)
+    """Merge the parts of a tile that spans several parts. With many parts, merge each group first."""
+    num_group_slots = 2 * ((exchange.num_parts + (PARTS_PER_GROUP - 1)) // PARTS_PER_GROUP)
     first_slot, first_index, last_index = Int32(0), first_part, last_part
-    is_last = Boolean(True)  # Whether this CTA continues: there are no groups, or it is the last of its group.
-    if last_part - first_part >= 2 * MERGED_PARTS:
+    # Whether this CTA continues: the parts have no groups, or the CTA is the last to arrive in its group.
+    is_last = Boolean(True)
+    if last_part - first_part >= 2 * PARTS_PER_GROUP:
         first_slot = 2 * exchange.num_parts
-        first_index, last_index = first_part // MERGED_PARTS, last_part // MERGED_PARTS
-        part_group = part // MERGED_PARTS
-        group_first_part = cutlass.max(first_part, part_group * MERGED_PARTS)
-        group_last_part = cutlass.min(last_part, part_group * MERGED_PARTS + (MERGED_PARTS - 1))
+        first_index, last_index = first_part // PARTS_PER_GROUP, last_part // PARTS_PER_GROUP
+        part_group = part // PARTS_PER_GROUP
+        group_first_part = cutlass.max(first_part, part_group * PARTS_PER_GROUP)
+        group_last_part = cutlass.min(last_part, part_group * PARTS_PER_GROUP + (PARTS_PER_GROUP - 1))
         slot = 2 * part_group + Int32(part_group == first_index)
         is_last = _arrives_last(shape, exchange, slot, group_last_part - group_first_part + 1)
         if is_last:
@@ -140,7 +142,7 @@ def _merge_parts(
                     shape, exchange, first_slot + slot, quad, max_score, weight_sum, (sum_0, sum_1, sum_2, sum_3)
                 )
     if is_last:
-        counter_index = num_group_slots + request
+        counter_index = num_group_slots + tile
         _merge_last_parts(shape, exchange, out, num_queries, counter_index, first_slot, first_index, last_index)
 
 
@@ -155,7 +157,7 @@ def _merge_last_parts(
     first_index: Int32,
     last_index: Int32,
 ):
-    """Merge parts (or groups) first_index..last_index of a request, if this CTA is the last to arrive."""
+    """Merge parts (or groups) first_index..last_index of a tile, if this CTA is the last to arrive."""
     if _arrives_last(shape, exchange, counter_index, last_index - first_index + 1):
         for quad in range(exchange.thread, shape.num_rows * shape.head_dim // 4, shape.num_warps * WARP_SIZE):
             _, weight_sum, sum_0, sum_1, sum_2, sum_3 = _merge_slots(
@@ -166,7 +168,10 @@ def _merge_last_parts(
 
 @cute.jit
 def _arrives_last(shape: cutlass.Constexpr, exchange: cutlass.Constexpr, counter_index: Int32, num_arrivals: Int32):
-    """Increment a counter. Return whether this CTA is the last, which sees all CTAs' writes and resets the counter."""
+    """Increment a counter. Return whether this CTA is the last of `num_arrivals` CTAs.
+
+    The last CTA resets the counter, and sees the writes of all these CTAs.
+    """
     arch.sync_threads()
     if exchange.thread == 0:
         counter_ptr = exchange.counters + (counter_index * exchange.num_kv_heads + exchange.kv_head)
@@ -195,8 +200,8 @@ def _share_rows(
         for i in cutlass.range_constexpr(2):
             weight_sum = weight_sum + arch.shuffle_sync_bfly(weight_sum, 1 << i)
         if row + 8 * lane_row < shape.num_rows:
-            for tile in cutlass.range_constexpr(shape.head_dim // 8):
-                offset, first, second = _locate_lane_sums(shape, exchange.lane, row, lane_row, tile)
+            for mma_tile in cutlass.range_constexpr(shape.head_dim // 8):
+                offset, first, second = _locate_lane_sums(shape, exchange.lane, row, lane_row, mma_tile)
                 cute_ptx.store_shared_2_floats(spare_address + offset * 4, acc[first], acc[second])
             if exchange.lane & 3 == 0:
                 exchange.row_stats[(exchange.warp * 2) * TILE_ROWS + row + 8 * lane_row] = row_max[lane_row]
@@ -205,16 +210,21 @@ def _share_rows(
         exchange.row_addresses[exchange.warp] = spare_address
 
 
-def _locate_lane_sums(shape, lane, row, lane_row, tile):
-    """Return (offset of two adjacent sums of a lane in shared memory, index of the first in `acc`, of the second)."""
+def _locate_lane_sums(shape, lane, row, lane_row, mma_tile):
+    """Locate the two sums of a lane in one tile of `mma`. The two sums are adjacent in shared memory.
+
+    Return (offset of the two sums in shared memory, index of the first sum in `acc`, index of the second sum in `acc`).
+    """
     # `octet` is the index of 8 adjacent sums in a row. `column` is the position of the first sum in the octet.
     if not shape.is_fp8:
-        octet, column, first, second = tile, (lane & 3) * 2, 4 * tile + 2 * lane_row, 4 * tile + 2 * lane_row + 1
+        octet, column = mma_tile, (lane & 3) * 2
+        first = 4 * mma_tile + 2 * lane_row
+        second = first + 1
     else:
         # The first tile of a pair holds even dimensions, the second tile odd dimensions.
-        even, odd = 4 * (tile & ~1), 4 * (tile | 1)
-        octet, column = (tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (tile & 1) * 2
-        first, second = even + (tile & 1), odd + (tile & 1)
+        even, odd = 4 * (mma_tile & ~1), 4 * (mma_tile | 1)
+        octet, column = (mma_tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (mma_tile & 1) * 2
+        first, second = even + (mma_tile & 1), odd + (mma_tile & 1)
     # Swizzle the octets of each row, so that neighbouring rows use different banks.
     return (row + 8 * lane_row) * shape.head_dim + (row ^ octet) * 8 + column, first, second
 
@@ -246,12 +256,12 @@ def _merge_slots(
     first_merged: Int32,
     last_merged: Int32,
 ):
-    """Merge parts (or groups) first_merged..last_merged, as `_merge_warps` does. The request begins in `first_part`."""
+    """Merge parts (or groups) first_merged..last_merged, as `_merge_warps` does. The tile begins in `first_part`."""
     max_score, weight_sum = -Float32.inf, Float32(0.0)
     sum_0, sum_1, sum_2, sum_3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
-    for first_loaded in range(first_merged, last_merged + 1, MERGED_PARTS):
+    for first_loaded in range(first_merged, last_merged + 1, PARTS_PER_GROUP):
         loaded = []
-        for i in cutlass.range_constexpr(MERGED_PARTS):
+        for i in cutlass.range_constexpr(PARTS_PER_GROUP):
             # Past `last_merged`, the last slot is read again with weight 0.
             part = cutlass.min(first_loaded + i, last_merged)
             row = _partial_row(shape, exchange, first_slot + 2 * part + Int32(part == first_part), quad)
@@ -266,7 +276,7 @@ def _merge_slots(
         rescale = cute_ptx.exp2(max_score - new_max)
         weight_sum, sum_0, sum_1 = weight_sum * rescale, sum_0 * rescale, sum_1 * rescale
         sum_2, sum_3 = sum_2 * rescale, sum_3 * rescale
-        for i in cutlass.range_constexpr(MERGED_PARTS):
+        for i in cutlass.range_constexpr(PARTS_PER_GROUP):
             slot_max, slot_sum, values = loaded[i]
             weight = cute_ptx.exp2(slot_max - new_max) * Float32(first_loaded + i <= last_merged)
             weight_sum += weight * slot_sum

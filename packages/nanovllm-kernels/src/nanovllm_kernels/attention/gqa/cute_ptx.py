@@ -1,7 +1,8 @@
 """Wraps PTX instructions in functions, for the CuTe DSL decode kernel.
 
-Int32 address shared memory, pointers address global memory. Matrices in registers have the layout of PTX's
-`mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and 2 (l % 4) + 1.
+An Int32 is an address in shared memory. A pointer is an address in global memory. Matrices in registers have the layout
+of PTX's `mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and
+2 (l % 4) + 1.
 """
 
 from cutlass import BFloat16, Float32, Int32
@@ -19,7 +20,7 @@ def load_matrices(address, *, transpose):
 
 
 def multiply_add(dtype, a, b, c):
-    """Return C + A B: four Float32 per lane. A (16 x 16) is four Int32, B (16 x 8) two Int32, C four Float32."""
+    """Return C + A B as four Float32 per lane. A (16 x 16): four Int32. B (16 x 8): two Int32. C: four Float32."""
     type_name = "bf16" if dtype is BFloat16 else "f16"
     return arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{type_name}.{type_name}.f32"
@@ -69,7 +70,7 @@ def float_bits(x):
 
 
 def power_of_2_from_biased(biased_exponent):
-    """Return 2 ** (biased_exponent - 127): the biased exponent is that of Float32. Exponent 0 gives 0."""
+    """Return 2 ** (biased_exponent - 127). The argument is the biased exponent of a Float32. Exponent 0 gives 0."""
     return arch.inline_ptx(
         "{ .reg .b32 bits; shl.b32 bits, {$r0}, 23; mov.b32 {$w0}, bits; }",
         write_only_types=[Float32],

@@ -1,7 +1,7 @@
-"""Computes one step (16 tokens) in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
+"""Computes one slice (16 tokens) in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
 
-A row of a tile of `mma.m16n8k16` is one query head of one query, so that all heads of a key-value head, and consecutive
-queries of a request, share the loads of keys and values. Row r is head r % group_size of query r // group_size. The
+A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
+loads of keys and values. Row r is head r % group_size of query r // group_size. Products use `mma.m16n8k16`. The
 softmax is online (Milakov and Gimelshein 2018), in base 2.
 """
 
@@ -14,10 +14,10 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP_SIZE = 32
-# Tokens per step. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
-STEP_TOKENS = 16
+# Tokens per slice. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
+SLICE_TOKENS = 16
 TILE_ROWS = 16
-# Maximum score of a row that has not seen a token. Finite, because infinity minus infinity is not a number.
+# Initial maximum score of a row. Finite, because infinity minus infinity is not a number.
 NO_SCORE = -1e30
 # Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
@@ -30,17 +30,18 @@ class DecodeShape:
     dtype: CUTLASS type of the queries.
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
     group_size: query heads per key-value head.
-    has_tiles: whether requests are tiles of queries. Otherwise, request b has one query, in row b.
+    has_tile_list: whether the caller lists the tiles. Otherwise, tile b is row b of the queries, the only query of
+        request b.
     tile_queries: maximum number of queries per tile. A tile has at most 16 rows, or 8 with an FP8 cache.
     num_warps: warps of a CTA.
-    num_stages: number of slots in each warp's ring buffer in shared memory. A slot holds one step.
+    num_stages: number of slots in each warp's ring buffer in shared memory. A slot holds one slice.
     """
 
     dtype: type
     cache_dtype: type
     head_dim: int
     group_size: int
-    has_tiles: bool
+    has_tile_list: bool
     tile_queries: int
     page_size: int
     num_warps: int
@@ -63,22 +64,26 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a step's keys. Values follow the keys. The first rows of all tokens precede the second rows."""
-        return STEP_TOKENS * self.rows_per_token * ROW_BYTES
+        """Bytes of a slice's keys. Values follow the keys. The first rows of all tokens precede the second rows."""
+        return SLICE_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: a step's keys and values, later the float32 sums of 16 rows (with FP8, of 8 rows)."""
+        """Bytes of a slot.
+
+        A slot holds a slice's keys and values. At the end of a tile, the warp reuses a slot for the float32 sums of 16
+        rows (8 rows with an FP8 cache).
+        """
         return 2 * self.keys_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a step's key scales and value scales."""
-        return 2 * STEP_TOKENS if self.is_fp8 else 0
+        """Bytes of a slice's key scales and value scales."""
+        return 2 * SLICE_TOKENS if self.is_fp8 else 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of a tile that are used."""
+        """Maximum number of rows that a tile uses."""
         return self.group_size * self.tile_queries
 
     @property
@@ -91,7 +96,7 @@ class DecodeShape:
 class QueryTile:
     """The queries of one tile, for one key-value head.
 
-    q: first element of all queries.
+    q: pointer to the first element of all queries.
     offset: index of the first element of the tile's first query and head.
     token_stride: elements from one query to the next.
     num_queries: number of queries in the tile.
@@ -135,25 +140,25 @@ def attend(
     acc: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    step_address: Int32,
+    slice_address: Int32,
     num_valid: Int32,
     num_queries: Int32,
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Add the step at address `step_address` of shared memory to the running softmax.
+    """Add the slice at address `slice_address` of shared memory to the running softmax.
 
     acc: sums of weighted values. row_max, row_sum: maximum score and sum of weights of each of the lane's rows.
-    num_valid: number of tokens from this step on that the tile's last query sees.
+    num_valid: number of tokens, counted from the slice's first token, that the tile's last query sees.
     num_queries: number of queries in the tile.
     """
-    scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
-    addresses = lane_addresses(step_address, lane)
-    if num_valid < STEP_TOKENS:
-        clear_values(shape, step_address + shape.keys_bytes, num_valid, lane)
+    scores = cute.make_rmem_tensor(SLICE_TOKENS // 2, Float32)
+    addresses = lane_addresses(slice_address, lane)
+    if num_valid < SLICE_TOKENS:
+        clear_values(shape, slice_address + shape.keys_bytes, num_valid, lane)
     _multiply_keys(shape, queries, scores, addresses)
-    if num_valid < STEP_TOKENS + (shape.tile_queries - 1):
-        for i in cutlass.range_constexpr(STEP_TOKENS // 2):
+    if num_valid < SLICE_TOKENS + (shape.tile_queries - 1):
+        for i in cutlass.range_constexpr(SLICE_TOKENS // 2):
             row = (lane >> 2) + 8 * (i % 4 // 2)
             num_visible = count_visible_tokens(shape, row, num_valid, num_queries)
             if (i // 4) * 8 + (lane & 3) * 2 + i % 2 >= num_visible:
@@ -163,22 +168,22 @@ def attend(
     _multiply_values(shape, scores, acc, addresses)
 
 
-def lane_addresses(step_address, lane):
+def lane_addresses(slice_address, lane):
     """Return the four addresses from which a lane loads matrices, one per pair of 16-byte chunks in a row.
 
     Lane l addresses token l % 16, and chunk l // 16 of each pair. The swizzle moves chunk c of token t to c ^ (t % 8).
     """
     token = lane & 15
     offset = token * ROW_BYTES + (((lane >> 4) ^ (token & 7)) << 4)
-    return [step_address + (offset ^ (32 * i)) for i in range(4)]
+    return [slice_address + (offset ^ (32 * i)) for i in range(4)]
 
 
 @cute.jit
 def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int32, lane: Int32):
-    """Zero the values from token `num_valid` of the step on: a weight of zero would not cancel a NaN."""
+    """Zero the values of the slice's tokens after the first `num_valid`: a weight of zero would not cancel a NaN."""
     for i in cutlass.range_constexpr(shape.keys_bytes // 16 // WARP_SIZE):
         chunk = lane + WARP_SIZE * i
-        if (chunk >> 3) & (STEP_TOKENS - 1) >= num_valid:
+        if (chunk >> 3) & (SLICE_TOKENS - 1) >= num_valid:
             cute_ptx.clear_shared_16_bytes(values_address + chunk * 16)
     # The bulk copy engine (asynchronous proxy) must not write to the slot before these writes.
     arch.fence_proxy("async.shared", space="cta")
@@ -186,10 +191,10 @@ def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the step's scores as two adjacent tiles of 8 tokens."""
+    """Compute the slice's scores as two adjacent tiles of 8 tokens."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for k in range(shape.head_dim // 16):
-        keys = cute_ptx.load_matrices(addresses[k % 4] + (k // 4) * STEP_TOKENS * ROW_BYTES, transpose=False)
+        keys = cute_ptx.load_matrices(addresses[k % 4] + (k // 4) * SLICE_TOKENS * ROW_BYTES, transpose=False)
         query = [queries[4 * k + i] for i in range(4)]
         low = cute_ptx.multiply_add(shape.dtype, query, (keys[0], keys[2]), low)
         high = cute_ptx.multiply_add(shape.dtype, query, (keys[1], keys[3]), high)
@@ -200,13 +205,13 @@ def _multiply_keys(shape, queries, scores, addresses):
 
 def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_log2):
     """Turn the scores of row `lane_row` of a lane into weights, and rescale the previous sums."""
-    score_indices = [i for i in range(STEP_TOKENS // 2) if i % 4 // 2 == lane_row]
-    step_max = scores[score_indices[0]]
+    score_indices = [i for i in range(SLICE_TOKENS // 2) if i % 4 // 2 == lane_row]
+    slice_max = scores[score_indices[0]]
     for i in score_indices[1:]:
-        step_max = arch.fmax(step_max, scores[i])
+        slice_max = arch.fmax(slice_max, scores[i])
     for i in range(2):
-        step_max = arch.fmax(step_max, arch.shuffle_sync_bfly(step_max, 1 << i))
-    new_max = arch.fmax(row_max[lane_row], step_max * scale_log2)
+        slice_max = arch.fmax(slice_max, arch.shuffle_sync_bfly(slice_max, 1 << i))
+    new_max = arch.fmax(row_max[lane_row], slice_max * scale_log2)
     rescale = cute_ptx.exp2(row_max[lane_row] - new_max)
     new_sum = row_sum[lane_row] * rescale
     for i in score_indices:
@@ -214,24 +219,25 @@ def _update_softmax(shape, scores, acc, row_max, row_sum, lane_row: int, scale_l
         new_sum = new_sum + scores[i]
     row_sum[lane_row] = new_sum
     row_max[lane_row] = new_max
-    for tile in range(shape.head_dim // 8):
+    for mma_tile in range(shape.head_dim // 8):
         for i in range(2):
-            acc[4 * tile + 2 * lane_row + i] = acc[4 * tile + 2 * lane_row + i] * rescale
+            index = 4 * mma_tile + 2 * lane_row + i
+            acc[index] = acc[index] * rescale
 
 
 def _multiply_values(shape, scores, acc, addresses):
-    """Add the step's weighted values. The registers of scores already have the layout of operand A."""
+    """Add the slice's weighted values. The registers of scores already have the layout of operand A."""
     weights = [Int32(0)] * 4
     for i in range(2):
         for lane_row in range(shape.rows_per_lane):
             first_score = 4 * i + 2 * lane_row
             weights[2 * i + lane_row] = cute_ptx.round_pair(shape.dtype, scores[first_score], scores[first_score + 1])
     for k in range(shape.head_dim // 16):
-        address = addresses[k % 4] + (shape.keys_bytes + (k // 4) * STEP_TOKENS * ROW_BYTES)
+        address = addresses[k % 4] + (shape.keys_bytes + (k // 4) * SLICE_TOKENS * ROW_BYTES)
         values = cute_ptx.load_matrices(address, transpose=True)
         for i in range(2):
-            tile = 8 * k + 4 * i
-            sums = [acc[tile + j] for j in range(4)]
+            first_sum = 8 * k + 4 * i
+            sums = [acc[first_sum + j] for j in range(4)]
             sums = cute_ptx.multiply_add(shape.dtype, weights, values[2 * i : 2 * i + 2], sums)
             for j in range(4):
-                acc[tile + j] = sums[j]
+                acc[first_sum + j] = sums[j]

@@ -1,9 +1,10 @@
-"""Computes attention over one step (STEP_TOKENS cached tokens) like `cute_tile`, but for an FP8 cache.
+"""Computes attention over one slice (SLICE_TOKENS cached tokens) like `cute_tile`, but for an FP8 cache.
 
-The cache has e4m3 elements, with one scale per token and head (see `fp8`). Operands are float16. Queries are divided by
-a power of two, and log2 of each value scale is added to the base-2 score (`triton_softmax` says why). A tile uses at
-most 8 rows: `cute_merge` stores their float32 sums in the memory of one step, which holds no more than 8 rows. Every 16
-dimensions are permuted: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
+The cache has e4m3 elements, with one scale per token and head (see `fp8`). Products are in float16, which represents
+every e4m3 number. Queries are divided by a power of two, so that products do not overflow. Value scales are applied to
+weights instead of values: log2 of the scale is added to the base-2 score. A tile uses at most 8 rows, because the
+memory of one slice holds the float32 sums of 8 rows. Within each 16 dimensions, the order differs from `cute_tile`:
+lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 from nanovllm_kernels.attention.gqa.cute_tile import (
     ROW_BYTES,
-    STEP_TOKENS,
+    SLICE_TOKENS,
     clear_values,
     count_visible_tokens,
     lane_addresses,
@@ -55,7 +56,7 @@ def load_queries(shape: cutlass.Constexpr, queries: cute.Tensor, tile: cutlass.C
         max_element = arch.fmax(max_element, arch.fmax(arch.fmax(low, -low), arch.fmax(high, -high)))
     for i in cutlass.range_constexpr(2):
         max_element = arch.fmax(max_element, arch.shuffle_sync_bfly(max_element, 1 << i))
-    # Keep only the exponent, and at least the exponent of the smallest normal number.
+    # Round down to a power of two. If the maximum is zero or subnormal, use the smallest normal number.
     biased_exponent = cutlass.max((cute_ptx.float_bits(max_element) & EXPONENT_MASK) >> 23, Int32(1))
     inverse = cute_ptx.power_of_2_from_biased(TWICE_EXPONENT_BIAS - biased_exponent)
     for k in cutlass.range_constexpr(shape.head_dim // 8):
@@ -71,44 +72,45 @@ def attend(
     acc: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    step_address: Int32,
+    slice_address: Int32,
     scales_address: Int32,
     num_valid: Int32,
     num_queries: Int32,
     lane: Int32,
     scale_log2: Float32,
 ):
-    """Add a step to the running softmax, like `cute_tile.attend`.
+    """Add a slice to the running softmax, like `cute_tile.attend`.
 
-    scales_address: address of the step's key scales in shared memory. Value scales follow the key scales.
-    row_max: maximum score minus MAX_WEIGHT_LOG2. row_sum: sum of weights that exclude the value scales.
+    scales_address: address of the slice's key scales in shared memory. Value scales follow the key scales.
+    row_max: maximum score minus MAX_WEIGHT_LOG2.
+    row_sum: sum of the weights, each divided by its value scale.
     """
-    scores = cute.make_rmem_tensor(STEP_TOKENS // 2, Float32)
-    exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
-    addresses = lane_addresses(step_address, lane)
-    if num_valid < STEP_TOKENS:
-        clear_values(shape, step_address + shape.keys_bytes, num_valid, lane)
+    scores = cute.make_rmem_tensor(SLICE_TOKENS // 2, Float32)
+    inverse_value_exponents = cute.make_rmem_tensor(len(LANE_SCORES), Int32)
+    addresses = lane_addresses(slice_address, lane)
+    if num_valid < SLICE_TOKENS:
+        clear_values(shape, slice_address + shape.keys_bytes, num_valid, lane)
     _multiply_keys(shape, queries, scores, addresses)
-    _apply_scales(scores, exponents, scales_address + (lane & 3) * 2, scale_log2)
-    if num_valid < STEP_TOKENS + (shape.tile_queries - 1):
+    _apply_scales(scores, inverse_value_exponents, scales_address + (lane & 3) * 2, scale_log2)
+    if num_valid < SLICE_TOKENS + (shape.tile_queries - 1):
         num_visible = count_visible_tokens(shape, lane >> 2, num_valid, num_queries)
         for n in cutlass.range_constexpr(len(LANE_SCORES)):
             if LANE_SCORES[n].token_offset + (lane & 3) * 2 >= num_visible:
                 scores[LANE_SCORES[n].index] = -Float32.inf
-                exponents[n] = Int32(0)
-    _update_softmax(shape, scores, exponents, acc, row_max, row_sum)
+                inverse_value_exponents[n] = Int32(0)
+    _update_softmax(shape, scores, inverse_value_exponents, acc, row_max, row_sum)
     _multiply_values(shape, scores, acc, addresses)
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the step's scores as two adjacent tiles of 8 tokens. `dim_pair` counts units of 32 dimensions."""
+    """Compute the slice's scores as two adjacent tiles of 8 tokens. A dimension block has 32 dimensions."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
-    for dim_pair in range(shape.head_dim // 32):
+    for dim_block in range(shape.head_dim // 32):
         keys = cute_ptx.load_matrices(
-            addresses[dim_pair % 4] + (dim_pair // 4) * STEP_TOKENS * ROW_BYTES, transpose=False
+            addresses[dim_block % 4] + (dim_block // 4) * SLICE_TOKENS * ROW_BYTES, transpose=False
         )
         for i in range(2):
-            first_register = 4 * (2 * dim_pair + i)
+            first_register = 4 * (2 * dim_block + i)
             query = [queries[first_register + j] for j in range(4)]
             low = cute_ptx.multiply_add(Float16, query, cute_ptx.e4m3_to_float16(keys[2 * i]), low)
             high = cute_ptx.multiply_add(Float16, query, cute_ptx.e4m3_to_float16(keys[2 * i + 1]), high)
@@ -117,57 +119,62 @@ def _multiply_keys(shape, queries, scores, addresses):
         scores[4 + i] = high[i]
 
 
-def _apply_scales(scores, exponents, scales_address, scale_log2):
-    """Multiply scores by key scales, and add log2 of value scales. Store biased exponents of 1 / (value scale)."""
+def _apply_scales(scores, inverse_value_exponents, scales_address, scale_log2):
+    """Multiply scores by key scales, and add log2 of value scales. Store biased exponents of 1 / (value scale).
+
+    scales_address: address of the key scales of the lane's first two tokens.
+    inverse_value_exponents: receives one exponent for each entry of LANE_SCORES.
+    """
     for half in range(2):
         key_exponents = cute_ptx.load_shared_two_bytes(scales_address + 8 * half)
-        value_exponents = cute_ptx.load_shared_two_bytes(scales_address + STEP_TOKENS + 8 * half)
+        value_exponents = cute_ptx.load_shared_two_bytes(scales_address + SLICE_TOKENS + 8 * half)
         for i in range(2):
             key_exponent, value_exponent = (key_exponents >> (8 * i)) & 0xFF, (value_exponents >> (8 * i)) & 0xFF
             index = LANE_SCORES[2 * half + i].index
             scores[index] = scores[index] * (scale_log2 * cute_ptx.power_of_2_from_biased(key_exponent)) + Float32(
                 value_exponent - TWICE_EXPONENT_BIAS // 2
             )
-            exponents[2 * half + i] = TWICE_EXPONENT_BIAS - value_exponent
+            inverse_value_exponents[2 * half + i] = TWICE_EXPONENT_BIAS - value_exponent
 
 
-def _update_softmax(shape, scores, exponents, acc, row_max, row_sum):
+def _update_softmax(shape, scores, inverse_value_exponents, acc, row_max, row_sum):
     """Turn a lane's scores into weights, and rescale the previous sums."""
-    step_max = scores[LANE_SCORES[0].index]
+    slice_max = scores[LANE_SCORES[0].index]
     for score in LANE_SCORES[1:]:
-        step_max = arch.fmax(step_max, scores[score.index])
+        slice_max = arch.fmax(slice_max, scores[score.index])
     for i in range(2):
-        step_max = arch.fmax(step_max, arch.shuffle_sync_bfly(step_max, 1 << i))
-    new_max = arch.fmax(row_max[0], step_max - MAX_WEIGHT_LOG2)
+        slice_max = arch.fmax(slice_max, arch.shuffle_sync_bfly(slice_max, 1 << i))
+    new_max = arch.fmax(row_max[0], slice_max - MAX_WEIGHT_LOG2)
     rescale = cute_ptx.exp2(row_max[0] - new_max)
     new_sum = row_sum[0] * rescale
     for n in range(len(LANE_SCORES)):
         index = LANE_SCORES[n].index
         scores[index] = cute_ptx.exp2(scores[index] - new_max)
-        new_sum = new_sum + scores[index] * cute_ptx.power_of_2_from_biased(exponents[n])
+        new_sum = new_sum + scores[index] * cute_ptx.power_of_2_from_biased(inverse_value_exponents[n])
     row_sum[0] = new_sum
     row_max[0] = new_max
-    for tile in range(shape.head_dim // 8):
+    for mma_tile in range(shape.head_dim // 8):
         for i in range(2):
-            acc[4 * tile + i] = acc[4 * tile + i] * rescale
+            acc[4 * mma_tile + i] = acc[4 * mma_tile + i] * rescale
 
 
 def _multiply_values(shape, scores, acc, addresses):
-    """Add the step's weighted values. Even dimensions of each 16 go to one tile, odd dimensions to the next tile.
+    """Add the slice's weighted values.
 
-    ldmatrix transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions.
+    `ldmatrix` transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions. Of
+    16 dimensions, the 8 even dimensions are therefore summed in one accumulator, and the 8 odd dimensions in the next.
     """
     weights = [cute_ptx.round_pair(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_ptx.round_pair(Float16, scores[4], scores[5]), Int32(0)]
-    for dim_pair in range(shape.head_dim // 32):
-        address = addresses[dim_pair % 4] + (shape.keys_bytes + (dim_pair // 4) * STEP_TOKENS * ROW_BYTES)
+    for dim_block in range(shape.head_dim // 32):
+        address = addresses[dim_block % 4] + (shape.keys_bytes + (dim_block // 4) * SLICE_TOKENS * ROW_BYTES)
         values = cute_ptx.load_matrices(address, transpose=True)
         for i in range(2):
             low_tokens = cute_ptx.e4m3_to_float16(cute_ptx.swap_middle_bytes(values[2 * i]))
             high_tokens = cute_ptx.e4m3_to_float16(cute_ptx.swap_middle_bytes(values[2 * i + 1]))
             for parity in range(2):
-                tile = 4 * (2 * (2 * dim_pair + i) + parity)
-                sums = [acc[tile + j] for j in range(4)]
+                first_sum = 4 * (2 * (2 * dim_block + i) + parity)
+                sums = [acc[first_sum + j] for j in range(4)]
                 sums = cute_ptx.multiply_add(Float16, weights, (low_tokens[parity], high_tokens[parity]), sums)
                 for j in range(4):
-                    acc[tile + j] = sums[j]
+                    acc[first_sum + j] = sums[j]

@@ -14,8 +14,8 @@ from nanovllm_kernels.platform import make_cache_directory
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
 # Supported (key size, value size) of a head, if keys and values are rows of tensors instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum of FlashAttention's argument `max_seqlen_q`. With a smaller number, which fits one tile, FlashAttention would
-# select another kernel, and would compile this kernel on first use.
+# Minimum of FlashAttention's argument `max_seqlen_q`. If all queries fit one tile, FlashAttention uses another kernel,
+# which it compiles on first use. This minimum exceeds a tile, so that all steps use the same compiled kernel.
 MIN_QUERY_LEN_BOUND = 256
 # Minimum number of tokens of a captured step for FlashAttention. Smaller captured steps use the work-list kernels,
 # because FlashAttention would leave most of the device idle.

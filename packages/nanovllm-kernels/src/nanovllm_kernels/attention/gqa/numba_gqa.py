@@ -33,7 +33,9 @@ from nanovllm_kernels.numba_tiles import (
     convert_group,
     exp_and_sum,
     find_max,
-    make_multiplier,  # Makes an intrinsic with arguments (rows, columns, depth, sums, adds to sums, 0, 0).
+    # Makes an intrinsic that multiplies rows by columns. Arguments: addresses of rows and of columns, depth, address of
+    # the sums, 1 to add to the sums or 0 to overwrite the sums, and two numbers for prefetching (unused here).
+    make_multiplier,
     transpose_keys,
 )
 
@@ -167,8 +169,9 @@ def _attend_items(args_ptr):
 
 @kernel
 def _attend_tile(args, kv_head, request, first_token, num_tokens, first_num_keys, padded_dims, scale, scratch_ptr):
-    """Compute attention of one tile: `num_tokens` tokens from `first_token` on, for the query heads of `kv_head`.
+    """Compute attention of one tile, for the query heads of `kv_head`.
 
+    first_token, num_tokens: first token of the tile, and number of tokens.
     first_num_keys: number of keys that the first token sees.
     padded_dims: (head size rounded up to a multiple of UNROLL, head size rounded up to a multiple of PANEL_WIDTH).
     """
@@ -311,7 +314,7 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
     """
     softmax_state = numba.carray(pointer(softmax_ptr), (2,), np.float32)
     if num_visible < BLOCK_KEYS:
-        # Scores from key `num_visible` on are undefined.
+        # Scores of keys that the row does not see are undefined.
         _fill(scores_ptr, num_visible, _MASKED_SCORE)
     max_score = find_max(scores_ptr, BLOCK_KEYS)
     if is_first:
@@ -332,7 +335,7 @@ def _compute_weights(scores_ptr, num_visible, softmax_ptr, outputs_ptr, num_rows
 
 @kernel_without_reordering
 def _fill(scores_ptr, first_key, number):
-    """Set a row's scores to `number`, from key `first_key` of the block on."""
+    """Set a row's scores of key `first_key` and all later keys of the block to `number`."""
     scores = numba.carray(pointer(scores_ptr), (BLOCK_KEYS,), np.float32)
     for i in range(first_key, BLOCK_KEYS):
         scores[i] = number

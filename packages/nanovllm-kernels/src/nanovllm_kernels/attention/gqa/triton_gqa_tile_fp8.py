@@ -1,6 +1,6 @@
 """Computes attention of a tile of queries over an FP8 cache: e4m3, with one scale per token and head (see `fp8`).
 
-Products are in float32 for float32 queries, otherwise in float16 (`triton_softmax` says why).
+Products are in float32 for float32 queries, otherwise in float16, which represents every e4m3 number.
 """
 
 import triton
@@ -16,7 +16,10 @@ from nanovllm_kernels.attention.triton_softmax import (
 
 @triton.jit
 def queries_to_float16(q, scale_log2):
-    """Divide `q` by a power of two, convert `q` to float16, multiply `scale_log2` by the power. Not for float32 `q`."""
+    """Return (`q` divided by a power of two, in float16; `scale_log2` multiplied by this power).
+
+    Without the division, products could overflow. If `q` is float32, both arguments are returned unchanged.
+    """
     # No early return, because Triton would also compile the code after the return.
     if q.dtype != tl.float32:
         q_float32 = q.to(tl.float32)
@@ -43,8 +46,9 @@ def attend_fp8_range(
     BLOCK_N: tl.constexpr,
     UNMASKED_LOOP: tl.constexpr,
 ):
-    """Attend like `triton_gqa_tile.attend_range`. `triton_softmax.weigh_scaled_scores` defines maximum and sum.
+    """Attend like `triton_gqa_tile.attend_range`.
 
+    The returned maximum is the maximum score minus 15. The returned sum of weights excludes the value scales.
     q: queries in their original dtype.
     exponents_ptr: pointer to the biased exponent of the key head's scale in the cache's first slot.
     """
@@ -87,7 +91,7 @@ def attend_fp8_range(
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
             scores = scale_scores(scores, k_exponents, v_exponents)
             if masked:
-                # The causal mask also excludes keys from `end` on.
+                # The causal mask also excludes keys at `end` and later.
                 scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
             weights, rescale, running_max, running_sum = weigh_scaled_scores(
                 scores, running_max, running_sum, v_exponents

@@ -174,7 +174,7 @@ def _attend_whole_prompts(
     key_expansion, value_expansion = expansion.transpose(1, 2).split((key_dim, value_dim), 2)
     latents_by_head = latents.expand(num_heads, -1, -1)
     torch.bmm(latents_by_head, key_expansion, out=keys[:, :, :key_dim].transpose(0, 1))
-    _copy_key_parts_op(k_rope, keys)
+    _copy_k_rope_to_heads_op(k_rope, keys)
     torch.bmm(latents_by_head, value_expansion, out=values.transpose(0, 1))
     flash_prefill.attend_to_rows(q, keys, values, batch.flash_requests, scale, batch.max_query_len, out)
 
@@ -256,12 +256,12 @@ def _(
     return kv_cache.new_empty((num_tokens, kv_cache.shape[3]), dtype=dtype)
 
 
-@torch.library.custom_op("nanovllm::copy_key_parts", mutates_args=("keys",))
-def _copy_key_parts_op(k_rope: Tensor, keys: Tensor) -> None:
+@torch.library.custom_op("nanovllm::copy_k_rope_to_heads", mutates_args=("keys",))
+def _copy_k_rope_to_heads_op(k_rope: Tensor, keys: Tensor) -> None:
     """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, K + R]."""
     from nanovllm_kernels.attention.mla import triton_expanded
 
-    triton_expanded.copy_key_parts(k_rope, keys)
+    triton_expanded.copy_k_rope_to_heads(k_rope, keys)
 
 
 @torch.library.custom_op("nanovllm::attend_whole_prompts", mutates_args=("out",))

@@ -5,7 +5,7 @@ compute scores, weights and half of the 64 x 512 results. Four other warps compu
 exceed the registers of four warps. Blocks of shared memory have 64 rows (heads or latents) and 64 columns.
 """
 
-# ruff: noqa: RUF005, SIM113 - kernels know neither unpacking into tuples nor `enumerate`
+# ruff: noqa: RUF005, SIM113 - Gluon supports neither unpacking into tuples nor `enumerate`
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -132,7 +132,7 @@ def _attend_parts(
     for signal in gl.static_range(4):
         mbarrier.init(signals.index(signal), count=1)
     fence_async_shared()
-    # View the pages of a stage as 64 consecutive rows, and its eight blocks also as two halves of 256 columns.
+    # View a stage as eight blocks of 64 rows and 64 columns, and also as two halves of 64 rows and 256 columns.
     latent_blocks = latents._reinterpret(dtype, [STAGES * 8, 64, 64], q_desc.layout)  # noqa: SLF001 - no public name
     latent_halves = latents._reinterpret(dtype, [STAGES * 2, 64, 256], q_desc.layout)  # noqa: SLF001
     rope_blocks = rope_keys._reinterpret(dtype, [STAGES, 64, 64], q_desc.layout)  # noqa: SLF001
@@ -228,8 +228,8 @@ def _clear_rows(latent_blocks, first_block, num_rows):
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     is_filled = gl.arange(0, 64, gl.SliceLayout(1, ROW_LAYOUT)) < num_rows
     for block in gl.static_range(4):
-        numbers = latent_blocks.index(first_block + block).load(ROW_LAYOUT)
-        latent_blocks.index(first_block + block).store(gl.where(is_filled[:, None], numbers, gl.zeros_like(numbers)))
+        latents = latent_blocks.index(first_block + block).load(ROW_LAYOUT)
+        latent_blocks.index(first_block + block).store(gl.where(is_filled[:, None], latents, gl.zeros_like(latents)))
 
 
 @gluon.jit

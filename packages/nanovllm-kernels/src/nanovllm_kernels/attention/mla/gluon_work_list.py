@@ -44,5 +44,8 @@ def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def partial_rows(partial_slot, head, rows, NUM_HEADS: gl.constexpr):
-    """Return the rows of the partial results, in slot `partial_slot`, for `rows` of the 64 heads from `head` on."""
+    """Return indices of rows of the partial results in slot `partial_slot`.
+
+    rows: indices (0 to 63) of heads in the block of 64 heads that begins with `head`.
+    """
     return (partial_slot.to(gl.int64) * (NUM_HEADS // 64) + head // 64) * 64 + rows

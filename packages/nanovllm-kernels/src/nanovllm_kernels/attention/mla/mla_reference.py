@@ -1,8 +1,8 @@
 """Computes latent attention in plain torch: the reference for the kernels' tests, and the CPU path.
 
 Decodes are computed in groups (`DecodeGroup`), over latents (absorbed attention). Prefills are computed one request at
-a time, over keys and values that are expanded from the request's latents. A key has K unrotated and R
-rotated elements. A value has V elements, a latent L elements.
+a time, over keys and values that are expanded from the request's latents. A key has K unrotated and R rotated elements.
+A value has V elements. A latent has L elements.
 """
 
 import torch
@@ -33,7 +33,7 @@ def latent_attention(
 def _attend_decodes(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGroup, scale: float
 ) -> Tensor:
-    """Compute attention of one query per request. q is [requests, H, K + R], the result [requests, H, V]."""
+    """Compute attention of one query per request. q: [requests, H, K + R]. Result: [requests, H, V]."""
     cached_rows = gather_decodes(kv_cache, kv_scales, group, q.dtype).reshape(q.shape[0], -1, kv_cache.shape[3])
     k = cached_rows[:, : group.max_len].unsqueeze(1)
     latent_dim = expansion.shape[2]
@@ -51,7 +51,7 @@ def _attend_decodes(
 def _attend_prefill(
     q: Tensor, expansion: Tensor, kv_cache: Tensor, kv_scales: Tensor | None, prefill: PrefillRequest, scale: float
 ) -> Tensor:
-    """Compute attention of all queries of one request. q is [queries, H, K + R], the result [queries, H, V]."""
+    """Compute attention of all queries of one request. q: [queries, H, K + R]. Result: [queries, H, V]."""
     slot_rows = gather_pages(kv_cache, kv_scales, prefill.pages, q.dtype).view(-1, kv_cache.shape[3])
     cached_rows = slot_rows[: prefill.length]
     num_heads, expanded_dim, latent_dim = expansion.shape

@@ -1,6 +1,6 @@
 """Provides device functions of absorbed latent attention, for a tile of queries over blocks of paged latents.
 
-The latents of a block serve as keys and as values. In an FP8 cache, one scale serves a latent and its rotated key part.
+The latents of a block are both keys and values. In an FP8 cache, a latent and its rotated key part share one scale.
 """
 
 import triton
@@ -33,7 +33,8 @@ def load_queries(
     sources: (pointer to contiguous latent parts [H, T, L], pointer to rotated parts [T, H, R], T, stride of T in the
         rotated parts, stride of H in the rotated parts).
     scale_log2: softmax scale times log2(e). Scores are multiplied by this factor.
-    QUANTIZED: whether to divide 16-bit queries by a power of two, in float16, and multiply `scale_log2` by this power.
+    QUANTIZED: whether the cache is FP8. 16-bit queries are then divided by a power of two and converted to float16, and
+        `scale_log2` is multiplied by this power.
     """
     latent_ptr, rope_ptr, num_tokens, rope_stride_token, rope_stride_head = sources
     latent_offsets = (heads.to(tl.int64) * num_tokens + tokens) * LATENT_DIM
@@ -76,7 +77,8 @@ def attend_range(
 
     query: result of `load_queries`.
     cache: (pointer to the cache, pointer to biased exponents of its scales, pointer to the request's page numbers).
-    `triton_softmax.weigh_scores` defines the maximum and the sum. With QUANTIZED, `weigh_scaled_scores` defines them.
+    QUANTIZED: whether the cache is FP8. The returned maximum is then the maximum score minus 15, and the sum
+        of weights excludes the scales.
     """
     q_latent, q_rope, scale_log2 = query
     kv_ptr, exponents_ptr, table_ptr = cache
@@ -102,7 +104,7 @@ def attend_range(
         if QUANTIZED:
             exponents = tl.load(exponents_ptr + slots, mask=key_mask, other=0).to(tl.int32)
             scores = scale_scores(scores, exponents, exponents)
-        # The causal mask also excludes tokens from `end` on.
+        # The causal mask also excludes tokens at `end` and later.
         scores = tl.where(key_positions[None, :] <= query_positions[:, None], scores, float("-inf"))
         if QUANTIZED:
             weights, rescale, running_max, running_sum = weigh_scaled_scores(

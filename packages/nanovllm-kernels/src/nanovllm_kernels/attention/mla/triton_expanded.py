@@ -37,10 +37,13 @@ def gather_latents(requests: PagedRequests, out: Tensor) -> None:
     )
 
 
-def copy_key_parts(k_rope: Tensor, keys: Tensor) -> None:
-    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, K + R]. Each row is contiguous."""
+def copy_k_rope_to_heads(k_rope: Tensor, keys: Tensor) -> None:
+    """Copy `k_rope` [T, R] to the last R elements of each head of `keys` [T, H, K + R].
+
+    k_rope: stride 1 in R, any stride in T. keys: contiguous.
+    """
     num_tokens, num_heads, head_dim = keys.shape
-    _copy_key_parts[(num_tokens,)](
+    _copy_k_rope_to_heads[(num_tokens,)](
         k_rope,
         keys,
         k_rope.stride(0),
@@ -129,7 +132,7 @@ def _gather_latents(
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
     """Return the request of a tile. Request r's first tile is (r's first token // BLOCK_Q) + r * EXTRA_TILES."""
-    # Search for the last request whose tiles begin at or before `tile`.
+    # Find the last request whose tiles begin at or before `tile`, by binary search.
     low = 0
     high = num_reqs - 1
     while low < high:
@@ -141,7 +144,7 @@ def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EX
 
 
 @triton.jit
-def _copy_key_parts(
+def _copy_k_rope_to_heads(
     k_rope_ptr,
     keys_ptr,
     rope_stride,
@@ -236,8 +239,10 @@ def _attend_whole_prompts(
             v = tl.load(
                 kv_ptr + KEY_DIM + key_rows[:, None] * TOKEN_STRIDE + value_dims[None, :], mask=v_mask, other=0.0
             )
-            # False: every row sees the prompt's first key, which is in the first block, so that no maximum is infinite.
-            weights, rescale, running_max, running_sum = weigh_scores(scores, running_max, running_sum, False)
+            # Every row sees the prompt's first key, so the first block gives every row a finite maximum.
+            weights, rescale, running_max, running_sum = weigh_scores(
+                scores, running_max, running_sum, ROWS_MAY_BE_MASKED=False
+            )
             acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     acc = acc / running_sum[:, None]
     out_ptrs = out_ptr + rows[:, None] * VALUE_DIM + value_dims[None, :]

@@ -30,9 +30,10 @@ class AttentionBatch:
     torch_plan: groups of requests whose cached tokens plain torch copies together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
-    cute_decode_lens: int32 [n], for the first n requests: number of tokens if the request has one query, else 0. With
-        `cute_tiles`, `QueryTiles.lens` of the CuTe DSL kernel.
-    cute_tiles: `QueryTiles.queries` of the CuTe DSL kernel, which then computes all requests. None: only decodes.
+    cute_seq_lens: int32 [n], number of tokens that the CuTe DSL kernel reads. If `cute_tiles` is None, element b is for
+        request b, and is 0 if the request has several queries. Otherwise, `QueryTiles.lens`.
+    cute_tiles: `QueryTiles.queries`, with which the CuTe DSL kernel computes all requests. None: the kernel computes
+        only requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).
         Later tokens are padding, or belong to requests without cached tokens, which attend to this step's keys only.
         None: all tokens.
@@ -48,7 +49,7 @@ class AttentionBatch:
     torch_plan: GatherPlan | None = None
     narrow_work: WorkList | None = None
     wide_work: WorkList | None = None
-    cute_decode_lens: Tensor | None = None
+    cute_seq_lens: Tensor | None = None
     cute_tiles: Tensor | None = None
     cute_workspace: tuple[Tensor, ...] = ()  # Buffers of the CuTe DSL kernel.
     flash_requests: FlashRequests | None = None  # The requests that FlashAttention computes.

@@ -13,12 +13,13 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 
 
 class AttentionEstimator(NamedTuple):
-    """Estimates the time of prompt attention. A device computes it in rounds, each of `tiles_per_round` tiles at once.
+    """Estimates the time of prompt attention, which a device computes in rounds of `tiles_per_round` tiles.
+
+    A chunk has a long context if at least `min_work_list_context` tokens of the request precede the chunk. If all such
+    chunks of a step have fewer than `work_list_limit` tokens in total, kernels for work lists compute these chunks. The
+    kernels split the work evenly over the device, so these chunks take no rounds.
 
     tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
-    A chunk is late if at least `min_work_list_context` tokens of its request precede the chunk. If the late chunks of a
-    step have fewer than `work_list_limit` tokens in total, kernels for work lists compute them. These kernels split the
-    work evenly over the device, so these chunks take no rounds.
     """
 
     tile_tokens: int
@@ -32,18 +33,20 @@ class AttentionEstimator(NamedTuple):
         return self.tile_tokens * self.tiles_per_round
 
     def estimate_pairs(self, chunks: Iterable[tuple[int, int]]) -> int:
-        """Estimate the time of `chunks`, as the number of (query, key) pairs that a busy device computes in this time.
+        """Estimate the time of `chunks`. The unit is the time in which a busy device computes one (query, key) pair.
 
         chunks: pairs (number of tokens before the chunk, number of tokens in the chunk).
         """
-        latest_first = sorted(chunks, reverse=True)
-        num_late_tokens = sum(num_tokens for start, num_tokens in latest_first if start >= self.min_work_list_context)
+        longest_context_first = sorted(chunks, reverse=True)
+        num_long_context_tokens = sum(
+            num_tokens for start, num_tokens in longest_context_first if start >= self.min_work_list_context
+        )
         # Two estimates: the device is always busy, or every started round takes the time of a full round.
         pairs_if_busy = whole_round_pairs = num_idle_tiles = 0
-        for start, num_tokens in latest_first:
+        for start, num_tokens in longest_context_first:
             pairs = attention_pairs(start, num_tokens)
             chunk_tiles = -(-num_tokens // self.tile_tokens)
-            if start >= self.min_work_list_context and num_late_tokens < self.work_list_limit:
+            if start >= self.min_work_list_context and num_long_context_tokens < self.work_list_limit:
                 pairs_if_busy += int(pairs * chunk_tiles * self.tile_tokens / (num_tokens * WORK_LIST_RATE))
                 continue
             pairs_if_busy += pairs
@@ -54,5 +57,5 @@ class AttentionEstimator(NamedTuple):
         return max(pairs_if_busy, whole_round_pairs)
 
 
-# For CPUs and other devices on which the attention time does not depend on how prompts are cut into chunks.
+# Estimator for CPUs and other devices on which attention time does not depend on how prompts are cut into chunks.
 ESTIMATOR_WITHOUT_ROUNDS = AttentionEstimator(1, 1)

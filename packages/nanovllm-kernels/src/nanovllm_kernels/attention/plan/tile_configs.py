@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-# A work list splits keys into parts, which different programs process. Minimum keys per part: merging shorter parts
-# would cost more than it saves.
+# Minimum number of keys in a part of a work list. Each program computes one part, and the results of parts are merged.
+# With shorter parts, merging would take more time than the additional programs save.
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16
@@ -31,10 +31,11 @@ class TileConfig(NamedTuple):
         return min(255, SM_REGISTERS // (32 * self.num_warps * self.ctas_per_sm) // 8 * 8)
 
 
-# Grouped-query attention, by padded head size. Narrow tiles are for few queries per request, wide tiles for many.
+# Tiles of grouped-query attention, by padded head size. Narrow tiles are for few queries per request, wide tiles for
+# many.
 NARROW_16_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 3, 2), 256: TileConfig(16, 32, 4, 5, 3)}
 WIDE_16_BIT = {64: TileConfig(128, 64, 4, 3, 2), 128: TileConfig(128, 64, 8, 3, 1), 256: TileConfig(64, 32, 4, 2, 1)}
-# For FP8 caches. Kernels convert the elements to float16.
+# Tiles for FP8 caches. Kernels convert the elements to float16.
 NARROW_8_BIT = {64: TileConfig(16, 128, 4, 5, 3), 128: TileConfig(16, 128, 4, 4, 3), 256: TileConfig(16, 64, 4, 4, 3)}
 WIDE_8_BIT = {
     # For heads of 64, Triton 3.6 miscompiles kernels with 64 or 128 keys per block.
@@ -49,7 +50,7 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Tiles of absorbed attention (directly over latents). Key 16: narrow tile. Key 64: wide tile.
+# Tiles of absorbed attention (directly over latents). The number 16 selects the narrow tile, 64 the wide tile.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}

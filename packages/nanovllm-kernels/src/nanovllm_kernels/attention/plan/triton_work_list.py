@@ -10,9 +10,20 @@ PLAN_BLOCK = 512
 
 
 def plan_work(
-    seq_lens: Tensor, query_start_loc: Tensor, max_tiles: int, num_parts: int, block_q: int, block_n: int, *limits: int
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_tiles: int,
+    num_parts: int,
+    block_q: int,
+    block_n: int,
+    min_part_blocks: int,
+    min_query_len: int,
+    max_query_len: int,
+    query_limit: int,
+    min_context: int,
+    max_excluded: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `work_list._plan_work_op`. limits: arguments of that operator from `min_part_blocks` on."""
+    """Compute the operator `work_list._plan_work_op`, which describes the arguments and results."""
     num_reqs = seq_lens.shape[0]
     tile_ends = seq_lens.new_empty((num_reqs,))
     outputs = (
@@ -30,7 +41,12 @@ def plan_work(
         num_parts,
         num_reqs.bit_length(),
         max_tiles.bit_length(),
-        *limits,
+        min_part_blocks,
+        min_query_len,
+        max_query_len,
+        query_limit,
+        min_context,
+        max_excluded,
         BLOCK_Q=block_q,
         BLOCK_N=block_n,
         BLOCK=PLAN_BLOCK,
@@ -76,9 +92,13 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list. `request_search_steps` and `tile_search_steps`: steps of binary searches."""
+    """Write the work list. The other arguments are those of `plan_work`.
+
+    request_search_steps, tile_search_steps: number of iterations of the binary searches.
+    """
     lanes = tl.arange(0, BLOCK)
-    # Exclude short requests (see `WorkListFilter`) too if they together have at least `query_limit` queries.
+    # Count the queries of all short requests, which are requests with few queries and a long context. If all short
+    # requests together have at least `query_limit` queries, exclude these requests too.
     num_short_queries = 0
     for first in tl.range(0, num_reqs, BLOCK):
         requests = first + lanes
