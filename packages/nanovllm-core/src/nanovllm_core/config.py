@@ -65,6 +65,11 @@ class IndependentSettings:
     prefix_hash: Annotated[
         HashAlgorithm, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
     ] = "fast"
+    kv_offload_gib: Annotated[
+        float,
+        "host memory of all ranks for copies of cached blocks, in GiB; a prompt loads the blocks that the cache has "
+        "evicted, if that is faster than to compute them; 0: none",
+    ] = 0.0
     watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
     seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0
     tensor_parallel_size: Annotated[
@@ -235,6 +240,9 @@ def resolve(
     utilization = config.gpu_memory_utilization
     _require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0 and at most 1")
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
+    offload_gib = config.kv_offload_gib
+    _require(0 <= offload_gib < float("inf"), "kv_offload_gib", offload_gib, "at least 0")
+    _require(config.prefix_caching or not offload_gib, "kv_offload_gib", offload_gib, "0 without prefix_caching")
     _require(0 <= config.watermark < 1, "watermark", config.watermark, "at least 0 and below 1")
     _require(config.depth in (None, 1, 2), "depth", config.depth, "1 or 2")
     _check_speculation(config)

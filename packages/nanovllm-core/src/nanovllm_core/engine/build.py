@@ -8,17 +8,22 @@ from typing import TypeVar
 
 import torch
 
+from nanovllm_core.anonymous_memory import AnonymousMemory
+from nanovllm_core.cache.host_memory import allocate_host_memory
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.config import MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
 from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
 from nanovllm_core.engine.trace import StepTracer, TraceFile
+from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.drafting import DraftLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
@@ -50,10 +55,12 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
-    ranks = RankProcesses(spec, resolved) if resolved.tensor_parallel_size > 1 else None
+    host_memory = allocate_host_memory(resolved)
+    ranks = RankProcesses(spec, resolved, host_memory) if resolved.tensor_parallel_size > 1 else None
     step_time_model = StepTimeModel()
     try:
-        runner = await _run_on_thread(executor, ranks, partial(_start_rank_0, spec, resolved, ranks))
+        start_rank_0 = partial(_start_rank_0, spec, resolved, ranks, host_memory)
+        runner, copier = await _run_on_thread(executor, ranks, start_rank_0)
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
@@ -68,8 +75,9 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     vocabulary = spec.vocabulary
     grammars = None if vocabulary is None else Grammars(vocabulary, spec.vocab_size, spec.eos_token_ids)
     return EngineLoop(
-        _make_scheduler(spec, resolved, runner, step_time_model),
+        _make_scheduler(spec, resolved, runner, step_time_model, copier),
         runner,
+        copier,
         describe_engine(spec, resolved, runner),
         resolved.depth,
         executor,
@@ -80,8 +88,12 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     )
 
 
-def _start_rank_0(spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses | None) -> Runner:
-    return start_runner(spec, config) if ranks is None else ranks.start_rank_0(spec)
+def _start_rank_0(
+    spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses | None, host_memory: AnonymousMemory | None
+) -> tuple[Runner, EntryCopier | None]:
+    runner = start_runner(spec, config) if ranks is None else ranks.start_rank_0(spec)
+    parallel = ParallelContext() if ranks is None else ranks.context
+    return runner, make_copier(runner.cache, config, host_memory, parallel, runner.plan_publisher)
 
 
 async def _run_on_thread(
@@ -116,9 +128,16 @@ async def _run_on_thread(
 
 
 def _make_scheduler(
-    spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    runner: Runner,
+    step_time_model: StepTimeModel,
+    copier: EntryCopier | None,
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
+    tier = None
+    if copier is not None:
+        tier = HostTier(copier.memory, block_size, step_time_model.chunk_seconds)
     caches = [
         CacheManager(
             runner.cache.num_blocks,
@@ -127,6 +146,7 @@ def _make_scheduler(
             hash_algorithm=config.prefix_hash,
             watermark=config.watermark,
             state_pool=StatePool(num_state_slots, config.max_seqs_per_group, block_size) if num_state_slots else None,
+            tier=tier,
         )
         for _ in range(config.num_request_groups)
     ]
@@ -152,4 +172,5 @@ def _make_scheduler(
             config.num_lookahead_tokens,
             can_lag=config.speculate == "draft",
         ),
+        tier=tier,
     )

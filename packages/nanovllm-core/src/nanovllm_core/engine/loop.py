@@ -14,6 +14,7 @@ from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import StepTracer, Track
 from nanovllm_core.errors import GrammarError
+from nanovllm_core.execution.entry_copier import EntryCopier
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
@@ -35,7 +36,7 @@ PLAN_READY_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
 POLL_INTERVAL_S = 0.001  # between checks for new requests while a step runs
-_WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
+_WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING, RequestStatus.WAITING_KV)
 
 
 class EngineLoop:
@@ -45,6 +46,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        copier: EntryCopier | None,
         info: EngineInfo,
         max_steps_in_flight: int,
         executor: ThreadPoolExecutor,
@@ -63,6 +65,7 @@ class EngineLoop:
         self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
+        self._copier = copier  # None without a tier of the cache in host memory
         self._max_steps_in_flight = max_steps_in_flight
         self._tracer = tracer
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
@@ -220,8 +223,7 @@ class EngineLoop:
                     self._post_outputs(event_loop)
                 if not self._steps_in_flight:
                     self._post(event_loop, StepOutputs())
-                    self._inbox_changed.wait()
-                    self._inbox_changed.clear()
+                    self._wait_for_work()
                     continue
                 self._unposted_outputs = self._complete_oldest_step()
                 if not self._runner.is_asynchronous:
@@ -229,6 +231,8 @@ class EngineLoop:
             self._post_outputs(event_loop)
             while self._steps_in_flight:
                 self._complete_oldest_step()
+            if self._copier is not None:
+                self._copier.close()
             if self._ranks is not None:
                 self._ranks.stop()
         except BaseException:
@@ -239,6 +243,14 @@ class EngineLoop:
             if self._tracer is not None:
                 self._tracer.file.close()
             self._spin_control.close()
+
+    def _wait_for_work(self) -> None:
+        """Wait for a message while no step is in flight, or until a copy may have ended for which requests wait."""
+        while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else None):
+            self._move_copies(has_plan=False)
+            if self._scheduler.num_waiting:
+                break
+        self._inbox_changed.clear()
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, with stats if the stats interval is over or no request is left."""
@@ -281,6 +293,7 @@ class EngineLoop:
             self._post_outputs(event_loop)
         while not (handle.is_finished or self._is_stopping):
             self._read_inbox()
+            self._move_copies(has_plan=False)
             if time.perf_counter() >= plan_at_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
                 break
             time.sleep(POLL_INTERVAL_S)
@@ -288,8 +301,18 @@ class EngineLoop:
     def _plan_step(self) -> ScheduledStep | None:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
+        self._move_copies(has_plan=False)
         with self._span("plan", self._scheduler.counters.num_steps):
-            return self._scheduler.schedule()
+            step = self._scheduler.schedule()
+        self._move_copies(has_plan=True)
+        return step
+
+    def _move_copies(self, *, has_plan: bool) -> None:
+        """Process copies that have ended, and launch new copies. has_plan: see `Scheduler.take_copies`."""
+        if self._copier is not None:
+            self._scheduler.complete_copies()
+            for batch in self._scheduler.take_copies(has_plan=has_plan):
+                self._copier.launch(batch)
 
     def _read_inbox(self) -> None:
         while self._inbox:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.tiers import PrefixLoad
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
@@ -41,7 +42,7 @@ class SchedulerCounters:
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    A preempted or finished request is unreleased while a step in flight still uses its row and blocks.
+    A preempted or finished request is unreleased while a step or a load in flight still uses its row and blocks.
     caches: the cache of each group of requests (see `Scheduler`).
     """
 
@@ -52,12 +53,14 @@ class RequestLifecycle:
         self.counters = SchedulerCounters()
         self.num_finished_unreleased = 0
         self.num_preempted_unreleased = 0
+        # Loads in flight, each with its group, by request key.
+        self._loads: dict[int, tuple[PrefixLoad, int]] = {}
         self._unfinished_by_key: dict[int, RequestState] = {}
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting requests, including preempted requests with an unreleased row."""
-        return len(self.waiting) + self.num_preempted_unreleased
+        """The number of waiting requests, including preempted requests with an unreleased row, and loads in flight."""
+        return len(self.waiting) + self.num_preempted_unreleased + len(self._loads)
 
     @property
     def has_requests(self) -> bool:
@@ -76,6 +79,19 @@ class RequestLifecycle:
         """Queue a new request with a unique key."""
         self._unfinished_by_key[request.key] = request
         self.waiting.push(request)
+
+    def start_load(self, request: RequestState, group: int) -> bool:
+        """Load more of the prefix of a request that `CacheManager.admit` has admitted to `group`.
+
+        Returns False if the request need not wait. Otherwise it waits again when the load has ended.
+        """
+        load = self.caches[group].start_load(request)
+        if load is None:
+            return False
+        self.waiting.remove(request)
+        request.status = RequestStatus.WAITING_KV
+        self._loads[request.key] = load, group
+        return True
 
     def start(self, request: RequestState, group: int, num_cached_tokens: int) -> None:
         """Give a row of `group` to a waiting request. num_cached_tokens: result of `CacheManager.admit`."""
@@ -103,6 +119,7 @@ class RequestLifecycle:
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
+        request.has_loaded = False
         self.counters.num_preemptions += 1
         self.num_preempted_unreleased += 1
         self.release_when_idle(request)
@@ -119,7 +136,7 @@ class RequestLifecycle:
         self.release_when_idle(request)
 
     def release_when_idle(self, request: RequestState) -> None:
-        """Release row and blocks unless a step in flight refers to the row. Call again when the step has finished."""
+        """Release row and blocks unless a step or a load in flight refers to them. Call again when it has finished."""
         if request.row >= 0:
             if self.rows.num_steps_in_flight[request.row] > 0:
                 return
@@ -130,8 +147,17 @@ class RequestLifecycle:
                 self.commit(request, int(min(num_computed, self.rows.num_host_tokens[request.row])))
             self.rows.release(request)
             cache.release(request)
+        elif request.key in self._loads:
+            load, group = self._loads[request.key]
+            if not load.is_ended:
+                return
+            del self._loads[request.key]
+            self.caches[group].finish_load(load)
         if request.status is RequestStatus.FINISHED:
             self.num_finished_unreleased -= 1
+        elif request.status is RequestStatus.WAITING_KV:
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
         else:
             self.num_preempted_unreleased -= 1
             self.waiting.push(request)

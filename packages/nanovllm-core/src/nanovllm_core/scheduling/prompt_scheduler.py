@@ -229,9 +229,13 @@ class PromptScheduler:
     ) -> float | BlockShortage:
         """Admit a waiting request to `group` if possible, and return the predicted seconds of its first chunk."""
         cache = self._caches[group]
+        if cache.awaits_load(request):
+            return 0.0
         num_cached_tokens = cache.admit(request, keep_watermark=len(self._rows.running_rows(group)) > 0)
         if isinstance(num_cached_tokens, BlockShortage):
             return num_cached_tokens
+        if self._lifecycle.start_load(request, group):
+            return 0.0
         num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
         if num_tokens == 0:
             cache.release(request)

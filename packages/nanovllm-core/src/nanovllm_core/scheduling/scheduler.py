@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
@@ -40,6 +42,7 @@ class Scheduler:
     step apply to each group.
 
     Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
+    tier: the tier below the caches; None without such a tier.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class Scheduler:
         seed: int = 0,
         step_time_model: StepTimeModel | None = None,
         draft_limits: DraftLimits | None = None,
+        tier: HostTier | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
         self.caches = caches
+        self.tier = tier
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids), len(caches))
         self._lifecycle = RequestLifecycle(caches, self.rows)
         self.counters = self._lifecycle.counters
@@ -91,6 +96,23 @@ class Scheduler:
         if self.draft_planner is None:
             return (), ()
         return tuple(self.draft_planner.num_verified.tolist()), tuple(self.draft_planner.num_accepted.tolist())
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies between tiers of the cache are in flight."""
+        return self.tier is not None and self.tier.is_busy
+
+    def complete_copies(self) -> None:
+        """Process copies that have ended. Requests that waited for them can then be scheduled."""
+        if self.tier is not None:
+            for load in self.tier.complete():
+                self._lifecycle.release_when_idle(load.request)
+
+    def take_copies(self, *, has_plan: bool) -> Sequence[CopyBatch]:
+        """Copies that the ranks must execute now. has_plan: whether the last plan is not launched yet."""
+        if self.tier is None:
+            return ()
+        return self.tier.take_loads() + ([] if has_plan else self.tier.take_stores())
 
     def add(self, request: RequestState) -> None:
         """Queue a validated request. Raises ValueError if the key is in use."""
@@ -234,8 +256,8 @@ class Scheduler:
         """Give a request a block, preempting others of its group if needed. Returns False if the request must wait."""
         group = self.rows.group_of(request.row)
         while not self._add_blocks(cache, [request], new_blocks):
-            # A step in flight will soon release blocks: preempt no further request until then.
-            if self.rows.count_unreleased(group):
+            # A step or a load in flight will soon release blocks: preempt no further request until then.
+            if self.rows.count_unreleased(group) or cache.has_loads():
                 return False
             running_requests = self.rows.requests_of(self.rows.running_rows(group))
             candidates = (running for running in running_requests if running.row not in selected_rows)
