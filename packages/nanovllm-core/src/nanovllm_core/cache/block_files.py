@@ -284,12 +284,15 @@ class BlockFiles:
             check_directory(self._directory)
             with try_lock(self._directory):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
-                return self._scan_locked_directory()
+                is_complete = self._scan_locked_directory()
         except BlockingIOError:  # Another engine scans.
             return False
         except (OSError, ConfigError) as error:
             self._suspend_writes(error)
             return False
+        if is_complete:
+            self.indexed.set()
+        return is_complete
 
     def _scan_locked_directory(self) -> bool:
         # The scan may miss files that are being written, so they count towards the next reservation.
@@ -323,7 +326,6 @@ class BlockFiles:
         with self._lock:
             self._reserved_bytes = reserved_bytes
             self._max_claimed_bytes = finished_bytes + reserved_bytes
-        self.indexed.set()
         return True
 
     def _evict(self, names: list[tuple[str, str]], mtimes: "array[int]", sizes: "array[int]", num_bytes: int) -> None:
