@@ -90,9 +90,8 @@ class BlockFiles:
                 f"{2 * self._file_bytes / 2**30:.3g} for this model"
             )
         create_directory(directory)
-        # The number of the scan that last saw each file.
-        self._index: dict[bytes, int] = {}
-        self._num_scans = 0
+        self._index: set[bytes] = set()
+        self._next_index = self._index  # another set while a scan fills it
         self._scan_lock = threading.Lock()
         # Guards counts and the attributes below.
         self._lock = threading.Lock()
@@ -120,24 +119,18 @@ class BlockFiles:
         """Read a payload. Returns False if there is no intact file; `into` may then have any contents."""
         path = self._path(block_hash)
         try:
-            is_intact = self._read_file(path, block_hash, into)
-            if not is_intact:
-                path.unlink(missing_ok=True)
+            if self._read_file(path, block_hash, into):
+                self._count(num_hits=1, bytes_read=self._payload_bytes)
+                return True
+            path.unlink(missing_ok=True)
+            self._count(num_misses=1, num_corrupt=1)
         except FileNotFoundError:
-            self._index.pop(block_hash, None)
             self._count(num_misses=1)
-            return False
         except OSError as error:
-            self._index.pop(block_hash, None)
             self._count(num_misses=1, num_read_errors=1)
             _log.debug("file of a KV block can't be read: %s", error)
-            return False
-        if is_intact:
-            self._count(num_hits=1, bytes_read=self._payload_bytes)
-        else:
-            self._index.pop(block_hash, None)
-            self._count(num_misses=1, num_corrupt=1)
-        return is_intact
+        self._forget(block_hash)
+        return False
 
     def write(self, block_hash: bytes, payload: memoryview) -> None:
         """Write a payload, unless it is already in a file. After an error, nothing is written for some time."""
@@ -151,7 +144,9 @@ class BlockFiles:
         except OSError as error:
             self._suspend_writes(error)
         else:
-            self._index[block_hash] = self._num_scans
+            # Both, in this order: the scan may end in between.
+            self._index.add(block_hash)
+            self._next_index.add(block_hash)
             self._count(bytes_written=self._payload_bytes)
             self._is_failing = False
         finally:
@@ -161,6 +156,7 @@ class BlockFiles:
     def clear(self) -> None:
         """Remove all files of this identity, except files that are being written."""
         self._index.clear()
+        self._next_index.clear()
         try:
             for path in self._folder.glob("*.safetensors"):
                 path.unlink(missing_ok=True)
@@ -168,7 +164,7 @@ class BlockFiles:
             self._suspend_writes(error)
 
     def close(self) -> None:
-        """Stop writing, and give the reservation back. The files stay."""
+        """Give the reservation back, after the last write. The files stay."""
         with self._lock:
             self._is_closed = True
         self._scan_requested.set()
@@ -177,6 +173,10 @@ class BlockFiles:
         with self._scan_lock, contextlib.suppress(OSError):
             self._remove_leftovers()
             self._writer.close()
+
+    def _forget(self, block_hash: bytes) -> None:
+        self._index.discard(block_hash)
+        self._next_index.discard(block_hash)
 
     def _path(self, block_hash: bytes) -> Path:
         return self._folder / name_of_hash(block_hash)
@@ -298,7 +298,7 @@ class BlockFiles:
         # The scan may miss files that are being written, so they count towards the next reservation.
         with self._lock:
             finished_bytes = self._finished_bytes
-        self._num_scans += 1
+        self._next_index = set()
         self._remove_leftovers()
         reservations = find_reservations(self._directory)
         reservations.pop(self._writer.id, None)
@@ -308,21 +308,17 @@ class BlockFiles:
             if self._is_closed:
                 return False
             if folder == self._identity:
-                self._index[hash_of_name(name)] = self._num_scans
+                self._next_index.add(hash_of_name(name))
             names.append((folder, name))
             mtimes.append(mtime_ns)
             sizes.append(num_bytes)
-        max_reserved_bytes = self._max_bytes - sum(reservations.values())
-        reserved_bytes = max(int(self._max_bytes * _RESERVED_SHARE) // (1 + len(reservations)), self._file_bytes)
-        reserved_bytes = min(reserved_bytes, max_reserved_bytes)
-        excess_bytes = sum(sizes) - (max_reserved_bytes - reserved_bytes)
-        if excess_bytes > 0:
+        free_bytes = self._max_bytes - sum(reservations.values())
+        wanted_bytes = max(int(self._max_bytes * _RESERVED_SHARE) // (1 + len(reservations)), self._file_bytes)
+        reserved_bytes = max(min(wanted_bytes, free_bytes), 0)
+        if (excess_bytes := sum(sizes) + reserved_bytes - free_bytes) > 0:
             self._evict(names, mtimes, sizes, excess_bytes)
         self._writer.reserve(reserved_bytes)
-        # The scan has not found the other files, because another engine has removed them.
-        for block_hash, number in list(self._index.items()):
-            if number < self._num_scans:
-                self._index.pop(block_hash, None)
+        self._index = self._next_index
         with self._lock:
             self._reserved_bytes = reserved_bytes
             self._max_claimed_bytes = finished_bytes + reserved_bytes
@@ -336,7 +332,7 @@ class BlockFiles:
                 break
             folder, name = names[position]
             if folder == self._identity:
-                self._index.pop(hash_of_name(name), None)
+                self._forget(hash_of_name(name))
             (self._directory / folder / name).unlink(missing_ok=True)
             num_bytes -= sizes[position]
             self._count(num_evicted=1)

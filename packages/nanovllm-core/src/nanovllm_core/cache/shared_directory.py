@@ -93,8 +93,8 @@ def _replace_secret(path: Path, secret: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _lock(directory: Path, operation: int) -> Generator[None]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _lock(path: Path, operation: int) -> Generator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, operation)
         yield
@@ -135,8 +135,8 @@ class Writer:
     def close(self) -> None:
         """Remove the reservation."""
         if self._path is not None:
-            os.close(self._descriptor)
             self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
             self._path = None
 
 
@@ -148,14 +148,13 @@ def find_reservations(directory: Path) -> dict[str, int]:
     reservations: dict[str, int] = {}
     for path in directory.iterdir():
         if match := _WRITER_NAME.fullmatch(path.name):
-            descriptor = os.open(path, os.O_WRONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                with _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    path.unlink()
             except BlockingIOError:
                 reservations[match[1]] = int(match[2])
-            finally:
-                os.close(descriptor)
+            except FileNotFoundError:  # The writer has removed the file itself.
+                continue
     return reservations
 
 
@@ -165,7 +164,7 @@ def scan_files(directory: Path, writers: Collection[str]) -> Iterator[StoredFile
     Files with other names are left alone. The caller has locked the directory.
     """
     for folder in directory.iterdir():
-        if not _FOLDER_NAME.fullmatch(folder.name):
+        if not _FOLDER_NAME.fullmatch(folder.name) or not folder.is_dir():
             continue
         with os.scandir(folder) as entries:
             for entry in entries:
