@@ -324,6 +324,30 @@ def test_writes_are_skipped_while_another_engine_scans(open_files, directory):
     assert files.contains(HASHES[3])
 
 
+@pytest.mark.usefixtures("scans_when_needed")
+def test_files_that_are_being_written_count_towards_the_limit(open_files, directory, monkeypatch):
+    files = open_files(max_bytes := 5 * (PAYLOAD_BYTES + 400))
+    rename, has_started, may_end = Path.rename, threading.Event(), threading.Event()
+
+    def rename_late(path: Path, target: Path) -> Path:
+        if target.name.startswith(HASHES[0].hex()):
+            has_started.set()
+            assert may_end.wait(10)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    thread = threading.Thread(target=files.write, args=(HASHES[0], payload_of(HASHES[0])))
+    thread.start()
+    assert has_started.wait(10)
+    for block_hash in HASHES[1:10]:
+        files.write(block_hash, payload_of(block_hash))
+        assert sum_sizes(directory) <= max_bytes
+    may_end.set()
+    thread.join()
+    assert sum_sizes(directory) <= max_bytes
+    assert files.contains(HASHES[0])
+
+
 def test_files_of_ended_writers_are_removed_and_other_files_stay(open_files, directory):
     files = open_files()
     living = open_files()

@@ -11,16 +11,17 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
 import signal
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+
+from directory_faults import FAULTS, DirectoryFaults, drop_privileges, dropped_privileges, give_to_unprivileged_user
 
 from nanovllm_core.cache import block_files
 from nanovllm_core.cache.block_files import BlockFiles
@@ -30,16 +31,10 @@ NUM_PROCESSES, NUM_HASHES, PAYLOAD_BYTES = 4, 60, 1 << 18
 MAX_FILE_BYTES = PAYLOAD_BYTES + 400
 MAX_BYTES = 40 * MAX_FILE_BYTES
 MAX_FAULT_INTERVAL_S = 0.05
-UNPRIVILEGED_USER = 65534  # root could write to a read-only directory
 
 
 def make_payload(identity: bytes, block_hash: bytes) -> bytes:
     return hashlib.shake_128(identity + block_hash).digest(PAYLOAD_BYTES)
-
-
-def drop_privileges() -> None:
-    if os.geteuid() == 0:
-        os.seteuid(UNPRIVILEGED_USER)
 
 
 def use_files(directory: Path, identity: bytes, seed: int, pipe: Connection) -> None:
@@ -80,14 +75,13 @@ class Campaign:
     def __init__(self, directory: Path, seed: int):
         self._directory = directory
         self._rng = random.Random(seed)
+        self._faults = DirectoryFaults(directory, self._rng)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._processes = [self._start(index) for index in range(NUM_PROCESSES)]
-        # By how much faults have made files longer: the limit is kept apart from that.
-        self._num_added_bytes = 0
         self.totals: Counter[str] = Counter()
 
-    def _start(self, index: int):
+    def _start(self, index: int) -> tuple[ForkServerProcess, Connection]:
         pipe, childs_pipe = self._context.Pipe()
         arguments = self._directory, b"%d" % (index % 2), self._rng.getrandbits(32), childs_pipe
         process = self._context.Process(target=use_files, args=arguments)
@@ -100,73 +94,15 @@ class Campaign:
     def inject_fault(self) -> None:
         """Inject a random fault, and check the size of the files."""
         time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        name = self._rng.choice([*FAULTS])
-        try:
-            FAULTS[name](self)
-        except FileNotFoundError:  # A process has evicted the file meanwhile.
-            self.totals["num_missed_faults"] += 1
-        else:
+        name = self._rng.choice([*FAULTS, "kill"])
+        if name == "kill":
+            self._kill(self._rng.randrange(NUM_PROCESSES))
             self.totals[name] += 1
+        else:
+            self.totals[name] += self._faults.inject(name)
         self._check_size()
 
-    def _choose_file(self) -> Path:
-        paths = sorted(self._directory.glob("*/*.safetensors"))
-        if not paths:
-            raise FileNotFoundError
-        return self._rng.choice(paths)
-
-    def truncate(self) -> None:
-        os.truncate(path := self._choose_file(), self._rng.randrange(path.stat().st_size))
-
-    def extend(self) -> None:
-        num_bytes = self._rng.randrange(1, 100)
-        with self._choose_file().open("r+b") as file:
-            file.seek(0, os.SEEK_END)
-            file.write(bytes(num_bytes))
-        self._num_added_bytes += num_bytes
-
-    def flip_bit(self) -> None:
-        with self._choose_file().open("r+b") as file:
-            position = self._rng.randrange(MAX_FILE_BYTES - 100)
-            byte = os.pread(file.fileno(), 1, position) or b"\0"
-            os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << self._rng.randrange(8)]), position)
-
-    def swap(self) -> None:
-        first, second = self._choose_file(), self._choose_file()
-        aside = self._directory / "aside"
-        first.rename(aside)
-        second.rename(first)
-        aside.rename(second)
-
-    def remove(self) -> None:
-        self._choose_file().unlink()
-
-    def remove_directory(self) -> None:
-        aside = self._directory.with_name("aside")
-        self._directory.rename(aside)
-        time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        aside.rename(self._directory)
-
-    def remove_all_files(self) -> None:
-        for path in self._directory.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def make_read_only(self) -> None:
-        folders = [self._directory, *(path for path in self._directory.iterdir() if path.is_dir())]
-        for folder in folders:
-            folder.chmod(0o500)
-        time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        for folder in folders:
-            folder.chmod(0o700)
-
-    def open_to_others(self) -> None:
-        self._directory.chmod(0o755)
-        time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        self._directory.chmod(0o700)
-
-    def kill(self) -> None:
-        index = self._rng.randrange(NUM_PROCESSES)
+    def _kill(self, index: int) -> None:
         process, pipe = self._processes[index]
         process.kill()
         process.join()
@@ -179,68 +115,58 @@ class Campaign:
         for process, _ in self._processes:
             assert process.is_alive(), f"a process ended with status {process.exitcode}"
             os.kill(process.pid, signal.SIGSTOP)
-        if (num_bytes := self._sum_sizes()) > MAX_BYTES:
+        max_bytes = MAX_BYTES + self._faults.num_added_bytes
+        if (num_bytes := self._sum_sizes()) > max_bytes:
             time.sleep(0.5)  # A process may not have stopped yet.
             num_bytes = self._sum_sizes()
         self.totals["num_temporary_files_seen"] += len([*self._directory.glob("*/temporary-*")])
         for process, _ in self._processes:
             os.kill(process.pid, signal.SIGCONT)
         self.totals["max_bytes_seen"] = max(self.totals["max_bytes_seen"], num_bytes)
-        assert num_bytes <= MAX_BYTES + self._num_added_bytes, f"{num_bytes} bytes exceed the limit of {MAX_BYTES}"
+        assert num_bytes <= max_bytes, f"{num_bytes} bytes exceed the limit of {max_bytes}"
 
     def _sum_sizes(self) -> int:
-        return sum(path.stat().st_size for path in self._directory.glob("*/*"))
+        while True:
+            try:
+                return sum(path.stat().st_size for path in self._directory.glob("*/*"))
+            except FileNotFoundError:  # A process has not stopped yet.
+                continue
 
     def finish(self) -> None:
         """End all processes, and check what they leave behind."""
         for _, pipe in self._processes:
             pipe.send("end")
-        received = [pipe.recv() for _, pipe in self._processes]
-        for process, _ in self._processes:
+        for process, pipe in self._processes:
+            self.totals.update(pipe.recv())
             process.join()
             assert process.exitcode == 0, f"a process ended with status {process.exitcode}"
-        for totals in received:
-            self.totals.update(totals)
         assert self.totals["num_wrong"] == 0, f"{self.totals['num_wrong']} reads gave a wrong payload"
-        user = os.geteuid()
-        drop_privileges()
-        files = BlockFiles(self._directory, MAX_BYTES, b"0", PAYLOAD_BYTES)
-        assert files.indexed.wait(60)
-        files.close()
-        os.seteuid(user)
+        with dropped_privileges():
+            files = BlockFiles(self._directory, MAX_BYTES, b"0", PAYLOAD_BYTES)
+            assert files.indexed.wait(60)
+            files.close()
         left = [path for path in self._directory.rglob("*") if path.name.startswith(("temporary", "writer"))]
         assert not left, f"files of ended processes remain: {left}"
 
-
-FAULTS: dict[str, Callable[[Campaign], None]] = {
-    fault.__name__: fault
-    for fault in (
-        Campaign.truncate,
-        Campaign.extend,
-        Campaign.flip_bit,
-        Campaign.swap,
-        Campaign.remove,
-        Campaign.remove_directory,
-        Campaign.remove_all_files,
-        Campaign.make_read_only,
-        Campaign.open_to_others,
-        Campaign.kill,
-    )
-}
+    def kill_processes(self) -> None:
+        for process, _ in self._processes:
+            process.kill()
+            process.join()
 
 
 def run_campaign(num_faults: int, seed: int) -> Counter[str]:
-    """Inject `num_faults` faults. Returns what happened, and raises AssertionError if an answer was wrong."""
+    """Inject `num_faults` faults. Returns what happened, and raises AssertionError if something was wrong."""
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent, "blocks")
         directory.mkdir(mode=0o700)
-        if os.geteuid() == 0:
-            os.chown(directory, UNPRIVILEGED_USER, UNPRIVILEGED_USER)
-            Path(parent).chmod(0o755)
+        give_to_unprivileged_user(directory)
         campaign = Campaign(directory, seed)
-        for _ in range(num_faults):
-            campaign.inject_fault()
-        campaign.finish()
+        try:
+            for _ in range(num_faults):
+                campaign.inject_fault()
+            campaign.finish()
+        finally:
+            campaign.kill_processes()
         return campaign.totals
 
 
