@@ -12,13 +12,14 @@ from itertools import accumulate
 
 import numpy as np
 
+from nanovllm_core.cache.file_tier import FileRead
 from nanovllm_core.cache.host_memory import CopyBatch, Direction, EntryCopies, EntryKind, HostLayout
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.outputs import PromptLogprobs
 from nanovllm_core.request import Request
-from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.request_state import BlockHash, RequestState, RequestStatus
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.drafting import DraftLimits
@@ -206,6 +207,64 @@ class SimulatedHost:
         return self.done[direction]
 
 
+class SimulatedFiles:
+    """A tier of files whose reads and writes take several steps. Some files are missing when they are read."""
+
+    def __init__(self, host: SimulatedHost, rng: random.Random):
+        self.host, self.rng = host, rng
+        self.contents: dict[tuple[EntryKind, BlockHash], list[int | None]] = {}
+        self.writes: dict[tuple[EntryKind, BlockHash], int] = {}
+        self.is_busy = False
+
+    def contains(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+        return (kind, block_hash) in self.contents
+
+    def predict_read(self, num_bytes: int) -> float:
+        return float(num_bytes)
+
+    def reject_read(self) -> None:
+        pass
+
+    def read(self, kind: EntryKind, block_hash: BlockHash, slot: int) -> FileRead:
+        return FileRead(kind, block_hash, slot, SimulatedFuture(self.rng))
+
+    def end_read(self, read: FileRead) -> bool:
+        values = self.contents.get((read.kind, read.block_hash))
+        if self.rng.random() < 0.1:
+            values = self.contents.pop((read.kind, read.block_hash), None) and None
+        self.host.contents[read.kind, read.slot] = [0] if values is None else values
+        return values is not None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.writes) >= 3
+
+    def is_written(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+        return (kind, block_hash) in self.contents or (kind, block_hash) in self.writes
+
+    def start_write(self, kind: EntryKind, block_hash: BlockHash, slot: int) -> None:
+        self.writes[kind, block_hash] = slot
+        self.is_busy = True
+
+    def take_written(self) -> list[tuple[EntryKind, int]]:
+        ended = [key for key in self.writes if self.rng.random() < 0.3]
+        written = [(kind, self.writes.pop((kind, block_hash))) for kind, block_hash in ended]
+        for key, (kind, slot) in zip(ended, written, strict=True):
+            self.contents[key] = self.host.contents[kind, slot]
+        self.is_busy = bool(self.writes)
+        return written
+
+
+class SimulatedFuture:
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.is_done = False
+
+    def done(self) -> bool:
+        self.is_done = self.is_done or self.rng.random() < 0.5
+        return self.is_done
+
+
 def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> StepResults:
     """Run a step. Each device runs the rows of its group."""
     for group, device in enumerate(devices):
@@ -341,7 +400,8 @@ class Trace:
             layout = HostLayout(1, 1, (1, 1)[kinds], num_host_slots[kinds])
             self.host = SimulatedHost(layout, self.devices, rng, failure_rate=rng.choice([0, 0, 0.1]))
             compute_s = rng.choice([1e9, 1e9, 1e9, 0])
-            tier = HostTier(self.host, self.block_size, lambda *_: compute_s)
+            files = SimulatedFiles(self.host, rng) if rng.random() < 0.7 else None
+            tier = HostTier(self.host, self.block_size, lambda *_: compute_s, files)
         caches = [
             CacheManager(
                 num_blocks,
@@ -441,7 +501,7 @@ class Trace:
                 self.reasons[finish.key] = finish.reason
         for group, cache in enumerate(scheduler.caches):
             rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
-            loading = [load.request for load, load_group in scheduler._lifecycle._loads.values() if load_group == group]
+            loading = [load.request for load in scheduler._lifecycle._loads.values() if load.group == group]
             requests = [*(request for request in rows if request is not None), *loading]
             held_blocks, held_slots = (held_by_copies(scheduler.tier, group, kind) for kind in EntryKind)
             check_ownership(cache, requests, held_blocks, held_slots)
@@ -509,7 +569,7 @@ class Trace:
 def check_block_of_traces(block: int, num_groups: int) -> None:
     """Run `TRACES_PER_BLOCK` traces, whose seeds follow those of the block before."""
     num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = num_counted = 0
-    num_loaded = num_failed_loads = num_computed = 0
+    num_loaded = num_from_files = num_failed_loads = num_computed = 0
     for seed in range(block * TRACES_PER_BLOCK, (block + 1) * TRACES_PER_BLOCK):
         trace = Trace(seed, num_groups)
         try:
@@ -525,6 +585,7 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
         num_counted += sum(trace.scheduler.draft_totals[1])
         if (tier := trace.scheduler.tier) is not None:
             num_loaded += tier.counters.num_loaded_tokens
+            num_from_files += tier.counters.num_file_tokens
             num_failed_loads += tier.counters.num_failed_loads
             num_computed += tier.counters.num_rejected_tokens
     # Otherwise the traces would not cover the difficult cases.
@@ -533,8 +594,9 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
     assert num_resumed > 2
     assert num_restored > 20
     assert num_loaded > 500
+    assert num_from_files > 30
     assert num_failed_loads > 5
-    assert num_computed > 100
+    assert num_computed > 30
     assert num_groups > 1 or min(num_accepted, num_rejected, num_counted) > 100
 
 

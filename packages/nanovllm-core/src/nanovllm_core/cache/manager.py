@@ -8,8 +8,9 @@ import numpy as np
 from nanovllm_core.cache.block_pool import BlockPool
 from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.prefix import PrefixHasher
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
-from nanovllm_core.cache.tiers import HostTier, PrefixLoad
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.config import HashAlgorithm
 from nanovllm_core.request_state import BlockHash, RequestState
 
@@ -26,6 +27,7 @@ class CacheManager:
     watermark: share of all blocks that stay free if `admit` is called with `keep_watermark`.
     state_pool: None for a model without recurrent layers.
     tier: keeps copies of cached entries in host memory; None without such copies.
+    hash_secret: see `PrefixHasher`.
     """
 
     def __init__(
@@ -38,12 +40,13 @@ class CacheManager:
         watermark: float,
         state_pool: StatePool | None = None,
         tier: HostTier | None = None,
+        hash_secret: bytes | None = None,
     ):
         self.pool = BlockPool(num_blocks)
         self.state_pool = state_pool
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._hasher = PrefixHasher(hash_algorithm, block_size) if prefix_caching else None
+        self._hasher = PrefixHasher(hash_algorithm, block_size, hash_secret) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
         self._tier = tier
         self._group = 0
@@ -92,24 +95,21 @@ class CacheManager:
         return self._tier.is_worth_waiting(self._group, self._reusable_hashes(request))
 
     def start_load(self, request: RequestState) -> PrefixLoad | None:
-        """Load more of the prefix of an admitted request from host memory. Each admission loads at most once.
+        """Load more of the prefix of an admitted request from lower tiers. Until a preemption, a request loads once.
 
         Returns None if no more is there, or if to compute it is faster. Otherwise the request must wait until the load
-        has ended, then call `finish_load`.
+        has ended. Then call `finish_load`.
         """
         if self._tier is None or request.has_loaded:
             return None
-        num_blocks = request.num_committed_blocks
-        prefix_blocks = self._tier.find_prefix(self._group, self._reusable_hashes(request), num_blocks)
-        if prefix_blocks == num_blocks:
-            return None
         request.has_loaded = True
-        return self._tier.start_load(request, self._group, num_blocks, prefix_blocks, request.state_slot)
+        return self._tier.start_load(request, self._group, self._reusable_hashes(request))
 
     def finish_load(self, load: PrefixLoad) -> None:
         """Let prompts find the entries of an ended load, and release all blocks of its request, for a new admission."""
         if self._tier is not None:
             self._tier.finish_load(load)
+        load.request.has_loaded = not load.may_retry
         self.release(load.request)
 
     def has_loads(self) -> bool:

@@ -58,6 +58,7 @@ class StatePool:
         """
         slots = self.slots
         # Hold the source slot, so that the allocations below do not evict it. After its release it is evicted last.
+        num_free_before = slots.num_free
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)
@@ -65,7 +66,8 @@ class StatePool:
         (request.state_slot,) = slots.allocate(1)
         slots.num_reserved -= 1
         # Keep a slot for each request that may start, and a slot for the checkpoint from which the next request starts.
-        num_spare_slots = slots.num_free + len(held_slots) - slots.num_reserved - 1
+        # The source slot may be that checkpoint.
+        num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]

@@ -9,11 +9,14 @@ from typing import TypeVar
 import torch
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
-from nanovllm_core.cache.host_memory import allocate_host_memory
+from nanovllm_core.cache.block_files import BlockFiles
+from nanovllm_core.cache.file_tier import FileTier, describe_identity
+from nanovllm_core.cache.host_memory import EntryKind, allocate_host_memory
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.shared_directory import load_secret
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.cache.tiers import HostTier
-from nanovllm_core.config import MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
+from nanovllm_core.config import GIB, MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
@@ -51,7 +54,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_fp8=has_fp8(),
         num_gpus=torch.cuda.device_count(),
     )
-    # Open the file before loading the model, so that an unusable path fails at once.
+    # Open files before loading the model, so that an unusable path fails at once.
+    hash_secret = None if resolved.kv_offload_dir is None else load_secret(resolved.kv_offload_dir)
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
@@ -61,6 +65,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     try:
         start_rank_0 = partial(_start_rank_0, spec, resolved, ranks, host_memory)
         runner, copier = await _run_on_thread(executor, ranks, start_rank_0)
+        tier = _make_tier(spec, resolved, runner, step_time_model, copier)
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
@@ -75,7 +80,7 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     vocabulary = spec.vocabulary
     grammars = None if vocabulary is None else Grammars(vocabulary, spec.vocab_size, spec.eos_token_ids)
     return EngineLoop(
-        _make_scheduler(spec, resolved, runner, step_time_model, copier),
+        _make_scheduler(spec, resolved, runner, step_time_model, tier, hash_secret),
         runner,
         copier,
         describe_engine(spec, resolved, runner),
@@ -127,17 +132,36 @@ async def _run_on_thread(
         raise
 
 
-def _make_scheduler(
+def _make_tier(
     spec: ModelSpec,
     config: ResolvedConfig,
     runner: Runner,
     step_time_model: StepTimeModel,
     copier: EntryCopier | None,
+) -> HostTier | None:
+    if copier is None:
+        return None
+    files = None
+    if config.kv_offload_dir is not None:
+        max_bytes = int(config.kv_offload_disk_gib * GIB)
+        identity = describe_identity(spec, config, runner.cache.layout)
+        stores = [
+            BlockFiles(config.kv_offload_dir, max_bytes, f"{EntryKind(kind).name} {identity}".encode(), slot_bytes)
+            for kind, slot_bytes in enumerate(copier.memory.layout.slot_bytes)
+        ]
+        files = FileTier(stores, copier.memory)
+    return HostTier(copier.memory, runner.cache.layout.block_size, step_time_model.chunk_seconds, files)
+
+
+def _make_scheduler(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    runner: Runner,
+    step_time_model: StepTimeModel,
+    tier: HostTier | None,
+    hash_secret: bytes | None,
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
-    tier = None
-    if copier is not None:
-        tier = HostTier(copier.memory, block_size, step_time_model.chunk_seconds)
     caches = [
         CacheManager(
             runner.cache.num_blocks,
@@ -147,6 +171,7 @@ def _make_scheduler(
             watermark=config.watermark,
             state_pool=StatePool(num_state_slots, config.max_seqs_per_group, block_size) if num_state_slots else None,
             tier=tier,
+            hash_secret=hash_secret,
         )
         for _ in range(config.num_request_groups)
     ]

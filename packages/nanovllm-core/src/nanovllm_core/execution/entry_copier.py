@@ -68,7 +68,7 @@ class EntryCopier:
         self._start_thread("nanovllm-pinning", self._pin)
 
     def launch(self, batch: CopyBatch) -> None:
-        """Execute a batch on all ranks, after the steps that were launched before. `HostMemory` counts ended batches."""
+        """Execute a batch on all ranks, after the steps that were launched before. `HostMemory` counts its end."""
         if self._publisher is not None:
             self._publisher.publish_copies(batch)
         if self._device.type == "cpu":

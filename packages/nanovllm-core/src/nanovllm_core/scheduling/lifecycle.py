@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.cache.manager import CacheManager
-from nanovllm_core.cache.tiers import PrefixLoad
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
@@ -53,8 +53,8 @@ class RequestLifecycle:
         self.counters = SchedulerCounters()
         self.num_finished_unreleased = 0
         self.num_preempted_unreleased = 0
-        # Loads in flight, each with its group, by request key.
-        self._loads: dict[int, tuple[PrefixLoad, int]] = {}
+        # Loads in flight by request key.
+        self._loads: dict[int, PrefixLoad] = {}
         self._unfinished_by_key: dict[int, RequestState] = {}
 
     @property
@@ -70,6 +70,11 @@ class RequestLifecycle:
     def cache_of(self, request: RequestState) -> CacheManager:
         """The cache with the blocks of a request that has a row."""
         return self.caches[self.rows.group_of(request.row)]
+
+    def has_free_row(self, group: int) -> bool:
+        """Whether a request can be admitted to `group`. Requests that wait for loads will need rows."""
+        num_loads = sum(load.group == group for load in self._loads.values())
+        return self.rows.count_free_rows(group) > num_loads
 
     def find(self, key: int) -> RequestState | None:
         """The unfinished request with this key, or None."""
@@ -90,7 +95,7 @@ class RequestLifecycle:
             return False
         self.waiting.remove(request)
         request.status = RequestStatus.WAITING_KV
-        self._loads[request.key] = load, group
+        self._loads[request.key] = load
         return True
 
     def start(self, request: RequestState, group: int, num_cached_tokens: int) -> None:
@@ -148,11 +153,11 @@ class RequestLifecycle:
             self.rows.release(request)
             cache.release(request)
         elif request.key in self._loads:
-            load, group = self._loads[request.key]
+            load = self._loads[request.key]
             if not load.is_ended:
                 return
             del self._loads[request.key]
-            self.caches[group].finish_load(load)
+            self.caches[load.group].finish_load(load)
         if request.status is RequestStatus.FINISHED:
             self.num_finished_unreleased -= 1
         elif request.status is RequestStatus.WAITING_KV:

@@ -154,7 +154,7 @@ class PromptScheduler:
     def _rank_groups(self, request: RequestState, budgets: Sequence[StepBudget]) -> list[int]:
         """The groups with a free row, in the order in which a waiting request should try to start."""
         rows = self._rows
-        groups = [group for group in range(len(budgets)) if rows.count_free_rows(group)]
+        groups = [group for group in range(len(budgets)) if self._lifecycle.has_free_row(group)]
         if len(groups) < 2:
             return groups
         num_running = {group: len(rows.running_rows(group)) for group in groups}
