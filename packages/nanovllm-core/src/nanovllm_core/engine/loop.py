@@ -311,7 +311,9 @@ class EngineLoop:
     def _move_copies(self, *, has_plan: bool) -> None:
         """Process copies that have ended, and launch new copies. has_plan: see `Scheduler.take_copies`."""
         if self._copier is not None:
-            self._scheduler.complete_copies()
+            # After planning, a request whose load ended now would wait until something else happens.
+            if not has_plan:
+                self._scheduler.complete_copies()
             for batch in self._scheduler.take_copies(has_plan=has_plan):
                 self._copier.launch(batch)
 
