@@ -12,7 +12,16 @@ import toy_model
 from summing_model import continue_sum, summing_spec
 from toy_recurrent import Oracle, recurrent_spec
 
-from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, Request, SamplingParams
+from nanovllm_core import (
+    AsyncEngine,
+    ConfigError,
+    EngineClient,
+    EngineConfig,
+    EngineDeadError,
+    ModelSpec,
+    Request,
+    SamplingParams,
+)
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.execution import entry_copier
 
@@ -193,3 +202,22 @@ async def test_a_model_without_fingerprint_can_not_use_files(tmp_path):
     config = replace(CONFIG, kv_offload_dir=tmp_path / "kv")
     with pytest.raises(ConfigError, match="kv_offload_dir needs a model with a fingerprint"):
         await AsyncEngine.start(toy_model.toy_spec(), config)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_no_request_finds_blocks_after_a_reset(in_process, oracle, tmp_path):
+    config = replace(CONFIG, kv_offload_dir=tmp_path / "kv")
+    start = AsyncEngine.start if in_process else EngineClient.launch
+    engine = await start(with_fingerprint(toy_model.toy_spec()), config)
+    try:
+        prompt = list(range(6, 90))
+        assert await generate(engine, "first", prompt, 4) == oracle(prompt, 4)
+        await engine.reset_prefix_cache()
+        assert await generate(engine, "second", prompt, 4) == oracle(prompt, 4)
+        hits_after_reset = engine.stats.prefix_cache_hits
+        assert await generate(engine, "third", prompt, 4) == oracle(prompt, 4)
+        assert hits_after_reset == 0 < engine.stats.prefix_cache_hits
+    finally:
+        await engine.stop()
+    with pytest.raises(EngineDeadError):
+        await engine.reset_prefix_cache()

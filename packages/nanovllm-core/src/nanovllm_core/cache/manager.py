@@ -168,6 +168,12 @@ class CacheManager:
         if self.state_pool is not None:
             self.state_pool.release(request)
 
+    def forget(self) -> None:
+        """Forget all cached blocks and checkpoints."""
+        self.pool.forget_hashes()
+        if self.state_pool is not None:
+            self.state_pool.slots.forget_hashes()
+
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the full blocks of a new request."""
         if self._hasher is not None:

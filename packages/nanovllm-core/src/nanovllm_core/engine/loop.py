@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import collect_stats
@@ -75,8 +76,9 @@ class EngineLoop:
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control  # shortens the busy waiting of torch's threads
-        # Messages to the engine thread in order of arrival: a new request, or the key of an aborted request.
-        self._inbox: deque[RequestState | int] = deque()
+        # Messages to the engine thread in order of arrival: a new request, the key of an aborted request, or a function
+        # to call after a reset of the prefix cache.
+        self._inbox: deque[RequestState | int | Callable[[], object]] = deque()
         self._inbox_changed = threading.Event()
         self._is_stopping = False
         # Messages from the engine thread to the event loop.
@@ -124,7 +126,13 @@ class EngineLoop:
             compile_task.cancel()
         self._send_to_thread(key)
 
-    def _send_to_thread(self, message: RequestState | int) -> None:
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks, in all tiers. Returns once no later request can find them."""
+        event_loop, is_reset = asyncio.get_running_loop(), asyncio.Event()
+        self._send_to_thread(partial(event_loop.call_soon_threadsafe, is_reset.set))
+        await is_reset.wait()
+
+    def _send_to_thread(self, message: RequestState | int | Callable[[], object]) -> None:
         self._inbox.append(message)
         self._inbox_changed.set()
 
@@ -322,8 +330,11 @@ class EngineLoop:
             message = self._inbox.popleft()
             if isinstance(message, RequestState):
                 self._scheduler.add(message)
-            else:
+            elif isinstance(message, int):
                 self._scheduler.abort(message)
+            else:
+                self._scheduler.reset_prefix_cache()
+                message()
 
     def _complete_oldest_step(self) -> StepOutputs:
         step, handle = self._steps_in_flight.popleft()

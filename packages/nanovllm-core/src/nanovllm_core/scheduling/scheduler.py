@@ -114,6 +114,13 @@ class Scheduler:
             return ()
         return self.tier.take_loads() + ([] if has_plan else self.tier.take_stores())
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks and checkpoints, in all tiers. Running requests keep theirs."""
+        for cache in self.caches:
+            cache.forget()
+        if self.tier is not None:
+            self.tier.forget()
+
     def close(self) -> None:
         """Close the tiers of the cache, after the last copy."""
         if self.tier is not None and self.tier.files is not None:
