@@ -1,8 +1,8 @@
 """Random faults in the KV blocks that engines keep on disk: `python tier_faults.py [--faults N --seed N --models ...]`.
 
-Conversations return to an engine whose cache holds few of them, so most prefixes come from host memory and files. During
-answers, files are damaged, the disk is full, the directory disappears, and the engine is killed. Every answer must equal
-that of an engine without tiers. An engine may neither fail nor keep blocks. test_tier_faults.py runs a sample.
+Conversations return to an engine whose cache holds few of them, so most prefixes come from host memory and files. While
+the engine answers, files are damaged, the disk is full, the directory disappears, and the engine is killed. Each answer
+must equal that of an engine without tiers. No engine may fail or keep blocks. test_tier_faults.py runs a sample.
 """
 
 import argparse
