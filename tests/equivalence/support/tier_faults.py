@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from directory_faults import FAULTS, DirectoryFaults, drop_privileges, give_to_unprivileged_user
+from directory_faults import FAULTS, DirectoryFaults, choose_forever, drop_privileges, give_to_unprivileged_user
 from rank_matrix import write_tiny_checkpoint
 from tiny_models import TINY_MODELS, VOCAB
 
@@ -74,6 +74,7 @@ class Campaign:
         self._directory = directory
         self._rng = random.Random(seed)
         self._faults = DirectoryFaults(directory, self._rng)
+        self._names = choose_forever([*FAULTS, *ENGINE_FAULTS], self._rng)
         self._conversations = [Conversation(self._rng.getrandbits(31)) for _ in range(NUM_CONVERSATIONS)]
         self._engine: EngineClient | None = None
         self._process: EngineProcess | None = None
@@ -149,7 +150,7 @@ class Campaign:
             return tokens, num_cached
 
     async def _inject_fault(self) -> None:
-        name = self._rng.choice([*FAULTS, *ENGINE_FAULTS])
+        name = next(self._names)
         if name == "kill":
             await self._restart()
         elif name == "fill_disk_for_a_while":
