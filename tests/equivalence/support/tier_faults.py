@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import random
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,7 +33,8 @@ COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_n
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
 MAX_IDLE_WAIT_S = 20.0
-ENGINE_FAULTS = ("fill_disk_for_a_while", "kill")
+# Only Linux can limit the files of another process.
+ENGINE_FAULTS = ("kill", "fill_disk_for_a_while") if sys.platform == "linux" else ("kill",)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
 
@@ -86,8 +88,8 @@ class Campaign:
     async def run(self, num_faults: int) -> None:
         """Inject `num_faults` faults. Raises AssertionError if an answer or the engine is wrong."""
         expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
-        await self._start()
         try:
+            await self._start()
             while sum(self.totals[name] for name in [*FAULTS, *ENGINE_FAULTS]) < num_faults:
                 await self._run_turns(expected_engine, num_faults=self._rng.randrange(4))
             await self._restart()
@@ -96,7 +98,8 @@ class Campaign:
                 await self._run_turns(expected_engine, num_faults=0)
         finally:
             await expected_engine.stop()
-            await self._engine.stop()
+            if self._engine is not None:
+                await self._engine.stop()
 
     async def _start(self) -> None:
         config = EngineConfig(**COMMON_SETTINGS, **TIER_SETTINGS, kv_offload_dir=self._directory)
