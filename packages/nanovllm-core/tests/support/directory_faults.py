@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,12 @@ def dropped_privileges() -> Iterator[None]:
     drop_privileges()
     yield
     os.seteuid(user)
+
+
+def choose_forever(names: Sequence[str], rng: random.Random) -> Iterator[str]:
+    """Yield all names in random order, then all in another order, and so on."""
+    while True:
+        yield from rng.sample(names, len(names))
 
 
 class DirectoryFaults:

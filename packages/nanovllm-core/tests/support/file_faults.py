@@ -21,7 +21,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from directory_faults import FAULTS, DirectoryFaults, drop_privileges, dropped_privileges, give_to_unprivileged_user
+from directory_faults import (
+    FAULTS,
+    DirectoryFaults,
+    choose_forever,
+    drop_privileges,
+    dropped_privileges,
+    give_to_unprivileged_user,
+)
 
 from nanovllm_core.cache import block_files
 from nanovllm_core.cache.block_files import BlockFiles
@@ -76,6 +83,7 @@ class Campaign:
         self._directory = directory
         self._rng = random.Random(seed)
         self._faults = DirectoryFaults(directory, self._rng)
+        self._names = choose_forever([*FAULTS, "kill"], self._rng)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._processes = [self._start(index) for index in range(NUM_PROCESSES)]
@@ -94,7 +102,7 @@ class Campaign:
     def inject_fault(self) -> None:
         """Inject a random fault, and check the size of the files."""
         time.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        name = self._rng.choice([*FAULTS, "kill"])
+        name = next(self._names)
         if name == "kill":
             self._kill(self._rng.randrange(NUM_PROCESSES))
             self.totals[name] += 1

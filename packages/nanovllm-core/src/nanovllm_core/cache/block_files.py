@@ -25,6 +25,7 @@ from nanovllm_core.cache.shared_directory import (
     create_directory,
     find_reservations,
     hash_of_name,
+    is_block_file,
     name_of_hash,
     scan_files,
     try_lock,
@@ -92,12 +93,12 @@ class BlockFiles:
         create_directory(directory)
         self._index: set[bytes] = set()
         self._next_index = self._index  # another set while a scan fills it
-        self._scan_lock = threading.Lock()
-        # Guards counts and the attributes below.
-        self._lock = threading.Lock()
         self._writer = Writer(directory)
         self._temporary_numbers = itertools.count()
         self._leftovers: deque[Path] = deque()  # temporary files of failed writes, which the next scan removes
+        self._scan_lock = threading.Lock()
+        # Guards the counts and the attributes below.
+        self._lock = threading.Lock()
         # Sums over all writes since the start: bytes that were claimed before a write, bytes whose write has ended, and
         # the limit of claims, from which on this engine has to scan the directory and to renew its reservation.
         self._claimed_bytes = 0
@@ -147,8 +148,9 @@ class BlockFiles:
             # Both, in this order: the scan may end in between.
             self._index.add(block_hash)
             self._next_index.add(block_hash)
-            self._count(bytes_written=self._payload_bytes)
-            self._is_failing = False
+            with self._lock:
+                self.counts.bytes_written += self._payload_bytes
+                self._is_failing = False
         finally:
             with self._lock:
                 self._finished_bytes += self._file_bytes
@@ -158,8 +160,9 @@ class BlockFiles:
         self._index.clear()
         self._next_index.clear()
         try:
-            for path in self._folder.glob("*.safetensors"):
-                path.unlink(missing_ok=True)
+            for path in self._folder.iterdir():
+                if is_block_file(path.name):
+                    path.unlink(missing_ok=True)
         except OSError as error:
             self._suspend_writes(error)
 
@@ -186,7 +189,7 @@ class BlockFiles:
 
         Source: https://github.com/huggingface/safetensors#format
         """
-        # CRC-32 finds accidental damage, at more than 1 GB/s. The secret in the hashes protects against attackers.
+        # CRC-32 finds accidental damage, and is five times as fast as BLAKE2. The directory is closed to attackers.
         metadata = {"identity": self._identity, "hash": block_hash.hex(), "crc32": f"{checksum:08x}"}
         tensor = {"dtype": "U8", "shape": [self._payload_bytes], "data_offsets": [0, self._payload_bytes]}
         text = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()

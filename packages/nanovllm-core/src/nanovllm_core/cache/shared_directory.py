@@ -1,4 +1,4 @@
-"""A private directory whose size several processes of a host bound together.
+"""A private directory that several processes of a host share, with one limit for the size of all files.
 
 Each process that writes is a writer: it keeps a locked file in the directory, and reserves bytes before it writes them.
 """
@@ -31,6 +31,11 @@ def name_of_hash(block_hash: bytes) -> str:
 def hash_of_name(name: str) -> bytes:
     """The hash of the block in the file `name`."""
     return bytes.fromhex(name.removesuffix(".safetensors"))
+
+
+def is_block_file(name: str) -> bool:
+    """Whether `name_of_hash` can return `name`."""
+    return _FILE_NAME.fullmatch(name) is not None
 
 
 class StoredFile(NamedTuple):
@@ -108,7 +113,7 @@ def try_lock(directory: Path) -> contextlib.AbstractContextManager[None]:
 
 
 class Writer:
-    """The file of one writer. The operating system unlocks the file when the writer's process ends.
+    """The file of one writer. It is unlocked when the writer's process and its forked children have ended.
 
     The file's name has the number of bytes that the writer has reserved, so the file can't be written in part.
     """
@@ -169,7 +174,7 @@ def scan_files(directory: Path, writers: Collection[str]) -> Iterator[StoredFile
         with os.scandir(folder) as entries:
             for entry in entries:
                 try:
-                    if _FILE_NAME.fullmatch(entry.name):
+                    if is_block_file(entry.name):
                         status = entry.stat(follow_symlinks=False)
                         yield StoredFile(folder.name, entry.name, status.st_mtime_ns, status.st_size)
                     elif (match := _TEMPORARY_NAME.fullmatch(entry.name)) and match[1] not in writers:
