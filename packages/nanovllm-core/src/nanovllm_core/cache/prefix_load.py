@@ -41,6 +41,7 @@ class PrefixLoad:
     num_tokens: number of tokens by which the load makes the cached prefix longer.
     num_file_tokens: the part of these tokens that is read from files.
     epoch: of the tier when the load was started.
+    begin_s: time of `time.perf_counter` at which the load was started.
     is_ended: whether nothing writes to the request's blocks any more.
     is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.
     may_retry: whether a file was missing, so that another load could find the other entries.

@@ -223,7 +223,9 @@ class HostTier:
     def _start_transfers(
         self, request: RequestState, group: int, targets: Sequence[Target], num_blocks: int
     ) -> PrefixLoad:
-        load = PrefixLoad(request, group, [], [], [], num_blocks * self._block_size, 0, self._epoch, time.monotonic())
+        load = PrefixLoad(
+            request, group, [], [], [], num_blocks * self._block_size, 0, self._epoch, time.perf_counter()
+        )
         # Hold what is found first, so that the allocations below do not evict it.
         for kind, _, _, found, slot in targets:
             if found is not None:
@@ -302,7 +304,7 @@ class HostTier:
                 self._num_ended[direction] += 1
                 batch = self._in_flight[direction].popleft()
                 is_usable = (batch.epoch, batch.num_failures) == (self._epoch, self._memory.num_failures)
-                seconds = time.monotonic() - batch.begin_s
+                seconds = time.perf_counter() - batch.begin_s
                 self.counters.num_bytes[direction] += batch.num_bytes
                 self.counters.copy_s[direction] += seconds
                 if direction is Direction.STORE:
@@ -333,7 +335,7 @@ class HostTier:
             copies.slots.append(transfer.slot)
         num_bytes = sum(self._entry_bytes[transfer.kind] for transfer in transfers)
         state = self._epoch, self._memory.num_failures
-        self._in_flight[direction].append(_BatchInFlight(transfers, loads, num_bytes, time.monotonic(), *state))
+        self._in_flight[direction].append(_BatchInFlight(transfers, loads, num_bytes, time.perf_counter(), *state))
         return [CopyBatch(direction, list(by_cache.values()))]
 
     def _end_stores(self, batch: _BatchInFlight, *, is_usable: bool) -> None:
@@ -380,7 +382,7 @@ class HostTier:
     def _end_load(self, load: PrefixLoad, *, is_usable: bool) -> None:
         load.is_ended, load.is_usable = True, is_usable
         counters = self.counters
-        counters.wait_s += time.monotonic() - load.begin_s
+        counters.wait_s += time.perf_counter() - load.begin_s
         counters.num_loaded_tokens += load.num_tokens * is_usable
         counters.num_file_tokens += load.num_file_tokens * is_usable
         counters.num_failed_loads += not is_usable

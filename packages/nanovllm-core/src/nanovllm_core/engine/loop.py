@@ -4,12 +4,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
@@ -321,9 +322,21 @@ class EngineLoop:
         if self._copier is not None:
             # After planning, a request whose load ended now would wait until something else happens.
             if not has_plan:
-                self._scheduler.complete_copies()
+                self._record_loads(self._scheduler.complete_copies())
             for batch in self._scheduler.take_copies(has_plan=has_plan):
                 self._copier.launch(batch)
+
+    def _record_loads(self, loads: Sequence[PrefixLoad]) -> None:
+        if self._tracer is not None:
+            for load in loads:
+                self._tracer.file.add_span(
+                    "load",
+                    f"request {load.request.client_request.id}",
+                    load.begin_s,
+                    time.perf_counter(),
+                    host_tokens=load.num_tokens - load.num_file_tokens,
+                    file_tokens=load.num_file_tokens,
+                )
 
     def _read_inbox(self) -> None:
         while self._inbox:

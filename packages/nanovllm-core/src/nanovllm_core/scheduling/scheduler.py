@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
@@ -102,11 +103,12 @@ class Scheduler:
         """Whether copies between tiers of the cache are in flight."""
         return self.tier is not None and self.tier.is_busy
 
-    def complete_copies(self) -> None:
-        """Process copies that have ended. Requests that waited for them can then be scheduled."""
-        if self.tier is not None:
-            for load in self.tier.complete():
-                self._lifecycle.release_when_idle(load.request)
+    def complete_copies(self) -> Sequence[PrefixLoad]:
+        """Process copies that have ended. Returns the loads among them, whose requests can now be scheduled."""
+        loads = () if self.tier is None else self.tier.complete()
+        for load in loads:
+            self._lifecycle.release_when_idle(load.request)
+        return loads
 
     def take_copies(self, *, has_plan: bool) -> Sequence[CopyBatch]:
         """Copies that the ranks must execute now. has_plan: whether the last plan is not launched yet."""
