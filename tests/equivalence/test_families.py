@@ -15,6 +15,7 @@ from tiny_models import (
     NUM_PROMPTS,
     OUTPUT_LEN,
     SCARCE_CACHE,
+    TIERED_CACHE,
     TINY_MODELS,
     VOCAB,
     generate,
@@ -40,6 +41,8 @@ SETTINGS = {
     "preempted": SCARCE_CACHE,
     "preempted, chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **SCARCE_CACHE},
     "preempted, no prefix cache": {"prefix_caching": False, **SCARCE_CACHE},
+    "preempted, from host memory": TIERED_CACHE,
+    "preempted, from host memory, chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **TIERED_CACHE},
 }
 
 GPU_SETTINGS = {

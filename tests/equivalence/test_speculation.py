@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_matrix import write_tiny_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TINY_MODELS, VOCAB, generate
+from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, VOCAB, generate
 
 from nanovllm_core import ConfigError
 from nanovllm_core.scheduling.step_time import StepTimeModel
@@ -22,6 +22,7 @@ SETTINGS = {
     "all at once": {"num_speculative_tokens": 3, **AMPLE_CACHE},
     "chunked, depth 1": {"depth": 1, **SMALL_CHUNKS},
     "preempted": SCARCE_CACHE,
+    "preempted, from host memory": TIERED_CACHE,
     "FP8 cache, chunked": {"kv_cache_dtype": "fp8", **SMALL_CHUNKS},
     "no prefix cache, many drafts": {"prefix_caching": False, "num_speculative_tokens": 15, **AMPLE_CACHE},
     "two ranks": {"tensor_parallel_size": 2, **AMPLE_CACHE},
@@ -80,7 +81,7 @@ def predict(answers: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "setting"), PAIRS)
 async def test_drafts_change_no_token(name, setting, tmp_path, device):
     write_tiny_checkpoint(name, tmp_path)
-    settings, is_preempted = SETTINGS[setting], setting == "preempted"
+    settings, is_preempted = SETTINGS[setting], setting.startswith("preempted")
     expected = await generate(tmp_path, device, {**settings, "tensor_parallel_size": 1}, is_preempted=is_preempted)
     assert len(expected[0]) == OUTPUT_LEN
     found = await generate(
@@ -94,7 +95,7 @@ async def test_drafts_change_no_token(name, setting, tmp_path, device):
 
 
 async def check_drafts(path: Path, device: str, method: str, setting: str, draft: Path | None = None) -> None:
-    settings, is_preempted = SETTINGS[setting], setting == "preempted"
+    settings, is_preempted = SETTINGS[setting], setting.startswith("preempted")
     one_rank = {**settings, "tensor_parallel_size": 1}
     expected = await generate(path, device, one_rank, is_preempted=is_preempted, samplings=SAMPLINGS)
     settings = {"speculate": method, **settings}

@@ -165,6 +165,16 @@ KERNELS = [
         {"states_ptr": FLOAT, "sources_ptr": INT64, "targets_ptr": INT64, "layer_stride": "i64"},
         {"BLOCK": 4096},
     ),
+    *(
+        (
+            "block_copy.triton_block_copy",
+            "_copy_blocks",
+            8,
+            {"chunks_ptr": INT64, "blocks_ptr": INT64, "rows_ptr": words},
+            {"WRITES_CACHES": writes_caches, "CHUNK_WORDS": 2048},
+        )
+        for words, writes_caches in ((INT64, False), (BYTES, True))
+    ),
     ("linear_attention.triton_prefill", "_norm_and_gate", 8, STATES, DELTA_HEADS | {"PADDED_V": 128}),
     (
         "request_tables.triton_request_tables",

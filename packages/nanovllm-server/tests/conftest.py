@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.status import EngineInfo
-from nanovllm_core.errors import GrammarError
+from nanovllm_core.errors import EngineDeadError, GrammarError
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
 from nanovllm_core.grammar_types import GrammarSpec, ParameterTypes
 from nanovllm_core.outputs import DraftTotals, PromptLogprobs, RequestFinish, StepOutputs, TokenLogprobs
@@ -130,6 +130,7 @@ class ScriptedEngine(Engine):
         self.grammar_errors: dict[str, str] = {}
         self.compiled: list[GrammarSpec] = []
         self.num_compiling = 0
+        self.num_resets = 0
         self.requests: list[Request] = []
         self.keys: list[int] = []
         self.aborted: list[int] = []
@@ -169,6 +170,11 @@ class ScriptedEngine(Engine):
 
     def count_cached_tokens(self, request: Request) -> int:
         return self.num_cached_tokens
+
+    async def reset_prefix_cache(self) -> None:
+        if self.death_reason is not None:
+            raise EngineDeadError(self.death_reason)
+        self.num_resets += 1
 
     def refuse_grammar(self, key: int, reason: str) -> None:
         self._output_buffers.dispatch(StepOutputs(failures=[(key, reason)]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from tiny_checkpoints import write_checkpoint
-from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, make_model
+from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, make_model
 
 # Settings of engines with several ranks. All other settings are those of the engine with one rank.
 SPLIT_EXPERTS = {"expert_parallel": False}
@@ -26,6 +26,9 @@ RANK_SETTINGS = {
         SPLIT_EXPERTS,
     ),
     "whole experts, preempted": (SCARCE_CACHE, WHOLE_EXPERTS),
+    "preempted, from host memory": (TIERED_CACHE, SPLIT_EXPERTS),
+    "FP8 cache, preempted, from host memory": ({"kv_cache_dtype": "fp8", **TIERED_CACHE}, WHOLE_EXPERTS),
+    "own requests, preempted, from host memory": (TIERED_CACHE, OWN_REQUESTS),
     "own requests, whole experts, preempted": (SCARCE_CACHE, {**OWN_REQUESTS, **WHOLE_EXPERTS}),
     "own requests, preempted, chunked": ({"max_num_batched_tokens": 48, **SCARCE_CACHE}, OWN_REQUESTS),
     "own requests, chunked, depth 2": (

@@ -30,10 +30,12 @@ class AnonymousMemory:
         descriptor, num_bytes = state
         self._open(descriptor.detach(), num_bytes)
 
-    def map(self) -> memoryview:
-        """Map the memory into this process. All mappings show the same bytes."""
-        # MAP_POPULATE allocates the pages now. Otherwise the first writes would take several times as long.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    def map(self, *, populates: bool = True) -> memoryview:
+        """Map the memory into this process. All mappings show the same bytes.
+
+        populates: allocate the pages now. Otherwise the first writes take several times as long.
+        """
+        flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
         return memoryview(mmap.mmap(self._descriptor, self._num_bytes, flags))
 
 

@@ -65,6 +65,17 @@ class IndependentSettings:
     prefix_hash: Annotated[
         HashAlgorithm, "hash that finds cached blocks: sha256 if clients that do not trust each other share the engine"
     ] = "fast"
+    kv_offload_gib: Annotated[
+        float,
+        "host memory of all ranks for copies of cached blocks, in GiB; a prompt loads the blocks that the cache has "
+        "evicted, if that is faster than to compute them; 0: none",
+    ] = 0.0
+    kv_offload_dir: Annotated[
+        Path | None,
+        "directory for files of cached blocks, which outlive the engine; engines of one user and host may share it; "
+        "needs kv_offload_gib",
+    ] = None
+    kv_offload_disk_gib: Annotated[float, "maximum size of all files in kv_offload_dir, in GiB"] = 100.0
     watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
     seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0
     tensor_parallel_size: Annotated[
@@ -230,6 +241,7 @@ def resolve(
     utilization = config.gpu_memory_utilization
     _require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0 and at most 1")
     _require(config.cpu_cache_gib > 0, "cpu_cache_gib", config.cpu_cache_gib, "above 0")
+    _check_offload(config)
     _require(0 <= config.watermark < 1, "watermark", config.watermark, "at least 0 and below 1")
     _require(config.depth in (None, 1, 2), "depth", config.depth, "1 or 2")
     _check_speculation(config)
@@ -246,6 +258,9 @@ def resolve(
     # With different requests, ranks have different hidden states.
     _require(not (config.check_ranks and config.dp_attention), "check_ranks", True, "False with dp_attention")
     settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
+    if config.kv_offload_dir is not None:
+        # Other hashes differ between processes.
+        settings["prefix_hash"] = "sha256"
     return ResolvedConfig(
         **settings,
         device=device,
@@ -275,6 +290,14 @@ def _resolve_attention_backend(
                 "'triton'"
             )
     return backend
+
+
+def _check_offload(config: EngineConfig) -> None:
+    num_gib, directory, disk_gib = config.kv_offload_gib, config.kv_offload_dir, config.kv_offload_disk_gib
+    _require(0 <= num_gib < float("inf"), "kv_offload_gib", num_gib, "at least 0")
+    _require(0 < disk_gib < float("inf"), "kv_offload_disk_gib", disk_gib, "above 0")
+    _require(config.prefix_caching or not num_gib, "kv_offload_gib", num_gib, "0 without prefix_caching")
+    _require(num_gib > 0 or directory is None, "kv_offload_dir", directory, "None without kv_offload_gib")
 
 
 def _check_speculation(config: EngineConfig) -> None:

@@ -186,6 +186,8 @@ class ModelSpec:
     build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
     vocabulary: reads the vocabulary for the first grammar; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
+    fingerprint: identifies all that determines the KV cache of tokens, such as the weights; "" if unknown. Engines
+        whose models have equal fingerprints may share cached blocks in files.
     draft: the draft model, for speculative decoding with `EngineConfig.speculate` "draft".
     """
 
@@ -197,4 +199,5 @@ class ModelSpec:
     build: Callable[[BuildContext], CausalLM]
     vocabulary: Callable[[], Vocabulary] | None = None
     cuda_dtype: torch.dtype | None = None
+    fingerprint: str = ""
     draft: "ModelSpec | None" = None

@@ -114,3 +114,40 @@ def test_last_blocks_of_a_prompt_are_evicted_first():
     finish_request(cache, admit_request(cache, "a", list(range(12))))
     finish_request(cache, admit_request(cache, "b", [99, 98, 97]))
     assert count_cached_tokens(cache, list(range(12))) == 8
+
+
+def test_touched_block_is_evicted_last():
+    pool = BlockPool(2)
+    for block in (first := pool.allocate(2)):
+        pool.register(block, block)
+    pool.release(first)
+    pool.touch(first[0])
+    assert pool.allocate(1) == [first[1]]
+    pool.touch(first[1])  # A block in use stays in use.
+    assert pool.allocate(1) == [first[0]]
+
+
+def test_forgotten_blocks_are_empty_or_stay_in_use():
+    pool = BlockPool(3)
+    cached, used = pool.allocate(2)
+    for block in (cached, used):
+        pool.register(block, block)
+    pool.release([cached])
+    pool.forget_hashes()
+    assert (pool.num_cached, pool.num_free) == (0, 2)
+    assert pool.lookup(cached) is pool.lookup(used) is None
+    pool.release([used])
+    assert (pool.num_cached, pool.num_free) == (0, 3)
+    assert sorted(pool.allocate(3)) == [1, 2, 3]
+
+
+def test_holding_a_block_leaves_the_reserved_blocks_free():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.register(block, 1)
+    assert pool.can_hold(block)
+    pool.release([block])
+    pool.num_reserved = 1
+    assert pool.can_hold(block)
+    pool.num_reserved = 2
+    assert not pool.can_hold(block)

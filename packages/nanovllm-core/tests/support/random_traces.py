@@ -12,11 +12,14 @@ from itertools import accumulate
 
 import numpy as np
 
+from nanovllm_core.cache.file_tier import FileRead
+from nanovllm_core.cache.host_memory import CopyBatch, Direction, EntryCopies, EntryKind, HostLayout
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.state_pool import StatePool
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.outputs import PromptLogprobs
 from nanovllm_core.request import Request
-from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.request_state import BlockHash, RequestState, RequestStatus
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.drafting import DraftLimits
@@ -148,6 +151,120 @@ class Device:
         return PromptLogprobs(part.num_top, b"", np.array(ranks, np.int64).tobytes(), b"", b"")
 
 
+class SimulatedHost:
+    """Host memory whose copies take several steps. An entry is read and written at any time until its copy ends.
+
+    Some copies fail: they leave garbage.
+    """
+
+    def __init__(self, layout: HostLayout, devices: Sequence[Device], rng: random.Random, failure_rate: float):
+        self.layout, self.devices, self.rng, self.failure_rate = layout, devices, rng, failure_rate
+        self.is_ready = True
+        self.num_failures = 0
+        self.contents: dict[tuple[EntryKind, int], list[int | None]] = {}
+        self.done = Counter[Direction]()
+        # Batches in flight with their parts that are not copied yet, by direction.
+        self.pending: dict[Direction, deque[list[EntryCopies]]] = {direction: deque() for direction in Direction}
+
+    def launch(self, batches: Sequence[CopyBatch]) -> None:
+        for direction, copies in batches:
+            parts = [
+                EntryCopies(group, kind, [entry], [slot])
+                for group, kind, entries, slots in copies
+                for entry, slot in zip(entries, slots, strict=True)
+            ]
+            self.rng.shuffle(parts)
+            self.pending[direction].append(parts)
+
+    def advance(self) -> None:
+        """Copy some entries, and end batches whose entries are all copied."""
+        for direction in Direction:
+            while self.pending[direction] and self.rng.random() < 0.7:
+                parts = self.pending[direction][0]
+                while parts and self.rng.random() < 0.8:
+                    self.copy(direction, parts.pop())
+                if not parts:
+                    self.pending[direction].popleft()
+                    self.done[direction] += 1
+
+    def copy(self, direction: Direction, part: EntryCopies) -> None:
+        device, (entry,), (slot,) = self.devices[part.group], part.entries, part.slots
+        if part.kind is EntryKind.BLOCK:
+            memory, keys = device.slots, range(entry * device.block_size, (entry + 1) * device.block_size)
+        else:
+            memory, keys = device.states, range(entry, entry + 1)
+        assert memory is not None
+        values = [memory.get(key) for key in keys] if direction is Direction.STORE else self.contents[part.kind, slot]
+        if self.rng.random() < self.failure_rate:
+            self.num_failures += 1
+            values = [0] * len(values)
+        if direction is Direction.STORE:
+            self.contents[part.kind, slot] = values
+        else:
+            memory.update(zip(keys, values, strict=True))
+
+    def num_done(self, direction: Direction) -> int:
+        return self.done[direction]
+
+
+class SimulatedFiles:
+    """A tier of files whose reads and writes take several steps. Some files are missing when they are read."""
+
+    def __init__(self, host: SimulatedHost, rng: random.Random):
+        self.host, self.rng = host, rng
+        self.contents: dict[tuple[EntryKind, BlockHash], list[int | None]] = {}
+        self.writes: dict[tuple[EntryKind, BlockHash], int] = {}
+        self.is_busy = False
+
+    def contains(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+        return (kind, block_hash) in self.contents
+
+    def predict_read(self, num_bytes: int) -> float:
+        return float(num_bytes)
+
+    def reject_read(self) -> None:
+        pass
+
+    def read(self, kind: EntryKind, block_hash: BlockHash, slot: int) -> FileRead:
+        return FileRead(kind, block_hash, slot, SimulatedFuture(self.rng))
+
+    def end_read(self, read: FileRead) -> bool:
+        values = self.contents.get((read.kind, read.block_hash))
+        if self.rng.random() < 0.1:
+            values = self.contents.pop((read.kind, read.block_hash), None) and None
+        self.host.contents[read.kind, read.slot] = [0] if values is None else values
+        return values is not None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.writes) >= 3
+
+    def is_written(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+        return (kind, block_hash) in self.contents or (kind, block_hash) in self.writes
+
+    def start_write(self, kind: EntryKind, block_hash: BlockHash, slot: int) -> None:
+        self.writes[kind, block_hash] = slot
+        self.is_busy = True
+
+    def take_written(self) -> list[tuple[EntryKind, int]]:
+        ended = [key for key in self.writes if self.rng.random() < 0.3]
+        written = [(kind, self.writes.pop((kind, block_hash))) for kind, block_hash in ended]
+        for key, (kind, slot) in zip(ended, written, strict=True):
+            self.contents[key] = self.host.contents[kind, slot]
+        self.is_busy = bool(self.writes)
+        return written
+
+
+class SimulatedFuture:
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.is_done = False
+
+    def done(self) -> bool:
+        self.is_done = self.is_done or self.rng.random() < 0.5
+        return self.is_done
+
+
 def run_plan(devices: Sequence[Device], rows_per_group: int, plan: StepPlan) -> StepResults:
     """Run a step. Each device runs the rows of its group."""
     for group, device in enumerate(devices):
@@ -201,9 +318,21 @@ def expected_scores(request: RequestState) -> list[int]:
     return [*accumulate(request.prompt_ids.tolist(), digest, initial=1)][2:]
 
 
-def check_ownership(cache: CacheManager, requests: list[RequestState]) -> None:
-    """requests: all requests that have a row in the group of `cache`."""
-    num_holders = Counter(block for request in requests for block in request.block_ids)
+def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[int]:
+    """The entries of a cache that copies hold, besides the requests that wait for loads."""
+    if tier is None:
+        return []
+    loads = [*tier._new_loads, *(load for batch in tier._in_flight[Direction.LOAD] for load in batch.loads)]
+    entries = [entry for load in loads if load.group == group for entry_kind, entry in load.held if entry_kind is kind]
+    stores = [transfer for batch in tier._in_flight[Direction.STORE] for transfer in batch.transfers]
+    return entries + [store.entry for store in stores if (store.group, store.kind) == (group, kind)]
+
+
+def check_ownership(
+    cache: CacheManager, requests: list[RequestState], held_blocks: Sequence[int], held_slots: Sequence[int]
+) -> None:
+    """requests: all requests that have a row, or a load in flight, in the group of `cache`."""
+    num_holders = Counter(block for request in requests for block in request.block_ids) + Counter(held_blocks)
     pool = cache.pool
     for block in range(1, pool.num_blocks + 1):
         assert pool.count_holders(block) == num_holders[block]
@@ -214,7 +343,7 @@ def check_ownership(cache: CacheManager, requests: list[RequestState]) -> None:
         slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
         slots = [slot for slot in slots if slot]
         assert len(set(slots)) == len(slots), "a state slot was given out twice"
-        assert states.slots.num_free == states.slots.num_blocks - len(slots)
+        assert states.slots.num_free == states.slots.num_blocks - len({*slots, *held_slots})
         assert all(bool(request.state_slot) == bool(request.block_ids) for request in requests)
     for request in requests:
         assert len(set(request.block_ids)) == len(request.block_ids)
@@ -259,11 +388,26 @@ class Trace:
         # A decode with drafts may fill at most one new block.
         max_drafts = 0 if is_recurrent or num_groups > 1 else rng.choice([0, 1, self.block_size - 1])
         num_slots = max_num_seqs + prefix_caching * rng.choice([1, 3, 20]) if is_recurrent else 0
+        self.rows_per_group = max_num_seqs
+        self.devices = [
+            Device(self.block_size, self.eos_rate, states={} if is_recurrent else None, max_drafts=max_drafts)
+            for _ in range(num_groups)
+        ]
+        self.host, tier = None, None
+        if prefix_caching and rng.random() < 0.6:
+            num_host_slots = (rng.choice([1, num_blocks, 5 * num_blocks]), rng.choice([1, 2 * num_slots + 1]))
+            kinds = slice(2 if is_recurrent else 1)
+            layout = HostLayout(1, 1, (1, 1)[kinds], num_host_slots[kinds])
+            self.host = SimulatedHost(layout, self.devices, rng, failure_rate=rng.choice([0, 0, 0.1]))
+            compute_s = rng.choice([1e9, 1e9, 1e9, 0])
+            files = SimulatedFiles(self.host, rng) if rng.random() < 0.7 else None
+            tier = HostTier(self.host, self.block_size, lambda *_: compute_s, files)
         caches = [
             CacheManager(
                 num_blocks,
                 self.block_size,
                 state_pool=StatePool(num_slots, max_num_seqs, self.block_size) if is_recurrent else None,
+                tier=tier,
                 **cache_options,
             )
             for _ in range(num_groups)
@@ -275,12 +419,8 @@ class Trace:
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS],
             draft_limits=DraftLimits(max_drafts, self.budget),
+            tier=tier,
         )
-        self.rows_per_group = max_num_seqs
-        self.devices = [
-            Device(self.block_size, self.eos_rate, states={} if is_recurrent else None, max_drafts=max_drafts)
-            for _ in range(num_groups)
-        ]
         self.prefixes = [
             [rng.randrange(VOCAB) for _ in range(self.max_model_len)] for _ in range(1 if is_recurrent else 2)
         ]
@@ -317,8 +457,15 @@ class Trace:
         self.scores[request.key] = []
         self.scheduler.add(request)
 
+    def move_copies(self, *, has_plan: bool) -> None:
+        if self.host is not None:
+            self.host.launch(self.scheduler.take_copies(has_plan=has_plan))
+            self.host.advance()
+
     def step(self) -> bool:
         scheduler = self.scheduler
+        scheduler.complete_copies()
+        self.move_copies(has_plan=False)
         while len(self.in_flight) < self.max_steps_in_flight:
             rows = scheduler.rows
             decodes = {
@@ -328,6 +475,7 @@ class Trace:
                 and rows.num_tokens[request.row] < request.max_total_tokens
             }
             step = scheduler.schedule()
+            self.move_copies(has_plan=True)
             if step is None:
                 break
             check_plan(scheduler, step.plan, decodes, self.budget)
@@ -353,7 +501,10 @@ class Trace:
                 self.reasons[finish.key] = finish.reason
         for group, cache in enumerate(scheduler.caches):
             rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
-            check_ownership(cache, [request for request in rows if request is not None])
+            loading = [load.request for load in scheduler._lifecycle._loads.values() if load.group == group]
+            requests = [*(request for request in rows if request is not None), *loading]
+            held_blocks, held_slots = (held_by_copies(scheduler.tier, group, kind) for kind in EntryKind)
+            check_ownership(cache, requests, held_blocks, held_slots)
         return bool(self.in_flight)
 
     def abort_random_request(self) -> None:
@@ -364,7 +515,8 @@ class Trace:
             self.aborted.add(request.key)
 
     def run(self) -> None:
-        for _ in range(self.rng.randrange(1, 12)):
+        # Entries are loaded only after they were stored and evicted.
+        for _ in range(self.rng.randrange(1, 12) * (1 if self.host is None else 3)):
             for _ in range(self.rng.randrange(5)):
                 self.submit()
             if self.rng.random() < 0.2:
@@ -372,7 +524,7 @@ class Trace:
             for _ in range(self.rng.randrange(6)):
                 self.step()
         for _ in range(5000):
-            if not self.step() and not self.scheduler.has_requests:
+            if not self.step() and not self.scheduler.has_requests and not self.scheduler.has_copies:
                 break
         self.check_end()
 
@@ -388,6 +540,9 @@ class Trace:
         for totals in (num_verified, num_accepted):
             assert list(totals) == sorted(totals, reverse=True)
         assert not scheduler.has_requests
+        assert not scheduler.has_copies
+        for pool in () if scheduler.tier is None else scheduler.tier.pools:
+            assert pool.num_free == pool.num_blocks
         assert not scheduler.running_requests
         assert scheduler.num_waiting == 0
         for cache in scheduler.caches:
@@ -415,6 +570,7 @@ class Trace:
 def check_block_of_traces(block: int, num_groups: int) -> None:
     """Run `TRACES_PER_BLOCK` traces, whose seeds follow those of the block before."""
     num_preemptions = num_hits = num_resumed = num_restored = num_accepted = num_rejected = num_counted = 0
+    num_loaded = num_from_files = num_failed_loads = num_computed = 0
     for seed in range(block * TRACES_PER_BLOCK, (block + 1) * TRACES_PER_BLOCK):
         trace = Trace(seed, num_groups)
         try:
@@ -429,11 +585,20 @@ def check_block_of_traces(block: int, num_groups: int) -> None:
         num_rejected += trace.num_rejected
         planner = trace.scheduler.draft_planner
         num_counted += 0 if planner is None else int(planner.num_accepted.sum())
+        if (tier := trace.scheduler.tier) is not None:
+            num_loaded += tier.counters.num_loaded_tokens
+            num_from_files += tier.counters.num_file_tokens
+            num_failed_loads += tier.counters.num_failed_loads
+            num_computed += tier.counters.num_rejected_tokens
     # Otherwise the traces would not cover the difficult cases.
     assert num_preemptions > 100
     assert num_hits > 1000
     assert num_resumed > 2
     assert num_restored > 20
+    assert num_loaded > 500
+    assert num_from_files > 30
+    assert num_failed_loads > 5
+    assert num_computed > 30
     assert num_groups > 1 or min(num_accepted, num_rejected, num_counted) > 100
 
 

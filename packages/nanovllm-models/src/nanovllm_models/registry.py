@@ -1,5 +1,6 @@
 """Loads a model directory, with the family that implements the directory's architecture."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -75,6 +76,7 @@ def load(
         raise ModelError(f"architecture {architectures[0]} of {fields.source} is not supported ({supported})")
     weights = RandomWeights(seed) if load_format == "dummy" else find_checkpoint(path, progress)
     spec = build_spec(path, fields, name=served_name or path.resolve().name, weights=weights)
+    spec = replace(spec, fingerprint=_make_fingerprint(path, load_format, seed))
     # The default model's two largest logits often differ by only 0.1. Rounding changes a logit by 0.06 in bf16 and by
     # 0.008 in float16. float16 does not overflow: this model's largest number outside the float32 residual is 24,900.
     spec = replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec
@@ -85,3 +87,12 @@ def load(
     if draft_spec.vocab_size == spec.vocab_size:
         check_same_tokens(path, draft.path)
     return replace(spec, draft=draft_spec)
+
+
+def _make_fingerprint(path: Path, load_format: LoadFormat, seed: int) -> str:
+    """Identify a directory's config and weights. Hashing the weights would read all of them."""
+    config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
+    if load_format == "dummy":
+        return f"{config} random {seed}"
+    stats = ((file.name, file.stat()) for file in sorted(path.glob("*.safetensors")))
+    return f"{config} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"

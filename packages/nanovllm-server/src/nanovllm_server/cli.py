@@ -63,6 +63,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help=f"key that requests must send; repeat for several keys; safer in a file or in {API_KEY_VARIABLE}",
     )
+    http.add_argument(
+        "--admin-api-key",
+        metavar="KEY",
+        help="key for POST /reset_prefix_cache, which does not exist without this flag; must differ from other keys",
+    )
     http.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with further keys, one per line")
     http.add_argument(
         "--allowed-hosts",
@@ -142,6 +147,9 @@ def parser() -> argparse.ArgumentParser:
             "state_dtype",
             "block_size",
             "prefix_caching",
+            "kv_offload_gib",
+            "kv_offload_dir",
+            "kv_offload_disk_gib",
             "speculate",
             "num_speculative_tokens",
             "graph_mode",
@@ -198,7 +206,7 @@ def settings(options: argparse.Namespace) -> "Settings":
     """Makes the settings from the flags and the environment. Raises SettingsError."""
     from nanovllm_server.http.cross_origin import parse_allowed_origins
     from nanovllm_server.http.host_check import ANY_NAME, parse_allowed_hosts
-    from nanovllm_server.settings import Settings, SettingsError, check_keys, read_keys
+    from nanovllm_server.settings import Settings, SettingsError, check_admin_key, check_keys, read_keys
 
     api_keys = tuple(options.api_key or ())
     if options.api_key_file is not None:
@@ -228,6 +236,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         port=options.port,
         model_names=tuple(options.served_model_name) if options.served_model_name else None,
         api_keys=check_keys(api_keys),
+        admin_api_key=check_admin_key(options.admin_api_key, api_keys),
         allowed_hosts=(*allowed_hosts, options.host, socket.gethostname()),
         allowed_origins=allowed_origins,
         http_workers=options.http_workers or _default_http_workers(engine.device),

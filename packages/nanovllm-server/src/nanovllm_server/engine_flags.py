@@ -44,7 +44,7 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
                 choices = (options["default"], *choices)
             options |= {"type": type(choices[0]), "choices": choices}
         elif value_type is Path:
-            options |= {"type": Path, "metavar": "FILE"}
+            options |= {"type": Path, "metavar": "DIR" if name.endswith("_dir") else "FILE"}
         elif name in _BOUNDS:
             options["type"] = integer_from(*_BOUNDS[name])
         else:

@@ -31,6 +31,7 @@ class Settings:
     draft_model: like `model`; None without draft model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted API keys; if there are none, requests need no key.
+    admin_api_key: key for administration; None: its routes do not exist.
     allowed_hosts: names that the Host header may have, besides addresses and names such as localhost; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
@@ -48,6 +49,7 @@ class Settings:
     port: int
     model_names: tuple[str, ...] | None
     api_keys: tuple[str, ...]
+    admin_api_key: str | None
     allowed_hosts: tuple[str, ...]
     allowed_origins: tuple[str, ...]
     http_workers: int
@@ -93,6 +95,13 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     if not all(key.isascii() and key.isprintable() and key == key.strip() != "" for key in keys):
         raise SettingsError("an API key must be printable ASCII, not empty, and without spaces around it")
     return keys
+
+
+def check_admin_key(key: str | None, api_keys: tuple[str, ...]) -> str | None:
+    """Returns `key`. Raises SettingsError if it is invalid, or one of `api_keys`."""
+    if key is not None and key in check_keys((key, *api_keys))[1:]:
+        raise SettingsError("--admin-api-key must differ from all API keys, whose users are no administrators")
+    return key
 
 
 def _read_text(path: Path, description: str) -> str:

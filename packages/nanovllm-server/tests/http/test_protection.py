@@ -12,6 +12,7 @@ import pytest
 from loopback import connect, until
 
 from nanovllm_server import cli
+from nanovllm_server.http.app import create_app
 from nanovllm_server.processes.server import bind
 from nanovllm_server.settings import SettingsError, read_template
 
@@ -78,6 +79,30 @@ async def test_each_api_key_is_accepted(post, service):
         assert (await post(headers={"Authorization": f"Bearer {key}"})).status_code == 200
     for key in ("firs", "firstt", "first second", "", "First"):
         assert (await post(headers={"Authorization": f"Bearer {key}"})).status_code == 401
+
+
+async def test_prefix_cache_is_reset_only_with_the_admin_key(service, engine):
+    without_key = create_app(service).test_client()
+    assert (await without_key.post("/reset_prefix_cache")).status_code == 404
+    service.admin_api_key, service.api_keys = "admin", ("user",)
+    client = create_app(service).test_client()
+    for authorization in ("Bearer user", "Bearer", ""):
+        response = await client.post("/reset_prefix_cache", headers={"Authorization": authorization})
+        assert response.status_code == 401
+    assert engine.num_resets == 0
+    admin = {"Authorization": "Bearer admin"}
+    assert (await client.get("/reset_prefix_cache", headers=admin)).status_code == 405
+    assert (await client.post("/reset_prefix_cache", headers=admin)).status_code == 200
+    assert engine.num_resets == 1
+    engine.die("it broke")
+    assert (await client.post("/reset_prefix_cache", headers=admin)).status_code == 503
+
+
+def test_the_admin_key_can_not_be_an_api_key():
+    with pytest.raises(SettingsError, match="--admin-api-key must differ from all API keys"):
+        parse_settings("--api-key", "a", "--admin-api-key", "a")
+    assert parse_settings("--api-key", "a", "--admin-api-key", "b").admin_api_key == "b"
+    assert parse_settings().admin_api_key is None
 
 
 async def test_each_key_has_its_own_cache_salt(post, service, engine):

@@ -209,6 +209,38 @@ def test_without_speculation_drafts_have_no_metrics(service):
     assert "spec_decode" not in service.metrics.render().decode()
 
 
+def test_loads_and_copies_are_counted_by_tier(engine):
+    stats = EngineStats(
+        loaded_tokens=(("host", 100), ("disk", 20)),
+        rejected_load_tokens=30,
+        num_failed_loads=1,
+        load_wait_s=0.5,
+        copied_bytes=(("store", 4096), ("load", 2048)),
+        copy_s=(("store", 0.25), ("load", 0.125)),
+    )
+    counters = SharedCounters(allocate_counters(1))
+    text = Metrics("m", engine.info, lambda: stats, counters, prefix="nanovllm").render().decode()
+    samples = {
+        (sample.name.removeprefix("nanovllm:kv_offload_"), sample.labels.get("tier") or sample.labels.get("copy")): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "kv_offload" in sample.name
+    }
+    assert samples == {
+        ("hits_total", "host"): 100,
+        ("hits_total", "disk"): 20,
+        ("bytes_total", "store"): 4096,
+        ("bytes_total", "load"): 2048,
+        ("copy_seconds_total", "store"): 0.25,
+        ("copy_seconds_total", "load"): 0.125,
+        ("recomputed_tokens_total", None): 30,
+        ("failed_loads_total", None): 1,
+        ("wait_seconds_total", None): 0.5,
+    }
+
+
 def test_processes_have_metrics_by_name():
     counters = allocate_counters(2)
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))

@@ -16,6 +16,7 @@ class BlockPool:
     """The blocks from 1 to num_blocks. Padding uses block 0, the null block.
 
     num_cached: number of cached blocks.
+    num_reserved: number of free blocks that must stay free for allocations, so `can_hold` denies them.
     blocks_with_draft_entries: blocks of which a draft model has computed its entries of all tokens.
     """
 
@@ -27,6 +28,7 @@ class BlockPool:
         # Blocks without a holder, in the order in which `allocate` takes them: first empty blocks, then cached blocks.
         self._free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.num_cached = 0
+        self.num_reserved = 0
         self.blocks_with_draft_entries: set[int] = set()
 
     @property
@@ -46,6 +48,10 @@ class BlockPool:
             self._num_holders[block] = 1
         self.blocks_with_draft_entries.difference_update(blocks)
         return blocks
+
+    def can_hold(self, block: int) -> bool:
+        """Whether an additional holder of `block` leaves a free block besides the reserved blocks."""
+        return self._num_holders[block] > 0 or self.num_free > self.num_reserved + 1
 
     def acquire(self, block: int) -> None:
         """Add a holder to a block that `lookup` has found."""
@@ -79,6 +85,17 @@ class BlockPool:
     def lookup(self, block_hash: BlockHash) -> int | None:
         """The block with this hash, in use or cached; None if no block has this hash."""
         return self._block_by_hash.get(block_hash)
+
+    def touch(self, block: int) -> None:
+        """Evict a cached block later than the other cached blocks."""
+        if self._num_holders[block] == 0:
+            self._free_blocks.move_to_end(block)
+
+    def forget_hashes(self) -> None:
+        """Let `lookup` find no block. Cached blocks become empty."""
+        self._block_by_hash.clear()
+        self._hashes = [None] * (self.num_blocks + 1)
+        self.num_cached = 0
 
     def _forget_hash(self, block: int) -> None:
         if (block_hash := self._hashes[block]) is not None:

@@ -5,10 +5,13 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from nanovllm_core.cache.block_pool import BlockPool
+from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.prefix import PrefixHasher
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.cache.state_pool import NULL_SLOT, StatePool
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.config import HashAlgorithm
-from nanovllm_core.request_state import RequestState
+from nanovllm_core.request_state import BlockHash, RequestState
 
 
 class BlockShortage(NamedTuple):
@@ -22,6 +25,8 @@ class CacheManager:
 
     watermark: share of all blocks that stay free if `admit` is called with `keep_watermark`.
     state_pool: None for a model without recurrent layers.
+    tier: keeps copies of cached entries in host memory; None without such copies.
+    hash_secret: see `PrefixHasher`.
     """
 
     def __init__(
@@ -33,13 +38,19 @@ class CacheManager:
         hash_algorithm: HashAlgorithm,
         watermark: float,
         state_pool: StatePool | None = None,
+        tier: HostTier | None = None,
+        hash_secret: bytes | None = None,
     ):
         self.pool = BlockPool(num_blocks)
         self.state_pool = state_pool
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._hasher = PrefixHasher(hash_algorithm, block_size) if prefix_caching else None
+        self._hasher = PrefixHasher(hash_algorithm, block_size, hash_secret) if prefix_caching else None
         self._watermark_blocks = int(num_blocks * watermark)
+        self._tier = tier
+        self._group = 0
+        if tier is not None:
+            self._group = tier.attach([self.pool] if state_pool is None else [self.pool, state_pool.slots])
 
     def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
         """Allocate blocks for all tokens of `request`, which holds no blocks yet. Reuse cached blocks of its prefix.
@@ -53,6 +64,8 @@ class CacheManager:
             # Recurrent layers must start from a checkpoint, so use only the cached blocks before the last checkpoint.
             num_usable_blocks, source_slot = self.state_pool.find_checkpoint(request.block_hashes[:num_found_blocks])
             del cached_blocks[num_usable_blocks:]
+            if self._tier is not None and source_slot:
+                self._tier.keep(self._group, EntryKind.CHECKPOINT, request.block_hashes[num_usable_blocks - 1])
         num_new_blocks = -(-request.num_tokens // self.block_size) - len(cached_blocks)
         num_free_cached_blocks = sum(1 for block in cached_blocks if self.pool.count_holders(block) == 0)
         num_reserved_blocks = self._watermark_blocks if keep_watermark else 0
@@ -74,6 +87,34 @@ class CacheManager:
             )
         return num_computed
 
+    def awaits_load(self, request: RequestState) -> bool:
+        """Whether a load for another request brings blocks of `request`, for which the request should wait."""
+        if self._tier is None:
+            return False
+        return self._tier.is_worth_waiting(self._group, self._reusable_hashes(request))
+
+    def start_load(self, request: RequestState) -> PrefixLoad | None:
+        """Load more of the prefix of an admitted request from lower tiers. Until a preemption, a request loads once.
+
+        Returns None if no more is there, or if to compute it is faster. Otherwise the request must wait until the load
+        has ended. Then call `finish_load`.
+        """
+        if self._tier is None or request.has_loaded:
+            return None
+        request.has_loaded = True
+        return self._tier.start_load(request, self._group, self._reusable_hashes(request))
+
+    def finish_load(self, load: PrefixLoad) -> None:
+        """Let prompts find the entries of an ended load, and release all blocks of its request, for a new admission."""
+        if self._tier is not None:
+            self._tier.finish_load(load)
+        load.request.has_loaded = not load.may_retry
+        self.release(load.request)
+
+    def has_loads(self) -> bool:
+        """Whether loads are in flight. Blocks of their requests will soon be released."""
+        return self._tier is not None and self._tier.has_loads(self._group)
+
     def grow(self, requests: Sequence[RequestState]) -> list[int] | None:
         """Allocate one more block for each request. Returns None and allocates nothing if too few blocks are free."""
         if len(requests) > self.pool.num_free:
@@ -94,9 +135,13 @@ class CacheManager:
         self._hasher.extend_hashes(request)
         for index in range(request.num_committed_blocks, num_full_blocks):
             self.pool.register(request.block_ids[index], request.block_hashes[index])
-        request.num_committed_blocks = num_full_blocks
-        if self.state_pool is not None:
-            self.state_pool.commit(request, num_computed)
+        first_new_block, request.num_committed_blocks = request.num_committed_blocks, num_full_blocks
+        checkpoint_hashes = [] if self.state_pool is None else self.state_pool.commit(request, num_computed)
+        if self._tier is not None:
+            for block_hash in request.block_hashes[first_new_block:num_full_blocks]:
+                self._tier.keep(self._group, EntryKind.BLOCK, block_hash)
+            for block_hash in checkpoint_hashes:
+                self._tier.keep(self._group, EntryKind.CHECKPOINT, block_hash)
 
     def mark_draft_entries(self, request: RequestState, num_tokens: int) -> None:
         """Record that a draft model has computed its entries of the first `num_tokens` tokens."""
@@ -110,11 +155,20 @@ class CacheManager:
     def release(self, request: RequestState) -> None:
         """Release all blocks and the state slot of `request`."""
         # The last block is evicted first, because later prompts can use a block only with all preceding blocks.
+        if self._tier is not None:
+            for block_hash in reversed(request.block_hashes[: request.num_committed_blocks]):
+                self._tier.keep(self._group, EntryKind.BLOCK, block_hash)
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
         request.num_committed_blocks = 0
         if self.state_pool is not None:
             self.state_pool.release(request)
+
+    def forget(self) -> None:
+        """Forget all cached blocks and checkpoints."""
+        self.pool.forget_hashes()
+        if self.state_pool is not None:
+            self.state_pool.slots.forget_hashes()
 
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the full blocks of a new request."""
@@ -122,34 +176,41 @@ class CacheManager:
             self._hasher.extend_hashes(request)
 
     def estimate_cached_tokens(self, request: RequestState, last_estimate: int | None) -> int:
-        """Estimate the number of cached tokens at the start of a waiting request.
+        """Estimate the number of tokens at the start of a waiting request that are cached or can be loaded.
 
         last_estimate: result of the last call for this request; None for the first call. Blocks may have been evicted
             since then, so the new estimate may be too high.
         """
         if self.state_pool is None:
             num_blocks = (last_estimate or 0) // self.block_size
-            return (num_blocks + len(self._find_cached_blocks(request, num_blocks))) * self.block_size
+            num_blocks += len(self._find_cached_blocks(request, num_blocks))
         # With recurrent layers, search only once, because finding the last checkpoint takes many lookups.
-        if last_estimate is None:
-            num_cached_blocks = len(self._find_cached_blocks(request))
-            num_usable_blocks, _ = self.state_pool.find_checkpoint(request.block_hashes[:num_cached_blocks])
-            return num_usable_blocks * self.block_size
-        return last_estimate
+        elif last_estimate is None:
+            num_blocks = len(self._find_cached_blocks(request))
+            num_blocks, _ = self.state_pool.find_checkpoint(request.block_hashes[:num_blocks])
+        else:
+            return last_estimate
+        if self._tier is not None and not request.has_loaded:
+            num_blocks = self._tier.find_prefix(self._group, self._reusable_hashes(request), num_blocks)
+        return num_blocks * self.block_size
 
     def _find_cached_blocks(self, request: RequestState, num_skipped: int = 0) -> list[int]:
         """The cached blocks at the beginning of `request`, without the first `num_skipped` blocks."""
         cached_blocks: list[int] = []
-        if self._hasher is None:
-            return cached_blocks
-        self._hasher.extend_hashes(request)
-        # Cached tokens yield no logits, so use no cached block from the first token whose logits are needed on.
-        max_cached_tokens = (
-            request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
-        )
-        for block_hash in request.block_hashes[num_skipped : max_cached_tokens // self.block_size]:
+        for block_hash in self._reusable_hashes(request)[num_skipped:]:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break
             cached_blocks.append(block)
         return cached_blocks
+
+    def _reusable_hashes(self, request: RequestState) -> list[BlockHash]:
+        """The hashes of the blocks at the beginning of `request` that need not be computed if they are cached."""
+        if self._hasher is None:
+            return []
+        self._hasher.extend_hashes(request)
+        # Cached tokens yield no logits, so use no cached block from the first token whose logits are needed on.
+        max_cached_tokens = (
+            request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
+        )
+        return request.block_hashes[: max_cached_tokens // self.block_size]

@@ -154,6 +154,14 @@ class CacheMemory:
         """Bytes of the states of recurrent layers."""
         return self.layout.slot_bytes * (self.num_state_slots + 1)
 
+    @property
+    def caches_by_kind(self) -> list[list[Tensor]]:
+        """The tensors that together hold blocks, and those that hold state slots, if there are recurrent layers."""
+        draft = self.draft
+        blocks = [*self.kv_caches, *self.kv_scales, *(() if draft is None else (*draft.kv_caches, *draft.kv_scales))]
+        states = [tensor for cache in self.state_caches for tensor in cache]
+        return [blocks, states] if states else [blocks]
+
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
         """Copy states between slots. sources, targets: int64 [n], in an order that `order_slot_copies` returns."""
         for states in self._stacked_states.values():

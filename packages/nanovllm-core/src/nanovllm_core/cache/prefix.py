@@ -27,14 +27,17 @@ def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: in
 
 
 class PrefixHasher:
-    """Computes the block hashes of requests."""
+    """Computes the block hashes of requests.
 
-    def __init__(self, algorithm: HashAlgorithm, block_size: int):
+    secret: engines with equal secrets have equal hashes of SHA-256; None for a secret of this engine.
+    """
+
+    def __init__(self, algorithm: HashAlgorithm, block_size: int, secret: bytes | None = None):
         self._block_size = block_size
         self._algorithm: HashAlgorithm = algorithm
         self._hash_blocks: HashBlocks = _hash_blocks_sha256 if algorithm == "sha256" else _hash_blocks_fast
         # Clients do not know this secret, so they can't compute hashes to search for collisions.
-        self._secret = secrets.token_bytes(32)
+        self._secret = secret or secrets.token_bytes(32)
 
     def extend_hashes(self, request: RequestState) -> None:
         """Append the missing hashes of full blocks to `request.block_hashes`."""

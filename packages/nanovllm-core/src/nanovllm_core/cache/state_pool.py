@@ -36,8 +36,8 @@ class StatePool:
         self.slots = BlockPool(num_state_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
-        # Number of requests that may still start. Each of these requests takes a slot.
-        self._num_startable_requests = max_running
+        # Each request that may still start takes a slot.
+        self.slots.num_reserved = max_running
 
     def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """The last checkpoint of a sequence: (number of blocks up to the checkpoint, slot), or (0, NULL_SLOT)."""
@@ -58,32 +58,36 @@ class StatePool:
         """
         slots = self.slots
         # Hold the source slot, so that the allocations below do not evict it. After its release it is evicted last.
+        num_free_before = slots.num_free
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:
             slots.acquire(slot)
         request.source_state_slot = source_slot
         (request.state_slot,) = slots.allocate(1)
-        self._num_startable_requests -= 1
+        slots.num_reserved -= 1
         # Keep a slot for each request that may start, and a slot for the checkpoint from which the next request starts.
-        num_spare_slots = slots.num_free + len(held_slots) - self._num_startable_requests - 1
+        # The source slot may be that checkpoint.
+        num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held_slots)
 
-    def commit(self, request: RequestState, num_computed: int) -> None:
-        """Register the checkpoints within the first `num_computed` tokens.
+    def commit(self, request: RequestState, num_computed: int) -> list[BlockHash]:
+        """Register the checkpoints within the first `num_computed` tokens, and return their hashes.
 
         The step that saved them must have finished.
         """
-        checkpoints = request.checkpoints
+        checkpoints, hashes = request.checkpoints, list[BlockHash]()
         while checkpoints and checkpoints[0].position <= num_computed:
             position, slot = checkpoints.pop(0)
-            self.slots.register(slot, request.block_hashes[position // self._block_size - 1])
+            hashes.append(request.block_hashes[position // self._block_size - 1])
+            self.slots.register(slot, hashes[-1])
             self.slots.release([slot])
+        return hashes
 
     def release(self, request: RequestState) -> None:
         """Release all slots of a request."""
         self.slots.release([request.state_slot, *(slot for _, slot in request.checkpoints)])
         request.state_slot, request.checkpoints = NULL_SLOT, []
-        self._num_startable_requests += 1
+        self.slots.num_reserved += 1

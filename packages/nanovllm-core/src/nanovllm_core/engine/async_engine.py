@@ -42,6 +42,14 @@ class AsyncEngine(Engine):
                 raise EngineDeadError(self.death_reason) from None
             raise
 
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine.reset_prefix_cache`."""
+        reset_task = asyncio.ensure_future(self._loop.reset_prefix_cache())
+        await asyncio.wait((reset_task, self._loop_task), return_when=asyncio.FIRST_COMPLETED)
+        if self.death_reason is not None:
+            reset_task.cancel()
+            raise EngineDeadError(self.death_reason)
+
     async def stop(self) -> None:
         """Stop once the steps in flight have finished. Open requests fail with EngineDeadError."""
         self._loop.stop()

@@ -8,17 +8,25 @@ from typing import TypeVar
 
 import torch
 
+from nanovllm_core.anonymous_memory import AnonymousMemory
+from nanovllm_core.cache.block_files import BlockFiles
+from nanovllm_core.cache.file_tier import FileTier, describe_identity
+from nanovllm_core.cache.host_memory import EntryKind, allocate_host_memory
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.shared_directory import load_secret
 from nanovllm_core.cache.state_pool import StatePool
-from nanovllm_core.config import MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
+from nanovllm_core.cache.tiers import HostTier
+from nanovllm_core.config import GIB, MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine
 from nanovllm_core.engine.thread_names import ENGINE_THREAD_NAME
 from nanovllm_core.engine.trace import StepTracer, TraceFile
+from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.drafting import DraftLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
@@ -46,14 +54,18 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         has_fp8=has_fp8(),
         num_gpus=torch.cuda.device_count(),
     )
-    # Open the file before loading the model, so that an unusable path fails at once.
+    # Open files before loading the model, so that an unusable path fails at once.
+    hash_secret = None if resolved.kv_offload_dir is None else load_secret(resolved.kv_offload_dir)
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
-    ranks = RankProcesses(spec, resolved) if resolved.tensor_parallel_size > 1 else None
+    host_memory = allocate_host_memory(resolved)
+    ranks = RankProcesses(spec, resolved, host_memory) if resolved.tensor_parallel_size > 1 else None
     step_time_model = StepTimeModel()
     try:
-        runner = await _run_on_thread(executor, ranks, partial(_start_rank_0, spec, resolved, ranks))
+        start_rank_0 = partial(_start_rank_0, spec, resolved, ranks, host_memory)
+        runner, copier = await _run_on_thread(executor, ranks, start_rank_0)
+        tier = _make_tier(spec, resolved, runner, step_time_model, copier)
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
@@ -68,8 +80,9 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     vocabulary = spec.vocabulary
     grammars = None if vocabulary is None else Grammars(vocabulary, spec.vocab_size, spec.eos_token_ids)
     return EngineLoop(
-        _make_scheduler(spec, resolved, runner, step_time_model),
+        _make_scheduler(spec, resolved, runner, step_time_model, tier, hash_secret),
         runner,
+        copier,
         describe_engine(spec, resolved, runner),
         resolved.depth,
         executor,
@@ -80,8 +93,12 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     )
 
 
-def _start_rank_0(spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses | None) -> Runner:
-    return start_runner(spec, config) if ranks is None else ranks.start_rank_0(spec)
+def _start_rank_0(
+    spec: ModelSpec, config: ResolvedConfig, ranks: RankProcesses | None, host_memory: AnonymousMemory | None
+) -> tuple[Runner, EntryCopier | None]:
+    runner = start_runner(spec, config) if ranks is None else ranks.start_rank_0(spec)
+    parallel = ParallelContext() if ranks is None else ranks.context
+    return runner, make_copier(runner.cache, config, host_memory, parallel, runner.plan_publisher)
 
 
 async def _run_on_thread(
@@ -115,8 +132,34 @@ async def _run_on_thread(
         raise
 
 
+def _make_tier(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    runner: Runner,
+    step_time_model: StepTimeModel,
+    copier: EntryCopier | None,
+) -> HostTier | None:
+    if copier is None:
+        return None
+    files = None
+    if config.kv_offload_dir is not None:
+        max_bytes = int(config.kv_offload_disk_gib * GIB)
+        identity = describe_identity(spec, config, runner.cache.layout)
+        stores = [
+            BlockFiles(config.kv_offload_dir, max_bytes, f"{EntryKind(kind).name} {identity}".encode(), slot_bytes)
+            for kind, slot_bytes in enumerate(copier.memory.layout.slot_bytes)
+        ]
+        files = FileTier(stores, copier.memory)
+    return HostTier(copier.memory, runner.cache.layout.block_size, step_time_model.chunk_seconds, files)
+
+
 def _make_scheduler(
-    spec: ModelSpec, config: ResolvedConfig, runner: Runner, step_time_model: StepTimeModel
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    runner: Runner,
+    step_time_model: StepTimeModel,
+    tier: HostTier | None,
+    hash_secret: bytes | None,
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
     proposer, step_limits = runner.proposer, (config.max_drafts, config.max_draft_step_tokens)
@@ -128,6 +171,8 @@ def _make_scheduler(
             hash_algorithm=config.prefix_hash,
             watermark=config.watermark,
             state_pool=StatePool(num_state_slots, config.max_seqs_per_group, block_size) if num_state_slots else None,
+            tier=tier,
+            hash_secret=hash_secret,
         )
         for _ in range(config.num_request_groups)
     ]
@@ -148,4 +193,5 @@ def _make_scheduler(
         seed=config.seed,
         step_time_model=step_time_model,
         draft_limits=None if proposer is None else DraftLimits(*step_limits, proposer.uses_cache, proposer.can_lag),
+        tier=tier,
     )

@@ -38,7 +38,8 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned_process = owned_process
-        self._compile_futures: dict[int, asyncio.Future[ParameterTypes]] = {}
+        # Results of calls that wait for the engine, by key. A reset has an empty result.
+        self._futures: dict[int, asyncio.Future[ParameterTypes]] = {}
         self._receive_task = asyncio.create_task(self._receive())
         self._receive_task.add_done_callback(self._on_receive_end)
 
@@ -84,12 +85,22 @@ class EngineClient(Engine):
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """See `Engine.compile`."""
+        key, future = self._begin_call()
+        self._socket.send(wire.Compile(key, spec))
+        return await future
+
+    async def reset_prefix_cache(self) -> None:
+        """See `Engine.reset_prefix_cache`."""
+        key, future = self._begin_call()
+        self._socket.send(wire.ResetPrefixCache(key))
+        await future
+
+    def _begin_call(self) -> "tuple[int, asyncio.Future[ParameterTypes]]":
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         key = next(self._keys)
-        self._compile_futures[key] = future = asyncio.get_running_loop().create_future()
-        self._socket.send(wire.Compile(key, spec))
-        return await future
+        self._futures[key] = future = asyncio.get_running_loop().create_future()
+        return key, future
 
     async def stop(self) -> None:
         """Disconnect, and stop the engine if this client owns it. Open requests fail with EngineDeadError."""
@@ -110,7 +121,9 @@ class EngineClient(Engine):
                         self.stats = stats
                     self._output_buffers.dispatch(outputs)
                 case wire.Compiled(key, error, parameter_types):
-                    self._end_compile(key, parameter_types if error is None else GrammarError(*error))
+                    self._end_call(key, parameter_types if error is None else GrammarError(*error))
+                case wire.PrefixCacheReset(key):
+                    self._end_call(key, {})
                 case wire.EngineDied(reason):
                     self._die(reason)
                 case None:
@@ -124,8 +137,8 @@ class EngineClient(Engine):
         _log.error("engine client failed", exc_info=error)
         self._die(f"the engine's messages can't be read: {type(error).__name__}: {error}")
 
-    def _end_compile(self, key: int, result: ParameterTypes | Exception) -> None:
-        future = self._compile_futures.pop(key)
+    def _end_call(self, key: int, result: ParameterTypes | Exception) -> None:
+        future = self._futures.pop(key)
         if future.cancelled():
             return
         if isinstance(result, Exception):
@@ -135,8 +148,8 @@ class EngineClient(Engine):
 
     def _die(self, reason: str) -> None:
         super()._die(reason)
-        for key in tuple(self._compile_futures):
-            self._end_compile(key, EngineDeadError(reason))
+        for key in tuple(self._futures):
+            self._end_call(key, EngineDeadError(reason))
 
     def _submit(self, key: int, request: Request) -> None:
         self._socket.send(wire.Submit.from_request(key, request))

@@ -124,6 +124,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks, in all tiers. Later requests find none of them. Raises EngineDeadError."""
+
+    @abstractmethod
     async def stop(self) -> None:
         """Stop the engine. Open requests fail with EngineDeadError."""
 

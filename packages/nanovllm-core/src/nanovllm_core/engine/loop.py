@@ -4,16 +4,19 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
 from nanovllm_core.engine.trace import StepTracer, Track
 from nanovllm_core.errors import GrammarError
+from nanovllm_core.execution.entry_copier import EntryCopier
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar.grammars import Grammars
@@ -35,7 +38,7 @@ PLAN_READY_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
 POLL_INTERVAL_S = 0.001  # between checks for new requests while a step runs
-_WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING)
+_WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING, RequestStatus.WAITING_KV)
 
 
 class EngineLoop:
@@ -45,6 +48,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        copier: EntryCopier | None,
         info: EngineInfo,
         max_steps_in_flight: int,
         executor: ThreadPoolExecutor,
@@ -63,6 +67,7 @@ class EngineLoop:
         self._open_requests: dict[int, RequestState] = {}
         self._scheduler = scheduler
         self._runner = runner
+        self._copier = copier  # None without a tier of the cache in host memory
         self._max_steps_in_flight = max_steps_in_flight
         self._tracer = tracer
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
@@ -72,8 +77,9 @@ class EngineLoop:
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control  # shortens the busy waiting of torch's threads
-        # Messages to the engine thread in order of arrival: a new request, or the key of an aborted request.
-        self._inbox: deque[RequestState | int] = deque()
+        # Messages to the engine thread in order of arrival: a new request, the key of an aborted request, or a function
+        # to call after a reset of the prefix cache.
+        self._inbox: deque[RequestState | int | Callable[[], object]] = deque()
         self._inbox_changed = threading.Event()
         self._is_stopping = False
         # Messages from the engine thread to the event loop.
@@ -121,7 +127,13 @@ class EngineLoop:
             compile_task.cancel()
         self._send_to_thread(key)
 
-    def _send_to_thread(self, message: RequestState | int) -> None:
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks, in all tiers. Returns once no later request can find them."""
+        event_loop, is_reset = asyncio.get_running_loop(), asyncio.Event()
+        self._send_to_thread(partial(event_loop.call_soon_threadsafe, is_reset.set))
+        await is_reset.wait()
+
+    def _send_to_thread(self, message: RequestState | int | Callable[[], object]) -> None:
         self._inbox.append(message)
         self._inbox_changed.set()
 
@@ -220,8 +232,7 @@ class EngineLoop:
                     self._post_outputs(event_loop)
                 if not self._steps_in_flight:
                     self._post(event_loop, StepOutputs())
-                    self._inbox_changed.wait()
-                    self._inbox_changed.clear()
+                    self._wait_for_work()
                     continue
                 self._unposted_outputs = self._complete_oldest_step()
                 if not self._runner.is_asynchronous:
@@ -229,6 +240,9 @@ class EngineLoop:
             self._post_outputs(event_loop)
             while self._steps_in_flight:
                 self._complete_oldest_step()
+            if self._copier is not None:
+                self._copier.close()
+            self._scheduler.close()
             if self._ranks is not None:
                 self._ranks.stop()
         except BaseException:
@@ -239,6 +253,14 @@ class EngineLoop:
             if self._tracer is not None:
                 self._tracer.file.close()
             self._spin_control.close()
+
+    def _wait_for_work(self) -> None:
+        """Wait for a message while no step is in flight, or until a copy may have ended for which requests wait."""
+        while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else None):
+            self._move_copies(has_plan=False)
+            if self._scheduler.num_waiting:
+                break
+        self._inbox_changed.clear()
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, with stats if the stats interval is over or no request is left."""
@@ -281,6 +303,7 @@ class EngineLoop:
             self._post_outputs(event_loop)
         while not (handle.is_finished or self._is_stopping):
             self._read_inbox()
+            self._move_copies(has_plan=False)
             if time.perf_counter() >= plan_at_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
                 break
             time.sleep(POLL_INTERVAL_S)
@@ -288,16 +311,43 @@ class EngineLoop:
     def _plan_step(self) -> ScheduledStep | None:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
+        self._move_copies(has_plan=False)
         with self._span("plan", self._scheduler.counters.num_steps):
-            return self._scheduler.schedule()
+            step = self._scheduler.schedule()
+        self._move_copies(has_plan=True)
+        return step
+
+    def _move_copies(self, *, has_plan: bool) -> None:
+        """Process copies that have ended, and launch new copies. has_plan: see `Scheduler.take_copies`."""
+        if self._copier is not None:
+            # After planning, a request whose load ended now would wait until something else happens.
+            if not has_plan:
+                self._record_loads(self._scheduler.complete_copies())
+            for batch in self._scheduler.take_copies(has_plan=has_plan):
+                self._copier.launch(batch)
+
+    def _record_loads(self, loads: Sequence[PrefixLoad]) -> None:
+        if self._tracer is not None:
+            for load in loads:
+                self._tracer.file.add_span(
+                    "load",
+                    f"request {load.request.client_request.id}",
+                    load.begin_s,
+                    time.perf_counter(),
+                    host_tokens=load.num_tokens - load.num_file_tokens,
+                    file_tokens=load.num_file_tokens,
+                )
 
     def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, RequestState):
                 self._scheduler.add(message)
-            else:
+            elif isinstance(message, int):
                 self._scheduler.abort(message)
+            else:
+                self._scheduler.reset_prefix_cache()
+                message()
 
     def _complete_oldest_step(self) -> StepOutputs:
         step, handle = self._steps_in_flight.popleft()

@@ -16,12 +16,16 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TextIO
 
+from nanovllm_core.anonymous_memory import AnonymousMemory
+from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.parent_watch import EXIT_CODE, exit_with_parent
 from nanovllm_core.errors import ConfigError, EngineDeadError
+from nanovllm_core.execution.entry_copier import EntryCopier, make_copier
 from nanovllm_core.execution.plan_messages import STOP_MESSAGE, PlanDecoder, PlanPublisher
 from nanovllm_core.execution.runner import Runner, start_runner
 from nanovllm_core.model import ModelSpec
+from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.parallel.group import RankGroup
 from nanovllm_core.parallel.plan_ring import PlanRing
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
@@ -55,6 +59,7 @@ class RankStart:
 
     rendezvous: file through which the ranks find each other.
     failures: write end of a pipe, for a `RankFailure`.
+    host_memory: result of `allocate_host_memory`.
     """
 
     spec: ModelSpec
@@ -63,12 +68,16 @@ class RankStart:
     rendezvous: Path
     ring: PlanRing
     failures: Connection
+    host_memory: AnonymousMemory | None
 
 
 class RankProcesses:
-    """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0."""
+    """The processes of ranks 1, 2, ... of an engine, started and watched by the process of rank 0.
 
-    def __init__(self, spec: ModelSpec, config: ResolvedConfig):
+    host_memory: result of `allocate_host_memory`.
+    """
+
+    def __init__(self, spec: ModelSpec, config: ResolvedConfig, host_memory: AnonymousMemory | None):
         # Only this user may enter the directory.
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-ranks-")
         self._config = config
@@ -87,7 +96,7 @@ class RankProcesses:
         self._failure_pipes: list[Connection] = []
         for rank in range(1, num_others + 1):
             read_end, write_end = context.Pipe(duplex=False)
-            start = RankStart(spec, config, rank, self._rendezvous, self._ring, write_end)
+            start = RankStart(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
             process = context.Process(target=run_rank, args=(start,), name=f"nanovllm-rank-{rank}", daemon=True)
             with write_end:
                 process.start()
@@ -108,6 +117,11 @@ class RankProcesses:
         runner.plan_publisher = PlanPublisher(self._ring.open_writer(self.check))
         self._runner = runner
         return runner
+
+    @property
+    def context(self) -> ParallelContext:
+        """Rank 0. Only valid after `start_rank_0`."""
+        return ParallelContext() if self._group is None else self._group.context
 
     def stop(self) -> None:
         """Tell the other ranks to end, and leave the group. Call on the thread of rank 0, after its last step."""
@@ -192,7 +206,10 @@ def run_rank(start: RankStart) -> None:
         spin_control = SpinControl(is_on=start.config.device == "cpu" and can_shorten_spins())
         group = RankGroup(start.rank, start.config, start.rendezvous)
         runner = start_runner(start.spec, start.config, group.context)
-        follow_plans(runner, start)
+        copier = make_copier(runner.cache, start.config, start.host_memory, group.context)
+        follow_plans(runner, copier, start)
+        if copier is not None:
+            copier.close()
         runner.release_graphs()
         group.leave()
         spin_control.close()
@@ -210,13 +227,17 @@ def run_rank(start: RankStart) -> None:
         raise
 
 
-def follow_plans(runner: Runner, start: RankStart) -> None:
-    """Launch the steps that rank 0 plans, until rank 0 stops."""
+def follow_plans(runner: Runner, copier: EntryCopier | None, start: RankStart) -> None:
+    """Launch the steps and copies that rank 0 plans, until rank 0 stops."""
     # On a CPU the ranks' threads need the cores. On a GPU a spinning rank launches steps without delay.
     reader = start.ring.open_reader(start.rank - 1, spins=runner.is_asynchronous)
     decoder = PlanDecoder()
     while (payload := reader.read()) != STOP_MESSAGE:
-        runner.launch(*decoder.decode(payload))
+        message = decoder.decode(payload)
+        if not isinstance(message, CopyBatch):
+            runner.launch(*message)
+        elif copier is not None:
+            copier.launch(message)
 
 
 class _OutputWithoutTerminal(io.TextIOBase):

@@ -1,7 +1,10 @@
 """Collects the properties and the statistics that an engine reports."""
 
 import math
+from typing import Any
 
+from nanovllm_core.cache.host_memory import Direction
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.config import ResolvedConfig
 from nanovllm_core.engine.status import EngineInfo, EngineStats
 from nanovllm_core.execution.runner import Runner
@@ -61,8 +64,29 @@ def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
         graph_steps=tuple((*key, count) for key, count in list(runner.graphs.num_steps.items())),
         num_verified_drafts=() if planner is None else tuple(planner.num_verified.tolist()),
         num_accepted_drafts=() if planner is None else tuple(planner.num_accepted.tolist()),
+        **({} if scheduler.tier is None else _collect_tier_stats(scheduler.tier)),
         step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
         decode_step_s=step_time_model.decode_step_s,
         step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),
         step_time_error=step_time_model.mean_error,
     )
+
+
+def _collect_tier_stats(tier: HostTier) -> dict[str, Any]:
+    """The statistics of the tiers below the cache."""
+    counters, files = tier.counters, tier.files
+    loaded_tokens = [("host", counters.num_loaded_tokens - counters.num_file_tokens)]
+    copied_bytes = [(direction.name.lower(), counters.num_bytes[direction]) for direction in Direction]
+    copy_s = [(direction.name.lower(), counters.copy_s[direction]) for direction in Direction]
+    if files is not None:
+        loaded_tokens.append(("disk", counters.num_file_tokens))
+        copied_bytes += [("write", files.bytes_written), ("read", files.bytes_read)]
+        copy_s += [("write", files.write_s), ("read", files.read_s)]
+    return {
+        "loaded_tokens": tuple(loaded_tokens),
+        "rejected_load_tokens": counters.num_rejected_tokens,
+        "num_failed_loads": counters.num_failed_loads,
+        "load_wait_s": counters.wait_s,
+        "copied_bytes": tuple(copied_bytes),
+        "copy_s": tuple(copy_s),
+    }

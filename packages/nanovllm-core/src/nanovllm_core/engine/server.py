@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -156,7 +156,7 @@ class EngineServer:
         # In the order of connection. No client number is used twice.
         self._clients_by_number: dict[int, ConnectedClient] = {}
         self._client_numbers = itertools.count()
-        self._compile_tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until a client sends Stop or the loop fails."""
@@ -192,11 +192,21 @@ class EngineServer:
                         client.open_keys.discard(key)
                         self._engine_loop.abort(key)
                 case wire.Compile():
-                    compile_task = asyncio.create_task(self._compile(message))
-                    self._compile_tasks.add(compile_task)
-                    compile_task.add_done_callback(self._compile_tasks.discard)
+                    self._start_task(self._compile(message))
+                case wire.ResetPrefixCache(key):
+                    self._start_task(self._reset_prefix_cache(key))
                 case wire.Stop():
                     self._engine_loop.stop()
+
+    def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reset_prefix_cache(self, key: int) -> None:
+        await self._engine_loop.reset_prefix_cache()
+        if self._client_of(key) is not None:
+            self._send(key // wire.KEYS_PER_CLIENT, wire.PrefixCacheReset(key))
 
     async def _compile(self, message: wire.Compile) -> None:
         try:

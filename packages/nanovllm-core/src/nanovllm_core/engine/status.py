@@ -62,6 +62,13 @@ class EngineStats:
     num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
     num_accepted_drafts: number of accepted drafts by position.
+    loaded_tokens: pairs (tier, number of prompt tokens loaded from the tier); empty without tiers below the cache.
+        `prefix_cache_hits` counts these tokens too.
+    rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
+    num_failed_loads: number of loads that failed, after which the prompt was computed.
+    load_wait_s: time of requests that waited for loads, in total.
+    copied_bytes: pairs (kind of copy, bytes): store and load between cache and host memory, write and read of files.
+    copy_s: pairs (kind of copy, seconds of copies), in the same order.
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
@@ -86,6 +93,12 @@ class EngineStats:
     graph_steps: tuple[tuple[str, str, int], ...] = ()
     num_verified_drafts: tuple[int, ...] = ()
     num_accepted_drafts: tuple[int, ...] = ()
+    loaded_tokens: tuple[tuple[str, int], ...] = ()
+    rejected_load_tokens: int = 0
+    num_failed_loads: int = 0
+    load_wait_s: float = 0.0
+    copied_bytes: tuple[tuple[str, int], ...] = ()
+    copy_s: tuple[tuple[str, float], ...] = ()
     step_limit_s: float = 0.0
     decode_step_s: float = 0.0
     step_time_coefficients: tuple[tuple[str, float], ...] = ()

@@ -18,8 +18,8 @@ from nanovllm_core.execution.step_handle import StepHandle
 
 _encode = msgspec.json.Encoder().encode
 
-Track = Literal["plan", "launch", "device", "output"]
-TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3}
+Track = Literal["plan", "launch", "device", "output", "load"]
+TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3, "load": 4}
 
 
 class TraceFile:

@@ -65,6 +65,12 @@ class Compile(msgspec.Struct, frozen=True, tag=True):
     grammar: GrammarSpec
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Resets the prefix cache. key: a new key of the client; the answer `PrefixCacheReset` has the same key."""
+
+    key: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Stops the engine. Only the client that owns the engine sends this message."""
 
@@ -102,14 +108,20 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     parameter_types: ParameterTypes = {}
 
 
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag=True):
+    """The answer to ResetPrefixCache."""
+
+    key: int
+
+
 class EngineDied(msgspec.Struct, frozen=True, tag=True):
     """The last message of an engine that failed."""
 
     reason: str
 
 
-ToEngine = Hello | Submit | Abort | Compile | Stop
-ToClient = Ready | StartFailed | Step | Compiled | EngineDied
+ToEngine = Hello | Submit | Abort | Compile | ResetPrefixCache | Stop
+ToClient = Ready | StartFailed | Step | Compiled | PrefixCacheReset | EngineDied
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

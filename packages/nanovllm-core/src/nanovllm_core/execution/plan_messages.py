@@ -1,10 +1,11 @@
-"""Encodes step plans, with which rank 0 tells the other ranks what to compute."""
+"""Encodes step plans and copies, with which rank 0 tells the other ranks what to do."""
 
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
+from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.parallel.plan_ring import PlanWriter
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import (
@@ -67,7 +68,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
+class PlanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A `StepPlan`.
 
     scheduled: the arrays of `ScheduledRows` as bytes; None if the previous step had the same rows.
@@ -85,12 +86,18 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True):
     late_entries: list[EntryRange]
 
 
+class CopyMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copies between the caches and host memory."""
+
+    batch: CopyBatch
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(PlanMessage).decode
+_decode = msgspec.msgpack.Decoder(PlanMessage | CopyMessage).decode
 
 
 class PlanPublisher:
-    """Sends the plans of rank 0 to the other ranks."""
+    """Sends the plans and copies of rank 0 to the other ranks."""
 
     def __init__(self, writer: PlanWriter):
         self._writer = writer
@@ -115,20 +122,29 @@ class PlanPublisher:
         )
         self._writer.write(_encode(message))
 
+    def publish_copies(self, batch: CopyBatch) -> None:
+        """Send a batch of copies. Raises an exception if a rank has ended."""
+        self._writer.write(_encode(CopyMessage(batch)))
+
     def stop(self) -> None:
         """Tell the other ranks to end."""
         self._writer.write(STOP_MESSAGE)
 
 
 class PlanDecoder:
-    """Decodes the messages of `PlanPublisher.publish`, in order."""
+    """Decodes the messages of `PlanPublisher`, in order."""
 
     def __init__(self) -> None:
         self._last_scheduled: ScheduledRows | None = None
 
-    def decode(self, payload: bytes) -> tuple[StepPlan, int]:
-        """Returns the plan and the number of masks. Raises ValueError if the first plan refers to a previous plan."""
-        message: PlanMessage = _decode(payload)
+    def decode(self, payload: bytes) -> tuple[StepPlan, int] | CopyBatch:
+        """Returns a plan with its number of masks, or copies.
+
+        Raises ValueError if the first plan refers to a previous plan.
+        """
+        message: PlanMessage | CopyMessage = _decode(payload)
+        if isinstance(message, CopyMessage):
+            return message.batch
         if message.scheduled is not None:
             rows, num_tokens, is_sampled = message.scheduled
             self._last_scheduled = ScheduledRows(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.waiting_queue import WaitingQueue
@@ -41,7 +42,7 @@ class SchedulerCounters:
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
-    A preempted or finished request is unreleased while a step in flight still uses its row and blocks.
+    A preempted or finished request is unreleased while a step or a load in flight still uses its row and blocks.
     caches: the cache of each group of requests (see `Scheduler`).
     can_drafts_lag: see `Proposer.can_lag`.
     """
@@ -54,12 +55,14 @@ class RequestLifecycle:
         self.counters = SchedulerCounters()
         self.num_finished_unreleased = 0
         self.num_preempted_unreleased = 0
+        # Loads in flight by request key.
+        self._loads: dict[int, PrefixLoad] = {}
         self._unfinished_by_key: dict[int, RequestState] = {}
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting requests, including preempted requests with an unreleased row."""
-        return len(self.waiting) + self.num_preempted_unreleased
+        """The number of waiting requests, including preempted requests with an unreleased row, and loads in flight."""
+        return len(self.waiting) + self.num_preempted_unreleased + len(self._loads)
 
     @property
     def has_requests(self) -> bool:
@@ -70,6 +73,11 @@ class RequestLifecycle:
         """The cache with the blocks of a request that has a row."""
         return self.caches[self.rows.group_of(request.row)]
 
+    def has_free_row(self, group: int) -> bool:
+        """Whether a request can be admitted to `group`. Requests that wait for loads will need rows."""
+        num_loads = sum(load.group == group for load in self._loads.values())
+        return self.rows.count_free_rows(group) > num_loads
+
     def find(self, key: int) -> RequestState | None:
         """The unfinished request with this key, or None."""
         return self._unfinished_by_key.get(key)
@@ -78,6 +86,19 @@ class RequestLifecycle:
         """Queue a new request with a unique key."""
         self._unfinished_by_key[request.key] = request
         self.waiting.push(request)
+
+    def start_load(self, request: RequestState, group: int) -> bool:
+        """Load more of the prefix of a request that `CacheManager.admit` has admitted to `group`.
+
+        Returns False if the request need not wait. Otherwise it waits again when the load has ended.
+        """
+        load = self.caches[group].start_load(request)
+        if load is None:
+            return False
+        self.waiting.remove(request)
+        request.status = RequestStatus.WAITING_KV
+        self._loads[request.key] = load
+        return True
 
     def start(self, request: RequestState, group: int, num_cached_tokens: int) -> None:
         """Give a row of `group` to a waiting request. num_cached_tokens: result of `CacheManager.admit`."""
@@ -100,6 +121,7 @@ class RequestLifecycle:
         self.rows.is_running[request.row] = False
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
+        request.has_loaded = False
         self.counters.num_preemptions += 1
         self.num_preempted_unreleased += 1
         self.release_when_idle(request)
@@ -116,7 +138,7 @@ class RequestLifecycle:
         self.release_when_idle(request)
 
     def release_when_idle(self, request: RequestState) -> None:
-        """Release row and blocks unless a step in flight refers to the row. Call again when the step has finished."""
+        """Release row and blocks unless a step or a load in flight refers to them. Call again when it has finished."""
         if request.row >= 0:
             if self.rows.num_steps_in_flight[request.row] > 0:
                 return
@@ -129,8 +151,17 @@ class RequestLifecycle:
                     cache.mark_draft_entries(request, int(num_computed - max(self.rows.draft_lag[request.row], 0)))
             self.rows.release(request)
             cache.release(request)
+        elif request.key in self._loads:
+            load = self._loads[request.key]
+            if not load.is_ended:
+                return
+            del self._loads[request.key]
+            self.caches[load.group].finish_load(load)
         if request.status is RequestStatus.FINISHED:
             self.num_finished_unreleased -= 1
+        elif request.status is RequestStatus.WAITING_KV:
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
         else:
             self.num_preempted_unreleased -= 1
             self.waiting.push(request)

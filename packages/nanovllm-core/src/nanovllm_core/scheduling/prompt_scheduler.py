@@ -154,7 +154,7 @@ class PromptScheduler:
     def _rank_groups(self, request: RequestState, budgets: Sequence[StepBudget]) -> list[int]:
         """The groups with a free row, in the order in which a waiting request should try to start."""
         rows = self._rows
-        groups = [group for group in range(len(budgets)) if rows.count_free_rows(group)]
+        groups = [group for group in range(len(budgets)) if self._lifecycle.has_free_row(group)]
         if len(groups) < 2:
             return groups
         num_running = {group: len(rows.running_rows(group)) for group in groups}
@@ -229,9 +229,13 @@ class PromptScheduler:
     ) -> float | BlockShortage:
         """Admit a waiting request to `group` if possible, and return the predicted seconds of its first chunk."""
         cache = self._caches[group]
+        if cache.awaits_load(request):
+            return 0.0
         num_cached_tokens = cache.admit(request, keep_watermark=len(self._rows.running_rows(group)) > 0)
         if isinstance(num_cached_tokens, BlockShortage):
             return num_cached_tokens
+        if self._lifecycle.start_load(request, group):
+            return 0.0
         num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
         if num_tokens == 0:
             cache.release(request)

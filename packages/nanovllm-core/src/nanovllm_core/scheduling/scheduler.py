@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.cache.host_memory import CopyBatch
 from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.prefix_load import PrefixLoad
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
@@ -41,6 +44,7 @@ class Scheduler:
     step apply to each group.
 
     Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
+    tier: the tier below the caches; None without such a tier.
     """
 
     def __init__(
@@ -54,9 +58,11 @@ class Scheduler:
         seed: int = 0,
         step_time_model: StepTimeModel | None = None,
         draft_limits: DraftLimits | None = None,
+        tier: HostTier | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
         self.caches = caches
+        self.tier = tier
         self.rows = RowTable(max_num_seqs, len(self._eos_token_ids), len(caches))
         self._draft_limits = draft_limits = draft_limits or DraftLimits()
         self._lifecycle = RequestLifecycle(caches, self.rows, can_drafts_lag=draft_limits.can_lag)
@@ -84,6 +90,36 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether a request is unfinished, or still holds a row and blocks."""
         return self._lifecycle.has_requests
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies between tiers of the cache are in flight."""
+        return self.tier is not None and self.tier.is_busy
+
+    def complete_copies(self) -> Sequence[PrefixLoad]:
+        """Process copies that have ended. Returns the loads among them, whose requests can now be scheduled."""
+        loads = () if self.tier is None else self.tier.complete()
+        for load in loads:
+            self._lifecycle.release_when_idle(load.request)
+        return loads
+
+    def take_copies(self, *, has_plan: bool) -> Sequence[CopyBatch]:
+        """Copies that the ranks must execute now. has_plan: whether the last plan is not launched yet."""
+        if self.tier is None:
+            return ()
+        return self.tier.take_loads() + ([] if has_plan else self.tier.take_stores())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks and checkpoints, in all tiers. Running requests keep theirs."""
+        for cache in self.caches:
+            cache.forget()
+        if self.tier is not None:
+            self.tier.forget()
+
+    def close(self) -> None:
+        """Close the tiers of the cache, after the last copy."""
+        if self.tier is not None and self.tier.files is not None:
+            self.tier.files.close()
 
     def add(self, request: RequestState) -> None:
         """Queue a validated request. Raises ValueError if the key is in use."""
@@ -229,8 +265,8 @@ class Scheduler:
         """Give a request a block, preempting others of its group if needed. Returns False if the request must wait."""
         group = self.rows.group_of(request.row)
         while not self._add_blocks(cache, [request], new_blocks):
-            # A step in flight will soon release blocks: preempt no further request until then.
-            if self.rows.count_unreleased(group):
+            # A step or a load in flight will soon release blocks: preempt no further request until then.
+            if self.rows.count_unreleased(group) or cache.has_loads():
                 return False
             running_requests = self.rows.requests_of(self.rows.running_rows(group))
             candidates = (running for running in running_requests if running.row not in selected_rows)

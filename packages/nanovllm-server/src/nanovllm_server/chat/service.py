@@ -52,6 +52,7 @@ class Service:
     metrics: Metrics
     logger: Logger
     api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20

@@ -1,13 +1,14 @@
-"""The routes that report the state of the server: models, liveness, readiness, load, version, metrics."""
+"""The routes that report the state of the server, and those for administrators."""
 
 from collections.abc import Mapping
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
-from quart import Quart, Response
+from quart import Quart, Response, request
 
 from nanovllm_server import __version__
 from nanovllm_server.chat.service import Service
+from nanovllm_server.http.header_checks import check_key
 from nanovllm_server.protocol.bodies import Health, Load, Version
 from nanovllm_server.protocol.response import model_body, models_body
 
@@ -41,6 +42,8 @@ def add_status_routes(app: Quart, service: Service) -> None:
     async def metrics() -> Response:
         return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    if service.admin_api_key is not None:
+        _add_admin_routes(app, service, service.admin_api_key)
     app.add_url_rule("/v1/models", view_func=models, methods=["GET"])
     # Names of models may contain slashes.
     app.add_url_rule("/v1/models/<path:name>", view_func=model, methods=["GET"])
@@ -50,6 +53,15 @@ def add_status_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/load", view_func=load, methods=["GET"])
     app.add_url_rule("/version", view_func=version, methods=["GET"])
     app.add_url_rule("/metrics", view_func=metrics, methods=["GET"])
+
+
+def _add_admin_routes(app: Quart, service: Service, admin_api_key: str) -> None:
+    async def reset_prefix_cache() -> Response:
+        check_key((admin_api_key,), request.headers.get("Authorization"))
+        await service.engine.reset_prefix_cache()
+        return Response(b"", 200)
+
+    app.add_url_rule("/reset_prefix_cache", view_func=reset_prefix_cache, methods=["POST"])
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:

@@ -195,8 +195,33 @@ class Metrics(Collector):
             "Steps by the part replayed from CUDA graphs, and by whether all requests decoded.",
             [({"mode": mode, "batch": batch}, count) for mode, batch, count in stats.graph_steps],
         )
+        if stats.loaded_tokens:
+            yield from self._collect_tier_metrics(stats)
         if info.draft_method is not None:
             yield from self._collect_draft_metrics(info.draft_method, stats)
+
+    def _collect_tier_metrics(self, stats: EngineStats) -> Iterator[Metric]:
+        """The metrics of copies of cached blocks in host memory and on disk."""
+        for name, help_text, label, totals in (
+            ("kv_offload_hits", "Prompt tokens loaded from host memory or disk.", "tier", stats.loaded_tokens),
+            ("kv_offload_bytes", "Bytes copied between tiers of the KV cache.", "copy", stats.copied_bytes),
+            ("kv_offload_copy_seconds", "Time of copies between tiers of the KV cache.", "copy", stats.copy_s),
+        ):
+            yield self._make_counter(name, help_text, [({label: value}, total) for value, total in totals])
+        for name, help_text, value in (
+            (
+                "kv_offload_recomputed_tokens",
+                "Prompt tokens faster to compute than to load.",
+                stats.rejected_load_tokens,
+            ),
+            (
+                "kv_offload_failed_loads",
+                "Loads that failed, after which the prompt was computed.",
+                stats.num_failed_loads,
+            ),
+            ("kv_offload_wait_seconds", "Time of requests that waited for loads.", stats.load_wait_s),
+        ):
+            yield self._make_counter(name, help_text, [({}, value)])
 
     def _collect_draft_metrics(self, method: str, stats: EngineStats) -> Iterator[Metric]:
         # vLLM's metrics have no label for the method.

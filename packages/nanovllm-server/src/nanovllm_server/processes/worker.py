@@ -138,6 +138,7 @@ async def _start(arguments: WorkerArguments) -> Service:
         ),
         logger=get_logger("nanovllm"),
         api_keys=settings.api_keys,
+        admin_api_key=settings.admin_api_key,
         allowed_hosts=settings.allowed_hosts,
         allowed_origins=settings.allowed_origins,
         max_body_bytes=settings.max_body_bytes,

@@ -1,0 +1,42 @@
+"""Predicts how long copies between tiers take, from the copies so far."""
+
+# Each new observation multiplies the weights of earlier observations by this factor.
+_DECAY = 0.95
+# Each decision against a copy multiplies later predictions by this factor, until a copy is measured again. Otherwise
+# one slow copy could prevent all later copies.
+_DECAY_WITHOUT_COPIES = 0.98
+
+
+class CopyTimeModel:
+    """A line through the observed pairs (bytes, seconds), fitted by weighted least squares; 0 before the first pair."""
+
+    def __init__(self) -> None:
+        self._weight = self._bytes = self._seconds = self._bytes_squared = self._product = 0.0
+        self._trust = 1.0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Add a copy of `num_bytes` that took `seconds`."""
+        self._weight = self._weight * _DECAY + 1
+        self._bytes = self._bytes * _DECAY + num_bytes
+        self._seconds = self._seconds * _DECAY + seconds
+        self._bytes_squared = self._bytes_squared * _DECAY + num_bytes * num_bytes
+        self._product = self._product * _DECAY + num_bytes * seconds
+        self._trust = 1.0
+
+    def predict(self, num_bytes: int) -> float:
+        """Predicted seconds of a copy of `num_bytes`."""
+        if self._weight == 0:
+            return 0.0
+        mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
+        variance = self._bytes_squared / self._weight - mean_bytes * mean_bytes
+        covariance = self._product / self._weight - mean_bytes * mean_s
+        # Without copies of different sizes, or if larger copies were faster, the time is proportional to the size.
+        s_per_byte = covariance / variance if variance > 1e-6 * mean_bytes * mean_bytes else mean_s / mean_bytes
+        fixed_s = mean_s - s_per_byte * mean_bytes
+        if s_per_byte <= 0 or fixed_s < 0:
+            s_per_byte, fixed_s = mean_s / mean_bytes, 0.0
+        return self._trust * (fixed_s + s_per_byte * num_bytes)
+
+    def reject(self) -> None:
+        """Record that a copy was not made, because it would have taken too long."""
+        self._trust *= _DECAY_WITHOUT_COPIES

@@ -1,0 +1,61 @@
+"""The types of a load of a prefix."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm_core.cache.file_tier import FileRead
+from nanovllm_core.cache.host_memory import EntryKind
+from nanovllm_core.request_state import BlockHash, RequestState
+
+
+class Transfer(NamedTuple):
+    """A copy of one entry. group: see `EntryCopies`. entry: index in the cache. slot: index in the host memory."""
+
+    group: int
+    kind: EntryKind
+    block_hash: BlockHash
+    entry: int
+    slot: int
+    has_draft_entries: bool
+
+
+class Target(NamedTuple):
+    """An entry that a request lacks. entry: the request's block or state slot.
+
+    found: index in the cache, if the cache has the entry. slot: index in the host memory, if the memory has the entry.
+    """
+
+    kind: EntryKind
+    block_hash: BlockHash
+    entry: int
+    found: int | None
+    slot: int | None
+
+
+@dataclass(slots=True, eq=False)
+class PrefixLoad:
+    """Copies of a prefix to the blocks and the state slot of a request, which waits for them.
+
+    held: entries of the prefix that are in the cache already, as pairs (kind, entry). The load holds them.
+    reads: reads of files into the host memory, which precede the copies.
+    num_tokens: number of tokens by which the load makes the cached prefix longer.
+    num_file_tokens: the part of these tokens that is read from files.
+    epoch: of the tier when the load was started.
+    begin_s: time of `time.perf_counter` at which the load was started.
+    is_ended: whether nothing writes to the request's blocks any more.
+    is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.
+    may_retry: whether a file was missing, so that another load could find the other entries.
+    """
+
+    request: RequestState
+    group: int
+    transfers: list[Transfer]
+    held: list[tuple[EntryKind, int]]
+    reads: list[FileRead]
+    num_tokens: int
+    num_file_tokens: int
+    epoch: int
+    begin_s: float
+    is_ended: bool = False
+    is_usable: bool = False
+    may_retry: bool = False

@@ -1,0 +1,394 @@
+"""Keeps copies of cache entries in host memory and in files, and loads prefixes of prompts from there.
+
+Rank 0's scheduler decides about all copies. The ranks only execute batches of copies, in order.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from nanovllm_core.cache.block_pool import BlockPool
+from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.cache.file_tier import FileTier
+from nanovllm_core.cache.host_memory import CopyBatch, Direction, EntryCopies, EntryKind, HostMemory
+from nanovllm_core.cache.prefix_load import PrefixLoad, Target, Transfer
+from nanovllm_core.request_state import BlockHash, RequestState
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
+
+# Limits of stores, so that they disturb steps little: bytes of a batch (at least one entry), entries of a batch, and
+# batches in flight.
+MAX_STORE_BYTES = 64 << 20
+MAX_STORE_ENTRIES = 256
+MAX_STORES_IN_FLIGHT = 2
+
+# (first token, number of tokens) -> seconds in which steps would compute these tokens of a prompt.
+PredictCompute = Callable[[int, int], float]
+
+
+@dataclass(slots=True, eq=False)
+class _BatchInFlight:
+    """epoch, num_failures: of the tier and of its memory when the batch was launched."""
+
+    transfers: list[Transfer]
+    loads: list[PrefixLoad]
+    num_bytes: int
+    begin_s: float
+    epoch: int
+    num_failures: int
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Totals since the engine started.
+
+    num_bytes, copy_s: bytes and seconds of copies, from launch to end, by direction.
+    num_loaded_tokens: tokens of loads that have succeeded, from host memory and files.
+    num_file_tokens: the part of these tokens that was read from files.
+    num_rejected_tokens: tokens that could have been loaded, but were faster to compute.
+    num_failed_loads: number of loads that have failed.
+    wait_s: time of requests in WAITING_KV, in total.
+    """
+
+    num_loaded_tokens: int = 0
+    num_file_tokens: int = 0
+    num_rejected_tokens: int = 0
+    num_failed_loads: int = 0
+    wait_s: float = 0.0
+    num_bytes: list[int] = field(default_factory=lambda: [0] * len(Direction))
+    copy_s: list[float] = field(default_factory=lambda: [0.0] * len(Direction))
+
+
+class HostTier:
+    """The index of the entries in host memory, and the copies in flight.
+
+    A `BlockPool` of slots per kind of entry finds entries by hash, and evicts the entry that was used least recently.
+    block_size: tokens per block.
+    files: copies of the entries in files; None without.
+    """
+
+    def __init__(
+        self, memory: HostMemory, block_size: int, predict_compute: PredictCompute, files: FileTier | None = None
+    ):
+        self.pools = [BlockPool(num_slots) for num_slots in memory.layout.num_slots]
+        self.counters = TierCounters()
+        self._memory = memory
+        self._block_size = block_size
+        self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
+        self._predict_compute = predict_compute
+        self.files = files
+        self._load_time = CopyTimeModel()
+        self._entry_bytes = [memory.layout.num_parts * num_bytes for num_bytes in memory.layout.entry_bytes]
+        # The pools of each group's cache, by kind.
+        self._cache_pools: list[Sequence[BlockPool]] = []
+        # Entries to store: the group whose cache has the entry, by kind and hash, oldest first.
+        self._store_queue: OrderedDict[tuple[EntryKind, BlockHash], int] = OrderedDict()
+        # Entries of the host memory to write to files, by kind and hash, oldest first.
+        self._write_queue: OrderedDict[tuple[EntryKind, BlockHash], None] = OrderedDict()
+        self._new_loads: list[PrefixLoad] = []
+        # Entries of copies in flight: to store, as pairs (kind, hash), and by group the hashes of entries to load.
+        self._storing: set[tuple[EntryKind, BlockHash]] = set()
+        self._loading: list[set[BlockHash]] = []
+        self._in_flight: list[deque[_BatchInFlight]] = [deque() for _ in Direction]
+        self._num_ended = [0] * len(Direction)
+        self._epoch = 0
+
+    def attach(self, pools: Sequence[BlockPool]) -> int:
+        """Add the cache of a group of requests, with its pools by kind. Returns the group's number."""
+        self._cache_pools.append(pools)
+        self._loading.append(set())
+        return len(self._cache_pools) - 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are in flight."""
+        has_writes = self.files is not None and self.files.is_busy
+        return any(self._in_flight) or bool(self._new_loads) or has_writes
+
+    def keep(self, group: int, kind: EntryKind, block_hash: BlockHash) -> None:
+        """Store an entry of a cache soon, or evict its copy later if it has been stored."""
+        slot = self.pools[kind].lookup(block_hash)
+        if slot is not None:
+            self.pools[kind].touch(slot)
+            self._queue_write(kind, block_hash)
+        elif (kind, block_hash) not in self._store_queue:
+            self._store_queue[kind, block_hash] = group
+            if len(self._store_queue) > sum(self._memory.layout.num_slots):
+                self._store_queue.popitem(last=False)
+
+    def _queue_write(self, kind: EntryKind, block_hash: BlockHash) -> None:
+        if self.files is not None and not self.files.is_written(kind, block_hash):
+            self._write_queue[kind, block_hash] = None
+            if len(self._write_queue) > sum(self._memory.layout.num_slots):
+                self._write_queue.popitem(last=False)
+
+    def find_prefix(self, group: int, hashes: Sequence[BlockHash], start: int, *, uses_files: bool = True) -> int:
+        """The number of leading blocks after which a request could start, if the missing entries were loaded.
+
+        start: number of leading blocks after which the request can start without loads; the least result.
+        """
+        end = start
+        while end < len(hashes) and self._is_found(group, EntryKind.BLOCK, hashes[end], uses_files):
+            end += 1
+        if len(self.pools) == 1:
+            return end
+        interval = self._blocks_per_checkpoint
+        for num_blocks in range(end - end % interval, start, -interval):
+            if self._is_found(group, EntryKind.CHECKPOINT, hashes[num_blocks - 1], uses_files):
+                return num_blocks
+        return start
+
+    def _is_found(self, group: int, kind: EntryKind, block_hash: BlockHash, uses_files: bool) -> bool:
+        if self._cache_pools[group][kind].lookup(block_hash) is not None:
+            return True
+        if not self._memory.is_ready:
+            return False
+        has_file = uses_files and self.files is not None and self.files.contains(kind, block_hash)
+        return has_file or self.pools[kind].lookup(block_hash) is not None
+
+    def is_worth_waiting(self, group: int, hashes: Sequence[BlockHash]) -> bool:
+        """Whether a request with these blocks should wait for loads in flight that bring some of the blocks."""
+        loading = self._loading[group]
+        if not loading or loading.isdisjoint(hashes):
+            return False
+        indices = [index for index, block_hash in enumerate(hashes) if block_hash in loading]
+        num_tokens = (indices[-1] + 1 - indices[0]) * self._block_size
+        return self._predict_load(0) <= self._predict_compute(indices[0] * self._block_size, num_tokens)
+
+    def has_loads(self, group: int) -> bool:
+        """Whether loads to the cache of `group` are in flight. The blocks of their requests will soon be released."""
+        return bool(self._loading[group])
+
+    def _predict_load(self, num_bytes: int) -> float:
+        """Seconds until the end of a load of `num_bytes` that starts now, after the loads in flight."""
+        num_bytes += sum(batch.num_bytes for batch in self._in_flight[Direction.LOAD])
+        return self._load_time.predict(num_bytes)
+
+    def start_load(self, request: RequestState, group: int, hashes: Sequence[BlockHash]) -> PrefixLoad | None:
+        """Load more of the prefix of an admitted request to its blocks and its state slot.
+
+        hashes: of the leading blocks that the request need not compute if they are found.
+        Returns None if nothing more is found, or if to compute it is faster.
+        """
+        num_blocks = request.num_committed_blocks
+        prefixes = [self.find_prefix(group, hashes, num_blocks, uses_files=uses_files) for uses_files in (True, False)]
+        for num_prefix_blocks in dict.fromkeys(prefixes):
+            if num_prefix_blocks > num_blocks:
+                targets = self._list_targets(request, group, hashes[:num_prefix_blocks])
+                if self._is_worth_loading(targets, num_blocks, num_prefix_blocks):
+                    return self._start_transfers(request, group, targets, num_prefix_blocks - num_blocks)
+        if prefixes[0] > num_blocks:
+            self.counters.num_rejected_tokens += (prefixes[0] - num_blocks) * self._block_size
+        return None
+
+    def _list_targets(self, request: RequestState, group: int, hashes: Sequence[BlockHash]) -> list[Target]:
+        """The entries that a request lacks to start after the blocks `hashes`."""
+        targets = [
+            (EntryKind.BLOCK, hashes[index], request.block_ids[index])
+            for index in range(request.num_committed_blocks, len(hashes))
+        ]
+        if len(self.pools) > 1:
+            targets.append((EntryKind.CHECKPOINT, hashes[-1], request.state_slot))
+        return [
+            Target(
+                kind,
+                block_hash,
+                entry,
+                self._cache_pools[group][kind].lookup(block_hash),
+                self.pools[kind].lookup(block_hash),
+            )
+            for kind, block_hash, entry in targets
+        ]
+
+    def _is_worth_loading(self, targets: Sequence[Target], num_blocks: int, num_prefix_blocks: int) -> bool:
+        """Whether a load ends earlier than steps would, and the host memory has space for it."""
+        copies = [target for target in targets if target.found is None]
+        reads = [target for target in copies if target.slot is None]
+        for kind, pool in enumerate(self.pools):
+            num_slots = sum(target.kind == kind and not pool.count_holders(target.slot or 0) for target in copies)
+            if num_slots > pool.num_free:
+                return False
+        num_tokens = (num_prefix_blocks - num_blocks) * self._block_size
+        load_s = self._predict_load(sum(self._entry_bytes[target.kind] for target in copies))
+        if reads and self.files is not None:
+            load_s += self.files.predict_read(sum(self._entry_bytes[target.kind] for target in reads))
+        if load_s <= self._predict_compute(num_blocks * self._block_size, num_tokens):
+            return True
+        self._load_time.reject()
+        if self.files is not None:
+            self.files.reject_read()
+        return False
+
+    def _start_transfers(
+        self, request: RequestState, group: int, targets: Sequence[Target], num_blocks: int
+    ) -> PrefixLoad:
+        load = PrefixLoad(
+            request, group, [], [], [], num_blocks * self._block_size, 0, self._epoch, time.perf_counter()
+        )
+        # Hold what is found first, so that the allocations below do not evict it.
+        for kind, _, _, found, slot in targets:
+            if found is not None:
+                self._cache_pools[group][kind].acquire(found)
+                load.held.append((kind, found))
+            elif slot is not None:
+                self.pools[kind].acquire(slot)
+        for kind, block_hash, entry, found, slot in targets:
+            if found is not None:
+                continue
+            pool = self.pools[kind]
+            if slot is None:
+                (slot,) = pool.allocate(1)
+                if self.files is None:
+                    raise RuntimeError("an entry that find_prefix has found is neither in the cache nor in host memory")
+                load.reads.append(self.files.read(kind, block_hash, slot))
+                load.num_file_tokens += self._block_size * (kind is EntryKind.BLOCK)
+            has_draft_entries = slot in pool.blocks_with_draft_entries
+            load.transfers.append(Transfer(group, kind, block_hash, entry, slot, has_draft_entries))
+        self._loading[group].update(transfer.block_hash for transfer in load.transfers)
+        self._new_loads.append(load)
+        return load
+
+    def finish_load(self, load: PrefixLoad) -> None:
+        """Make the entries of an ended load findable in the cache, and release what the load holds."""
+        pools = self._cache_pools[load.group]
+        if load.is_usable:
+            for transfer in load.transfers:
+                pool = pools[transfer.kind]
+                pool.register(transfer.entry, transfer.block_hash)
+                if transfer.has_draft_entries:
+                    pool.blocks_with_draft_entries.add(transfer.entry)
+        for kind, entry in reversed(load.held):
+            pools[kind].release([entry])
+
+    def take_loads(self) -> list[CopyBatch]:
+        """The copies of new loads whose reads have ended, which the ranks must now execute."""
+        loads = [load for load in self._new_loads if not load.reads]
+        self._new_loads = [load for load in self._new_loads if load.reads]
+        transfers = [transfer for load in loads for transfer in load.transfers]
+        return self._launch(Direction.LOAD, transfers, loads) if loads else []
+
+    def take_stores(self) -> list[CopyBatch]:
+        """Copies of queued entries, which the ranks must now execute. All planned steps must have been launched."""
+        if not self._store_queue or not self._memory.is_ready:
+            return []
+        if len(self._in_flight[Direction.STORE]) >= MAX_STORES_IN_FLIGHT:
+            return []
+        transfers: list[Transfer] = []
+        num_bytes = 0
+        for kind, block_hash in list(islice(self._store_queue, MAX_STORE_ENTRIES)):
+            if transfers and num_bytes + self._entry_bytes[kind] > MAX_STORE_BYTES:
+                break
+            group = self._store_queue[kind, block_hash]
+            cache_pool, pool = self._cache_pools[group][kind], self.pools[kind]
+            entry = cache_pool.lookup(block_hash)
+            is_stored = pool.lookup(block_hash) is not None or (kind, block_hash) in self._storing
+            if entry is not None and not is_stored and not (pool.num_free and cache_pool.can_hold(entry)):
+                continue
+            del self._store_queue[kind, block_hash]
+            if entry is None or is_stored:
+                continue
+            cache_pool.acquire(entry)
+            (slot,) = pool.allocate(1)
+            has_draft_entries = entry in cache_pool.blocks_with_draft_entries
+            transfers.append(Transfer(group, kind, block_hash, entry, slot, has_draft_entries))
+            self._storing.add((kind, block_hash))
+            num_bytes += self._entry_bytes[kind]
+        return self._launch(Direction.STORE, transfers, []) if transfers else []
+
+    def complete(self) -> list[PrefixLoad]:
+        """Process the batches that have ended. Returns the loads that have ended, for `finish_load`."""
+        ended_loads: list[PrefixLoad] = []
+        for direction in Direction:
+            num_done = self._memory.num_done(direction)
+            while self._num_ended[direction] < num_done:
+                self._num_ended[direction] += 1
+                batch = self._in_flight[direction].popleft()
+                is_usable = (batch.epoch, batch.num_failures) == (self._epoch, self._memory.num_failures)
+                seconds = time.perf_counter() - batch.begin_s
+                self.counters.num_bytes[direction] += batch.num_bytes
+                self.counters.copy_s[direction] += seconds
+                if direction is Direction.STORE:
+                    self._end_stores(batch, is_usable=is_usable)
+                else:
+                    if batch.num_bytes:
+                        self._load_time.observe(batch.num_bytes, seconds)
+                    for load in batch.loads:
+                        self._end_load(load, is_usable=is_usable and load.epoch == self._epoch)
+                    ended_loads += batch.loads
+        return ended_loads if self.files is None else ended_loads + self._complete_files(self.files)
+
+    def forget(self) -> None:
+        """Forget all entries. Copies in flight end without effect."""
+        self._epoch += 1
+        self._store_queue.clear()
+        self._write_queue.clear()
+        for pool in self.pools:
+            pool.forget_hashes()
+        if self.files is not None:
+            self.files.forget()
+
+    def _launch(self, direction: Direction, transfers: list[Transfer], loads: list[PrefixLoad]) -> list[CopyBatch]:
+        by_cache: dict[tuple[int, EntryKind], EntryCopies] = {}
+        for transfer in transfers:
+            copies = by_cache.setdefault(transfer[:2], EntryCopies(transfer.group, transfer.kind, [], []))
+            copies.entries.append(transfer.entry)
+            copies.slots.append(transfer.slot)
+        num_bytes = sum(self._entry_bytes[transfer.kind] for transfer in transfers)
+        state = self._epoch, self._memory.num_failures
+        self._in_flight[direction].append(_BatchInFlight(transfers, loads, num_bytes, time.perf_counter(), *state))
+        return [CopyBatch(direction, list(by_cache.values()))]
+
+    def _end_stores(self, batch: _BatchInFlight, *, is_usable: bool) -> None:
+        for transfer in batch.transfers:
+            pool = self.pools[transfer.kind]
+            self._storing.discard((transfer.kind, transfer.block_hash))
+            self._cache_pools[transfer.group][transfer.kind].release([transfer.entry])
+            if is_usable:
+                pool.register(transfer.slot, transfer.block_hash)
+                if transfer.has_draft_entries:
+                    pool.blocks_with_draft_entries.add(transfer.slot)
+                self._queue_write(transfer.kind, transfer.block_hash)
+            pool.release([transfer.slot])
+
+    def _complete_files(self, files: FileTier) -> list[PrefixLoad]:
+        """Process ended reads and writes of files, and start writes.
+
+        Returns the loads that have ended because a read has failed.
+        """
+        for kind, slot in files.take_written():
+            self.pools[kind].release([slot])
+        while self._write_queue and not files.is_full:
+            kind, block_hash = self._write_queue.popitem(last=False)[0]
+            slot = self.pools[kind].lookup(block_hash)
+            if slot is not None and not files.is_written(kind, block_hash):
+                self.pools[kind].acquire(slot)
+                files.start_write(kind, block_hash, slot)
+        failed_loads: list[PrefixLoad] = []
+        for load in self._new_loads:
+            if not load.reads or not all(read.future.done() for read in load.reads):
+                continue
+            is_usable = load.epoch == self._epoch
+            for read in load.reads:
+                if not files.end_read(read):
+                    is_usable, load.may_retry = False, True
+                elif load.epoch == self._epoch:
+                    self.pools[read.kind].register(read.slot, read.block_hash)
+            load.reads = []
+            if not is_usable:
+                self._end_load(load, is_usable=False)
+                failed_loads.append(load)
+        self._new_loads = [load for load in self._new_loads if not load.is_ended]
+        return failed_loads
+
+    def _end_load(self, load: PrefixLoad, *, is_usable: bool) -> None:
+        load.is_ended, load.is_usable = True, is_usable
+        counters = self.counters
+        counters.wait_s += time.perf_counter() - load.begin_s
+        counters.num_loaded_tokens += load.num_tokens * is_usable
+        counters.num_file_tokens += load.num_file_tokens * is_usable
+        counters.num_failed_loads += not is_usable
+        # The last entry is evicted first, because earlier entries are useful without it.
+        for transfer in reversed(load.transfers):
+            self.pools[transfer.kind].release([transfer.slot])
+            self._loading[load.group].discard(transfer.block_hash)

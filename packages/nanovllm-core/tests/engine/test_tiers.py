@@ -1,0 +1,223 @@
+"""Prompts whose blocks come from host memory or files, because the cache is too small for all conversations."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import toy_model
+from summing_model import continue_sum, summing_spec
+from toy_recurrent import Oracle, recurrent_spec
+
+from nanovllm_core import (
+    AsyncEngine,
+    ConfigError,
+    EngineClient,
+    EngineConfig,
+    EngineDeadError,
+    ModelSpec,
+    Request,
+    SamplingParams,
+)
+from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.execution import entry_copier
+
+# A conversation takes up to 12 blocks, so that conversations that alternate evict each other.
+CONFIG = EngineConfig(device="cpu", num_blocks=20, max_num_seqs=2, kv_offload_gib=0.01)
+NUM_TURNS = 4
+Answer = Callable[[list[int], int], list[int]]
+
+
+@pytest.fixture(autouse=True)
+def always_load(monkeypatch):
+    """Load prefixes even if to compute them is faster, as it is with a toy model."""
+    monkeypatch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
+
+
+async def generate(engine: AsyncEngine, name: str, prompt: list[int], count: int) -> list[int]:
+    request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    return [token async for output in engine.generate(request) for token in output.new_token_ids]
+
+
+async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TURNS) -> None:
+    """Three conversations take turns. Each turn adds the answer and a few tokens to the prompt."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, 97) for _ in range(100)] for _ in range(3)]
+    for turn in range(num_turns):
+        for index, prompt in enumerate(prompts):
+            tokens = await generate(engine, f"{turn}-{index}", prompt, 8)
+            assert tokens == answer(prompt, 8)
+            prompt += tokens + [rng.randrange(6, 97) for _ in range(12)]
+
+
+async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
+    """Hold conversations, in which most cached tokens come from host memory."""
+    engine = await AsyncEngine.start(spec, config)
+    try:
+        await converse(engine, answer)
+        stats = engine.stats
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_free_state_slots == engine.info.num_state_slots
+        assert stats.num_failed_loads == 0
+    finally:
+        await engine.stop()
+    # In most turns, the cache has evicted at least the end of the conversation.
+    assert dict(stats.loaded_tokens)["host"] > stats.prefix_cache_hits / 2 > NUM_TURNS * 80
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"depth": 2},
+        {"max_num_batched_tokens": 24},
+        {"block_size": 32, "num_blocks": 8},
+        {"prefix_hash": "sha256"},
+        {"speculate": "ngram"},
+    ],
+    ids=str,
+)
+async def test_evicted_prefixes_come_from_host_memory(settings, oracle):
+    await check(toy_model.toy_spec(), replace(CONFIG, **settings), oracle)
+
+
+async def test_fp8_blocks_return_with_their_scales():
+    answer = toy_model.make_oracle(fp8_cache=True)
+    await check(toy_model.toy_spec(), replace(CONFIG, kv_cache_dtype="fp8"), answer)
+
+
+async def test_recurrent_states_return_with_their_blocks():
+    await check(recurrent_spec(), replace(CONFIG, num_state_slots=6), Oracle())
+
+
+@pytest.mark.parametrize("method", ["draft", "mtp"])
+async def test_entries_of_draft_models_and_heads_return(method, always_drafts):
+    draft = summing_spec() if method == "draft" else None
+    config = replace(CONFIG, speculate=method, num_speculative_tokens=3)
+    await check(summing_spec(draft=draft), config, continue_sum)
+
+
+@pytest.mark.background
+@pytest.mark.parametrize(
+    "settings", [{}, {"dp_attention": True, "num_blocks": 14, "max_num_batched_tokens": 64}], ids=str
+)
+async def test_each_rank_loads_its_part(settings, oracle):
+    config = replace(CONFIG, tensor_parallel_size=2, **settings)
+    await check(toy_model.toy_spec(), config, oracle)
+
+
+async def test_prompt_log_probabilities_are_computed_although_blocks_could_be_loaded(oracle):
+    engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    try:
+        await converse(engine, oracle, 2)
+        rng = random.Random(0)
+        prompt = [rng.randrange(6, 97) for _ in range(100)]
+        sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+        outputs = [output async for output in engine.generate(Request("scored", prompt, sampling))]
+    finally:
+        await engine.stop()
+    assert [token for output in outputs for token in output.new_token_ids] == oracle(prompt, 4)
+    assert sum(len(output.prompt_logprobs or ()) for output in outputs) == len(prompt) - 1
+
+
+async def test_a_failed_copy_computes_the_prompt(oracle, monkeypatch):
+    engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    scatter = entry_copier.scatter_blocks
+
+    def scatter_garbage(parts, blocks, rows):
+        scatter(parts, blocks, rows.fill_(63))
+        raise RuntimeError("an injected failure")
+
+    try:
+        await converse(engine, oracle, 1)
+        monkeypatch.setattr(entry_copier, "scatter_blocks", scatter_garbage)
+        await converse(engine, oracle)
+        stats = engine.stats
+        assert stats.num_failed_loads > 0
+        assert dict(stats.loaded_tokens) == {"host": 0}
+        assert stats.num_free_blocks == stats.num_blocks
+    finally:
+        await engine.stop()
+
+
+async def test_loads_that_take_longer_than_computing_are_rejected(oracle, monkeypatch):
+    monkeypatch.setattr(CopyTimeModel, "predict", lambda *_: 1e9)
+    engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    try:
+        await converse(engine, oracle)
+        assert engine.stats.rejected_load_tokens > 0
+        assert dict(engine.stats.loaded_tokens) == {"host": 0}
+    finally:
+        await engine.stop()
+
+
+def with_fingerprint(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, fingerprint="toy", draft=None if spec.draft is None else with_fingerprint(spec.draft))
+
+
+async def wait_for_files(engine: AsyncEngine) -> None:
+    """Wait until everything in host memory is in files."""
+    scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
+    while scheduler.has_copies or scheduler.tier._store_queue or scheduler.tier._write_queue:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "answer"),
+    [
+        (toy_model.toy_spec(), {}, None),
+        (recurrent_spec(), {"num_state_slots": 6}, Oracle),
+        (summing_spec(draft=summing_spec()), {"speculate": "draft"}, lambda: continue_sum),
+    ],
+    ids=["attention", "recurrent", "draft model"],
+)
+async def test_prefixes_return_from_files_after_a_restart(spec, settings, answer, oracle, tmp_path: Path):
+    answer = oracle if answer is None else answer()
+    config = replace(CONFIG, kv_offload_dir=tmp_path / "kv", kv_offload_disk_gib=0.1, **settings)
+    engine = await AsyncEngine.start(with_fingerprint(spec), config)
+    try:
+        # Writes begin when the directory has been scanned.
+        for store in engine._loop._scheduler.tier.files._stores:
+            await asyncio.to_thread(store.indexed.wait, 60)
+        await converse(engine, answer, 2)
+        await wait_for_files(engine)
+    finally:
+        await engine.stop()
+    engine = await AsyncEngine.start(with_fingerprint(spec), config)
+    try:
+        for store in engine._loop._scheduler.tier.files._stores:
+            await asyncio.to_thread(store.indexed.wait, 60)
+        await converse(engine, answer, 1)
+        assert dict(engine.stats.loaded_tokens)["disk"] >= 3 * 64
+        assert engine.stats.num_free_blocks == engine.stats.num_blocks
+    finally:
+        await engine.stop()
+
+
+async def test_a_model_without_fingerprint_can_not_use_files(tmp_path):
+    config = replace(CONFIG, kv_offload_dir=tmp_path / "kv")
+    with pytest.raises(ConfigError, match="kv_offload_dir needs a model with a fingerprint"):
+        await AsyncEngine.start(toy_model.toy_spec(), config)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_no_request_finds_blocks_after_a_reset(in_process, oracle, tmp_path):
+    config = replace(CONFIG, kv_offload_dir=tmp_path / "kv")
+    start = AsyncEngine.start if in_process else EngineClient.launch
+    engine = await start(with_fingerprint(toy_model.toy_spec()), config)
+    try:
+        prompt = list(range(6, 90))
+        assert await generate(engine, "first", prompt, 4) == oracle(prompt, 4)
+        await engine.reset_prefix_cache()
+        assert await generate(engine, "second", prompt, 4) == oracle(prompt, 4)
+        hits_after_reset = engine.stats.prefix_cache_hits
+        assert await generate(engine, "third", prompt, 4) == oracle(prompt, 4)
+        assert hits_after_reset == 0 < engine.stats.prefix_cache_hits
+    finally:
+        await engine.stop()
+    with pytest.raises(EngineDeadError):
+        await engine.reset_prefix_cache()

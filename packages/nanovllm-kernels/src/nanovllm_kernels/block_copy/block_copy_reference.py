@@ -1,0 +1,27 @@
+"""Copies of blocks in plain torch."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def gather_blocks(caches: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
+    """See the package's `gather_blocks`."""
+    for cache, part in _pair_with_rows(caches, rows):
+        part.copy_(cache.index_select(0, blocks))
+
+
+def scatter_blocks(caches: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
+    """See the package's `scatter_blocks`."""
+    for cache, part in _pair_with_rows(caches, rows):
+        cache.index_copy_(0, blocks, part)
+
+
+def _pair_with_rows(caches: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs (cache as bytes [num_blocks, n], the part of the rows [n, n] with the cache's blocks)."""
+    first = 0
+    for cache in caches:
+        num_bytes = cache[0].numel() * cache.itemsize
+        yield cache.flatten(1).view(torch.uint8), rows[:, first : first + num_bytes]
+        first += num_bytes

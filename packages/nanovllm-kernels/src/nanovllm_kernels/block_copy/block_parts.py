@@ -1,0 +1,55 @@
+"""Describes the caches of which a block consists."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Words per program of the kernel. A chunk is a contiguous range of at most this many words within one cache's block.
+CHUNK_WORDS = 2048
+_WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class BlockParts:
+    """The caches of which each block consists. A row has the bytes of one block in all caches, in the order of caches.
+
+    caches: [num_blocks, ...] each, on one device, with contiguous blocks. Shapes and dtypes may differ.
+    row_bytes: number of bytes of a row.
+    word_dtype: dtype of the widest words, of up to 8 bytes, of which all blocks consist.
+    chunks: on CUDA, int64 [n, 4], the parts of a block that the programs of a kernel copy: address in block 0, words
+        between blocks, first word in the row, number of words. Empty on a CPU.
+
+    Raises ValueError if the blocks of a cache are not contiguous.
+    """
+
+    def __init__(self, caches: Sequence[Tensor]):
+        for cache in caches:
+            if not cache[0].is_contiguous():
+                raise ValueError(
+                    f"each block of a cache must be contiguous, but the cache has strides {cache.stride()}"
+                )
+        self.caches = tuple(caches)
+        self.row_bytes = sum(map(_block_bytes, caches))
+        sizes = [(cache.data_ptr(), cache.stride(0) * cache.itemsize, _block_bytes(cache)) for cache in caches]
+        word_bytes = math.gcd(max(_WORD_DTYPES), *(number for numbers in sizes for number in numbers))
+        self.word_dtype = _WORD_DTYPES[word_bytes]
+        self.device = caches[0].device
+        self.chunks = torch.empty((0, 4), dtype=torch.int64, device=self.device)
+        if self.device.type == "cuda":
+            self.chunks = self.make_chunks()
+
+    def make_chunks(self) -> Tensor:
+        """The value of `chunks` on CUDA."""
+        word_bytes, chunks, first_word = self.word_dtype.itemsize, list[tuple[int, int, int, int]](), 0
+        for cache in self.caches:
+            stride, num_words = cache.stride(0) * cache.itemsize // word_bytes, _block_bytes(cache) // word_bytes
+            for start in range(0, num_words, CHUNK_WORDS):
+                address = cache.data_ptr() + start * word_bytes
+                chunks.append((address, stride, first_word + start, min(CHUNK_WORDS, num_words - start)))
+            first_word += num_words
+        return torch.tensor(chunks, dtype=torch.int64).to(self.device)
+
+
+def _block_bytes(cache: Tensor) -> int:
+    return cache[0].numel() * cache.itemsize

@@ -1,0 +1,223 @@
+"""Random faults in the KV blocks that engines keep on disk: `python tier_faults.py [--faults N --seed N --models ...]`.
+
+Conversations return to an engine whose cache holds few of them, so most prefixes come from host memory and files. While
+the engine answers, files are damaged, the disk is full, the directory disappears, and the engine is killed. Each answer
+must equal that of an engine without tiers. No engine may fail or keep blocks. test_tier_faults.py runs a sample.
+"""
+
+import argparse
+import asyncio
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from directory_faults import FAULTS, DirectoryFaults, choose_forever, drop_privileges, give_to_unprivileged_user
+from rank_matrix import write_tiny_checkpoint
+from tiny_models import TINY_MODELS, VOCAB
+
+from nanovllm_core import AsyncEngine, EngineClient, EngineConfig, EngineDeadError, ModelSpec, Request, SamplingParams
+from nanovllm_core.cache import block_files
+from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.engine.interface import Engine
+from nanovllm_core.engine.process import EngineProcess
+from nanovllm_models import load
+
+NUM_CONVERSATIONS, MAX_CONCURRENT, MAX_TOKENS, OUTPUT_LEN = 12, 5, 240, 8
+COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_num_seqs": MAX_CONCURRENT}
+# All conversations together have about 150 blocks of about 12 KB.
+TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
+MAX_FAULT_INTERVAL_S = 0.1
+MAX_IDLE_WAIT_S = 20.0
+# Only Linux can limit the files of another process.
+ENGINE_FAULTS = ("kill", "fill_disk_for_a_while") if sys.platform == "linux" else ("kill",)
+SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
+
+
+@dataclass(frozen=True)
+class TieredEngine:
+    """Loads the model in the engine's process, where it makes loads and writes more frequent."""
+
+    path: Path
+    config: EngineConfig
+
+    def __call__(self) -> tuple[ModelSpec, EngineConfig]:
+        drop_privileges()
+        block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = 0.05
+        # To compute the prompts of a tiny model is faster than any load.
+        CopyTimeModel.predict = lambda *_: 0.0
+        return load(self.path), self.config
+
+
+@dataclass
+class Conversation:
+    """seed: determines the tokens of sampled answers."""
+
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+
+    def add_turn(self, rng: random.Random) -> None:
+        """Append tokens of the user. A conversation that has become too long starts again, with other tokens."""
+        turn = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(3, 60))]
+        if len(self.tokens) + len(turn) + OUTPUT_LEN > MAX_TOKENS:
+            self.tokens = []
+        self.tokens += turn
+
+
+class Campaign:
+    """An engine with tiers in a process of its own, and an engine without tiers that gives the expected answers."""
+
+    def __init__(self, model: Path, directory: Path, seed: int):
+        self._model = model
+        self._directory = directory
+        self._rng = random.Random(seed)
+        self._faults = DirectoryFaults(directory, self._rng)
+        self._names = choose_forever([*FAULTS, *ENGINE_FAULTS], self._rng)
+        self._conversations = [Conversation(self._rng.getrandbits(31)) for _ in range(NUM_CONVERSATIONS)]
+        self._engine: EngineClient | None = None
+        self._process: EngineProcess | None = None
+        # Cleared while a killed engine starts again.
+        self._is_serving = asyncio.Event()
+        self._has_restarted = False
+        self.totals: Counter[str] = Counter()
+
+    async def run(self, num_faults: int) -> None:
+        """Inject `num_faults` faults. Raises AssertionError if an answer or the engine is wrong."""
+        expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
+        try:
+            await self._start()
+            while sum(self.totals[name] for name in [*FAULTS, *ENGINE_FAULTS]) < num_faults:
+                await self._run_turns(expected_engine, num_faults=self._rng.randrange(4))
+            await self._restart()
+            # All conversations return to the new process.
+            for _ in range(NUM_CONVERSATIONS // MAX_CONCURRENT + 1):
+                await self._run_turns(expected_engine, num_faults=0)
+        finally:
+            await expected_engine.stop()
+            if self._engine is not None:
+                await self._engine.stop()
+
+    async def _start(self) -> None:
+        config = EngineConfig(**COMMON_SETTINGS, **TIER_SETTINGS, kv_offload_dir=self._directory)
+        self._process = EngineProcess(TieredEngine(self._model, config))
+        self._engine = await EngineClient.adopt(self._process)
+        self._is_serving.set()
+        self._has_restarted = True
+
+    async def _restart(self) -> None:
+        self._is_serving.clear()
+        self._process.kill()
+        await self._engine.stop()
+        await self._start()
+
+    async def _run_turns(self, expected_engine: Engine, num_faults: int) -> None:
+        """Some conversations have a turn at the same time, during which faults are injected."""
+        conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
+        for conversation in conversations:
+            conversation.add_turn(self._rng)
+        expected = await asyncio.gather(*(generate(expected_engine, turn) for turn in conversations))
+        answering = asyncio.gather(*map(self._generate, conversations))
+        for _ in range(num_faults):
+            await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
+            await self._inject_fault()
+        found, self._has_restarted = await answering, False
+        for conversation, (tokens, _), (found_tokens, num_cached) in zip(conversations, expected, found, strict=True):
+            assert found_tokens == tokens, (
+                f"after {len(conversation.tokens)} tokens, {num_cached} of them cached, the answer is {found_tokens} "
+                f"instead of {tokens}"
+            )
+            conversation.tokens += tokens
+            self.totals["num_turns"] += 1
+            self.totals["num_prompt_tokens"] += len(conversation.tokens) - OUTPUT_LEN
+            self.totals["num_cached_tokens"] += num_cached
+        await self._check_idle()
+
+    async def _generate(self, conversation: Conversation) -> tuple[list[int], int]:
+        """Ask the engine with tiers, again if its process was killed meanwhile."""
+        has_restarted = self._has_restarted
+        while True:
+            await self._is_serving.wait()
+            engine = self._engine
+            try:
+                tokens, num_cached = await generate(engine, conversation)
+            except EngineDeadError:
+                if engine is self._engine and self._is_serving.is_set():
+                    raise
+                continue
+            if has_restarted:
+                self.totals["num_cached_tokens_after_restart"] += num_cached
+            return tokens, num_cached
+
+    async def _inject_fault(self) -> None:
+        name = next(self._names)
+        if name == "kill":
+            await self._restart()
+        elif name == "fill_disk_for_a_while":
+            await self._fill_disk()
+        elif not await asyncio.to_thread(self._faults.inject, name):
+            return
+        self.totals[name] += 1
+
+    async def _fill_disk(self) -> None:
+        """Let the engine write only parts of files, as on a full disk."""
+        pid, unlimited = self._process.pid, resource.RLIM_INFINITY
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (self._rng.randrange(1 << 14), unlimited))
+        await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+    async def _check_idle(self) -> None:
+        """Assert that the engine without requests holds no blocks and no states, once its copies have ended."""
+        deadline = time.monotonic() + MAX_IDLE_WAIT_S
+        while True:
+            stats, num_slots = self._engine.stats, self._engine.info.num_state_slots
+            if (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots):
+                return
+            assert time.monotonic() < deadline, f"the idle engine holds blocks or states: {stats}"
+            await asyncio.sleep(0.01)
+
+
+async def generate(engine: Engine, conversation: Conversation) -> tuple[list[int], int]:
+    """Returns the answer to a conversation, and the number of its tokens that were cached."""
+    sampling = SamplingParams(
+        **SAMPLINGS[conversation.seed % len(SAMPLINGS)],
+        seed=conversation.seed,
+        max_tokens=OUTPUT_LEN,
+        ignore_eos=True,
+    )
+    request = Request(str(conversation.seed), conversation.tokens, sampling)
+    outputs = [output async for output in engine.generate(request)]
+    return [token for output in outputs for token in output.new_token_ids], outputs[0].num_cached_tokens
+
+
+def run_campaign(name: str, num_faults: int, seed: int) -> Counter[str]:
+    """Run the tiny model `name`. Returns what happened, and raises AssertionError if something was wrong."""
+    with tempfile.TemporaryDirectory() as parent:
+        model, directory = Path(parent, "model"), Path(parent, "blocks")
+        model.mkdir()
+        directory.mkdir(mode=0o700)
+        give_to_unprivileged_user(directory)
+        write_tiny_checkpoint(name, model)
+        campaign = Campaign(model, directory, seed)
+        asyncio.run(campaign.run(num_faults))
+        return campaign.totals
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--faults", type=int, default=1000, help="number of faults for each model")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument(
+        "--models", nargs="+", default=["Llama, tied", "Qwen3-Next", "DeepSeek-V3"], choices=TINY_MODELS
+    )
+    arguments = options.parse_args()
+    for name in arguments.models:
+        totals = run_campaign(name, arguments.faults, arguments.seed)
+        print(f"{name} | {', '.join(f'{key} {total}' for key, total in sorted(totals.items()))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
