@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import random
 import resource
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from tiny_models import TINY_MODELS, VOCAB
 
 from nanovllm_core import AsyncEngine, EngineClient, EngineConfig, EngineDeadError, ModelSpec, Request, SamplingParams
 from nanovllm_core.cache import block_files
+from nanovllm_core.cache.block_files import BlockFiles
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.process import EngineProcess
@@ -33,8 +33,7 @@ COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_n
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
 MAX_IDLE_WAIT_S = 20.0
-# Only Linux can limit the files of another process.
-ENGINE_FAULTS = ("kill", "fill_disk_for_a_while") if sys.platform == "linux" else ("kill",)
+ENGINE_FAULTS = ("kill", "fill_disk_for_a_while")
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
 
@@ -50,7 +49,21 @@ class TieredEngine:
         block_files._SUSPENSION_S = block_files._SCAN_RETRY_S = 0.05
         # To compute the prompts of a tiny model is faster than any load.
         CopyTimeModel.predict = lambda *_: 0.0
+        write_file = BlockFiles._write_file
+
+        def write_part(files: BlockFiles, block_hash: bytes, payload: memoryview) -> None:
+            is_full = full_disk_marker(self.config.kv_offload_dir).exists()
+            max_bytes = random.randrange(payload.nbytes) if is_full else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
+            write_file(files, block_hash, payload)
+
+        BlockFiles._write_file = write_part
         return load(self.path), self.config
+
+
+def full_disk_marker(directory: Path) -> Path:
+    """A file that exists while engines can write only parts of files, as on a full disk."""
+    return directory.with_name("disk-is-full")
 
 
 @dataclass
@@ -163,11 +176,9 @@ class Campaign:
         self.totals[name] += 1
 
     async def _fill_disk(self) -> None:
-        """Let the engine write only parts of files, as on a full disk."""
-        pid, unlimited = self._process.pid, resource.RLIM_INFINITY
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (self._rng.randrange(1 << 14), unlimited))
+        full_disk_marker(self._directory).touch()
         await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        full_disk_marker(self._directory).unlink()
 
     async def _check_idle(self) -> None:
         """Assert that the engine without requests holds no blocks and no states, once its copies have ended."""
@@ -201,6 +212,8 @@ def run_campaign(name: str, num_faults: int, seed: int) -> Counter[str]:
         directory.mkdir(mode=0o700)
         give_to_unprivileged_user(directory)
         write_tiny_checkpoint(name, model)
+        for path in model.iterdir():
+            path.chmod(0o644)  # The engine's process drops its privileges before it reads the files.
         campaign = Campaign(model, directory, seed)
         asyncio.run(campaign.run(num_faults))
         return campaign.totals
