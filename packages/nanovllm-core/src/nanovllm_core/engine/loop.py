@@ -242,7 +242,8 @@ class EngineLoop:
                 self._complete_oldest_step()
             if self._copier is not None:
                 self._copier.close()
-            self._scheduler.close()
+            if self._scheduler.tier is not None:
+                self._scheduler.tier.close()
             if self._ranks is not None:
                 self._ranks.stop()
         except BaseException:
