@@ -1,6 +1,7 @@
 """`load`: errors, dummy weights, and default values of fields."""
 
 import json
+import os
 import re
 
 import pytest
@@ -142,3 +143,16 @@ def test_fields_left_out_have_the_defaults_of_transformers(write_config, family,
     names = set(ours.__slots__) - {"rotary", "qk_norm", "o_proj_bias", "quantization"} - beyond
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_the_fingerprint_changes_with_the_config_and_the_weights(write_config):
+    path = write_config()
+    save_file({"x": torch.zeros(2)}, path / "model.safetensors")
+    fingerprint = nanovllm_models.load(path).fingerprint
+    assert fingerprint == nanovllm_models.load(path, served_name="other").fingerprint
+    os.utime(path / "model.safetensors", ns=(1, 1))
+    with_new_weights = nanovllm_models.load(path).fingerprint
+    (path / "config.json").write_text((path / "config.json").read_text() + " ")
+    with_new_config = nanovllm_models.load(path).fingerprint
+    random_weights = {nanovllm_models.load(path, load_format="dummy", seed=seed).fingerprint for seed in (0, 1)}
+    assert len({fingerprint, with_new_weights, with_new_config, *random_weights}) == 5

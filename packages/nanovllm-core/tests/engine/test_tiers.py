@@ -1,6 +1,7 @@
 """Prompts whose blocks come from host memory or files, because the cache is too small for all conversations."""
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from nanovllm_core import (
     SamplingParams,
 )
 from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.execution import entry_copier
 
 # A conversation takes up to 12 blocks, so that conversations that alternate evict each other.
@@ -152,6 +154,18 @@ async def test_loads_that_take_longer_than_computing_are_rejected(oracle, monkey
         assert dict(engine.stats.loaded_tokens) == {"host": 0}
     finally:
         await engine.stop()
+
+
+async def test_the_trace_has_a_span_for_each_load(oracle, tmp_path):
+    engine = await AsyncEngine.start(toy_model.toy_spec(), replace(CONFIG, trace=tmp_path / "trace.json"))
+    try:
+        await converse(engine, oracle, 2)
+    finally:
+        await engine.stop()
+    events = [json.loads(line.rstrip(",")) for line in (tmp_path / "trace.json").read_text().splitlines()[1:]]
+    loads = [event for event in events if event["ph"] == "X" and event["tid"] == TRACK_IDS["load"]]
+    assert {event["name"] for event in loads} <= {f"request 1-{index}" for index in range(3)}
+    assert sum(event["args"]["host_tokens"] for event in loads) == dict(engine.stats.loaded_tokens)["host"] > 0
 
 
 def with_fingerprint(spec: ModelSpec) -> ModelSpec:

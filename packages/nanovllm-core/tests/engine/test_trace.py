@@ -6,6 +6,7 @@ import pytest
 from toy_model import toy_spec
 
 from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
+from nanovllm_core.engine.trace import TRACK_IDS
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -39,4 +40,4 @@ async def test_a_trace_is_closed_when_loading_fails(tmp_path):
     file = tmp_path / "trace.json"
     with pytest.raises(ValueError, match="this model can't be built"):
         await AsyncEngine.start(toy_spec("refusing"), EngineConfig(device="cpu", trace=file))
-    assert file.read_text().count("thread_name") == 4
+    assert file.read_text().count("thread_name") == len(TRACK_IDS)

@@ -101,8 +101,9 @@ class CacheManager:
         """
         if self._tier is None or request.has_loaded:
             return None
-        request.has_loaded = True
-        return self._tier.start_load(request, self._group, self._reusable_hashes(request))
+        load = self._tier.start_load(request, self._group, self._reusable_hashes(request))
+        request.has_loaded = load is not None
+        return load
 
     def finish_load(self, load: PrefixLoad) -> None:
         """Let prompts find the entries of an ended load, and release all blocks of its request, for a new admission."""

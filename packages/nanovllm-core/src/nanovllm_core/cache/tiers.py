@@ -318,6 +318,11 @@ class HostTier:
                     ended_loads += batch.loads
         return ended_loads if self.files is None else ended_loads + self._complete_files(self.files)
 
+    def close(self) -> None:
+        """Wait for files that are being written. Call after the last copy."""
+        if self.files is not None:
+            self.files.close()
+
     def forget(self) -> None:
         """Forget all entries. Copies in flight end without effect."""
         self._epoch += 1

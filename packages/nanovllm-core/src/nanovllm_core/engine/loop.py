@@ -242,7 +242,8 @@ class EngineLoop:
                 self._complete_oldest_step()
             if self._copier is not None:
                 self._copier.close()
-            self._scheduler.close()
+            if self._scheduler.tier is not None:
+                self._scheduler.tier.close()
             if self._ranks is not None:
                 self._ranks.stop()
         except BaseException:
@@ -255,10 +256,11 @@ class EngineLoop:
             self._spin_control.close()
 
     def _wait_for_work(self) -> None:
-        """Wait for a message while no step is in flight, or until a copy may have ended for which requests wait."""
+        """Wait for a message while no step is in flight, or until copies end, which hold blocks of waiting requests."""
         while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else None):
             self._move_copies(has_plan=False)
-            if self._scheduler.num_waiting:
+            # Without copies, the stats show that all blocks are free.
+            if self._scheduler.num_waiting or not self._scheduler.has_copies:
                 break
         self._inbox_changed.clear()
 

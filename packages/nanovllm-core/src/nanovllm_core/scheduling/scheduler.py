@@ -116,11 +116,6 @@ class Scheduler:
         if self.tier is not None:
             self.tier.forget()
 
-    def close(self) -> None:
-        """Close the tiers of the cache, after the last copy."""
-        if self.tier is not None and self.tier.files is not None:
-            self.tier.files.close()
-
     def add(self, request: RequestState) -> None:
         """Queue a validated request. Raises ValueError if the key is in use."""
         if self._lifecycle.find(request.key) is not None:
