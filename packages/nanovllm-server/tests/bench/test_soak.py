@@ -81,6 +81,7 @@ async def test_traffic_is_counted_and_memory_is_sampled(options):
     result = await soak_command.soak(options)
     assert result.counts.exchanges_by_kind["large schema"] >= options.num_clients
     assert result.counts.exchanges_by_kind["long prompt"] >= options.num_clients
+    assert result.counts.exchanges_by_kind["prompt of one length"] > MAX_PROMPT_WORDS
     assert 0 < result.warm_up_s < options.duration_s
     assert result.counts.exchanges_by_kind.keys() & set(QUICK_KINDS)
     assert result.counts.failures == []

@@ -200,6 +200,10 @@ async def soak(options: SoakOptions) -> SoakResult:
     end_time = start_time + options.duration_s
     num_long_prompts = -(-MIN_LONG_PROMPT_BYTES // count_long_prompt_bytes(max_model_len))
     warm_up = WarmUp(options.flat_s, start_time + options.max_warm_up_s, NUM_LARGE_SCHEMAS, num_long_prompts)
+    source = TrafficSource(options.endpoint, model, f"{options.seed}-lengths", options.max_prompt_words)
+    for exchange in source.build_prompts_of_all_lengths(max_model_len):
+        if time.monotonic() < start_time + options.max_warm_up_s:
+            counts.add("prompt of one length", await run_exchange(source, exchange))
     # The task group waits for the last answer of each client.
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):

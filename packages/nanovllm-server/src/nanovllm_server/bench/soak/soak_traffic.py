@@ -3,7 +3,7 @@
 import asyncio
 import re
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from random import Random
@@ -24,6 +24,8 @@ NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # The longest prompt that fills caches, in words.
 MAX_CACHED_PROMPT_WORDS = 20_000
+# Steps of a CPU rarely have more tokens than this number of the longest random prompts.
+MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
@@ -99,6 +101,18 @@ class TrafficSource:
         words = self.random.choices(SINGLE_TOKEN_WORDS, k=_count_long_prompt_words(max_model_len))
         messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
         return Exchange(self.encode_post(self.encode_chat(messages=messages, max_tokens=max_model_len)), REFUSALS)
+
+    def build_prompts_of_all_lengths(self, max_model_len: int) -> Iterator[Exchange]:
+        """Builds requests for one token each, from the shortest prompt to the longest. Lengths grow by 1/16 or less.
+
+        If these requests run one at a time, a CPU compiles its kernels for all numbers of tokens of a step.
+        """
+        num_words = 1
+        while num_words <= min(max_model_len // 2, MAX_LONGEST_PROMPTS_PER_STEP * self._max_prompt_words):
+            words = self.random.choices(SINGLE_TOKEN_WORDS, k=num_words)
+            messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
+            yield Exchange(self.encode_post(self.encode_chat(messages=messages, max_tokens=1)))
+            num_words += min(max(num_words // 16, 1), 32)
 
     def encode_chat(self, **fields: JSON) -> bytes:
         """Encodes a valid chat completion request. fields: replace or extend the usual fields."""
