@@ -33,6 +33,7 @@ COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_n
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
 MAX_IDLE_WAIT_S = 20.0
+INDEX_WAIT_S = 1.0  # in which a new process finds the files of its predecessor
 ENGINE_FAULTS = ("kill", "fill_disk_for_a_while")
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
@@ -95,7 +96,8 @@ class Campaign:
         self._process: EngineProcess | None = None
         # Cleared while a killed engine starts again.
         self._is_serving = asyncio.Event()
-        self._has_restarted = False
+        # Seeds of conversations that had no turn since the engine's process started.
+        self._unknown_seeds: set[int] = set()
         self.totals: Counter[str] = Counter()
 
     async def run(self, num_faults: int) -> None:
@@ -106,8 +108,9 @@ class Campaign:
             while sum(self.totals[name] for name in [*FAULTS, *ENGINE_FAULTS]) < num_faults:
                 await self._run_turns(expected_engine, num_faults=self._rng.randrange(4))
             await self._restart()
-            # All conversations return to the new process.
-            for _ in range(NUM_CONVERSATIONS // MAX_CONCURRENT + 1):
+            await asyncio.sleep(INDEX_WAIT_S)
+            # Nearly all conversations return to the new process.
+            for _ in range(NUM_CONVERSATIONS // 2):
                 await self._run_turns(expected_engine, num_faults=0)
         finally:
             await expected_engine.stop()
@@ -119,7 +122,7 @@ class Campaign:
         self._process = EngineProcess(TieredEngine(self._model, config))
         self._engine = await EngineClient.adopt(self._process)
         self._is_serving.set()
-        self._has_restarted = True
+        self._unknown_seeds = {conversation.seed for conversation in self._conversations}
 
     async def _restart(self) -> None:
         self._is_serving.clear()
@@ -137,7 +140,8 @@ class Campaign:
         for _ in range(num_faults):
             await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
             await self._inject_fault()
-        found, self._has_restarted = await answering, False
+        found = await answering
+        self._unknown_seeds -= {conversation.seed for conversation in conversations}
         for conversation, (tokens, _), (found_tokens, num_cached) in zip(conversations, expected, found, strict=True):
             assert found_tokens == tokens, (
                 f"after {len(conversation.tokens)} tokens, {num_cached} of them cached, the answer is {found_tokens} "
@@ -151,7 +155,6 @@ class Campaign:
 
     async def _generate(self, conversation: Conversation) -> tuple[list[int], int]:
         """Ask the engine with tiers, again if its process was killed meanwhile."""
-        has_restarted = self._has_restarted
         while True:
             await self._is_serving.wait()
             engine = self._engine
@@ -161,7 +164,7 @@ class Campaign:
                 if engine is self._engine and self._is_serving.is_set():
                     raise
                 continue
-            if has_restarted:
+            if conversation.seed in self._unknown_seeds:
                 self.totals["num_cached_tokens_after_restart"] += num_cached
             return tokens, num_cached
 
