@@ -256,8 +256,8 @@ class Runner:
         self, shape: GraphShape, launch_attention: LaunchAttention | None = None, *, num_decodes: int | None = None
     ) -> ForwardOutput:
         """Run the forward pass of the rows in the step buffer, padded to `shape`. Graphs capture this method."""
-        flags, max_model_len = (shape.has_only_whole_prompts, shape.has_drafts), self._config.max_model_len
-        bounds = BatchBounds(shape.num_tokens, num_decodes, shape.max_query_len, max_model_len, *flags)
+        lengths = (num_decodes, shape.max_query_len, self._config.max_model_len)
+        bounds = BatchBounds(shape.num_tokens, *lengths, shape.has_only_whole_prompts, shape.has_drafts)
         rows = self._table.step_buffer.first_rows(shape.num_reqs)
         hidden, batch = self._forward.run(rows, bounds, launch_attention)
         return self._forward.make_output(hidden, rows, batch, bounds)
