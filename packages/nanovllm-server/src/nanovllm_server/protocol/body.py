@@ -29,7 +29,10 @@ def parse_body(data: bytes | bytearray) -> dict[str, JSON]:
 
 
 def _has_too_many_values(data: bytes | bytearray) -> bool:
-    if len(data) <= MAX_VALUES or _count(data, _BYTES_BEFORE_VALUES) <= MAX_VALUES:
+    if len(data) <= MAX_VALUES:
+        return False
+    # One call of `translate` takes less than half the time of three calls of `count`.
+    if len(data) - len(data.translate(None, _BYTES_BEFORE_VALUES)) <= MAX_VALUES:
         return False
     # Strings may contain these bytes, for example a long text with many commas: count again without strings.
     without_escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -38,7 +41,3 @@ def _has_too_many_values(data: bytes | bytearray) -> bool:
         # At most two strings (four quotes) follow each comma or bracket, so there are too many commas and brackets.
         return True
     return sum(map(len, quotes_and_bytes_before_values.split(b'"')[::2])) > MAX_VALUES
-
-
-def _count(data: bytes | bytearray, counted_bytes: bytes) -> int:
-    return sum(data.count(byte) for byte in counted_bytes)
