@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanovllm_kernels import fp8
-from nanovllm_kernels.attention.plan.gathers import DecodeGroup, GatherPlan, PrefillRequest
+from nanovllm_kernels.attention.plan.gathers import DecodeGroup, GatherPlan, PrefillRequest, round_up_tokens
 
 
 def paged_attention(
@@ -92,13 +92,25 @@ def _attend_prefill(
     heads_per_slot = kv_cache.shape[2]
     kv = gather_pages(kv_cache, kv_scales, prefill.pages, q.dtype).view(1, -1, heads_per_slot, head_dim)
     k, v = kv[:, : prefill.length].transpose(1, 2).chunk(2, 1)
+    num_queries = len(q)
+    padded_queries = num_keys = round_up_tokens(num_queries, q.dtype)
+    if prefill.mask is not None:
+        padded_queries, num_keys = prefill.mask.shape
+    # No query sees the padding: the mask hides it, or it comes after the last token. It has zeros, because the weight 0
+    # of an unfilled slot would not cancel a NaN.
+    queries = _pad_tokens(q.transpose(0, 1).unsqueeze(0), padded_queries)
     out = functional.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        k,
-        v,
+        queries,
+        _pad_tokens(k, num_keys),
+        _pad_tokens(v, num_keys),
         convert_mask(prefill.mask, q.dtype),
         is_causal=prefill.mask is None,
         scale=scale,
         enable_gqa=2 * num_heads != heads_per_slot,
     )
-    return out.squeeze(0).transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1)[:num_queries]
+
+
+def _pad_tokens(x: Tensor, num_tokens: int) -> Tensor:
+    """Append zeros to `x` [1, heads, n, D]. Returns [1, heads, num_tokens, D]."""
+    return functional.pad(x, (0, 0, 0, num_tokens - x.shape[2])) if num_tokens > x.shape[2] else x

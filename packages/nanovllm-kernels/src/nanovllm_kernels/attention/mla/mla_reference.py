@@ -59,7 +59,7 @@ def _attend_prefill(
     kv = functional.linear(latents, expansion.view(-1, latent_dim)).view(-1, num_heads, expanded_dim).transpose(0, 1)
     key_dim = q.shape[2] - k_rope.shape[1]
     k = torch.cat((kv[..., :key_dim], k_rope.expand(num_heads, -1, -1)), -1)
-    mask = convert_mask(prefill.mask, q.dtype)
+    mask = convert_mask(None if prefill.mask is None else prefill.mask[: len(q), : prefill.length], q.dtype)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1), k, kv[..., key_dim:], mask, is_causal=mask is None, scale=scale
     )

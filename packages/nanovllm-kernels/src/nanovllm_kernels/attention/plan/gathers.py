@@ -11,6 +11,9 @@ from torch import Tensor
 
 # Maximum number of tokens copied at once. A larger copy spends most of its time on page faults of new memory.
 MAX_GATHER_TOKENS = 8192
+# For bf16 on a CPU with AMX, torch compiles and keeps kernels for each number of queries and of keys. Few numbers occur
+# if they are padded to multiples of this number.
+BF16_PADDED_TOKENS = 16
 
 
 class DecodeGroup(NamedTuple):
@@ -35,7 +38,8 @@ class PrefillRequest(NamedTuple):
 
     begin: index of the request's first query in the step.
     end: index after the request's last query in the step.
-    mask: [end - begin, length], 0 for visible tokens, -inf for others. None: causal, and all tokens are in the step.
+    mask: [queries, tokens], 0 for visible tokens, -inf for others. Both are padded to multiples of BF16_PADDED_TOKENS
+        if the mask is bf16. None: causal, and all tokens are in the step.
     """
 
     begin: int
@@ -80,11 +84,17 @@ def plan_gathers(
                 continue
             mask = None
             if end - begin != length:
-                mask = torch.full((end - begin, length), -torch.inf, dtype=dtype, device=seq_lens.device)
+                shape = [round_up_tokens(number, dtype) for number in (end - begin, length)]
+                mask = torch.full(shape, -torch.inf, dtype=dtype, device=seq_lens.device)
                 mask.triu_(length - (end - begin) + 1)
             pages = _slice_if_consecutive(block_tables[request, : -(-length // page_size)])
             prefills.append(PrefillRequest(begin, end, pages, length, mask))
     return GatherPlan(decodes, prefills)
+
+
+def round_up_tokens(num_tokens: int, dtype: torch.dtype) -> int:
+    """The number of queries or keys to which `num_tokens` are padded for attention in `dtype`."""
+    return -(-num_tokens // BF16_PADDED_TOKENS) * BF16_PADDED_TOKENS if dtype == torch.bfloat16 else num_tokens
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
