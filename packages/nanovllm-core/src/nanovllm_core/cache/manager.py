@@ -198,20 +198,23 @@ class CacheManager:
     def _find_cached_blocks(self, request: RequestState, num_skipped: int = 0) -> list[int]:
         """The cached blocks at the beginning of `request`, without the first `num_skipped` blocks."""
         cached_blocks: list[int] = []
-        for block_hash in self._reusable_hashes(request)[num_skipped:]:
-            block = self.pool.lookup(block_hash)
+        for index in range(num_skipped, self._count_reusable_blocks(request)):
+            block = self.pool.lookup(request.block_hashes[index])
             if block is None:
                 break
             cached_blocks.append(block)
         return cached_blocks
 
     def _reusable_hashes(self, request: RequestState) -> list[BlockHash]:
-        """The hashes of the blocks at the beginning of `request` that need not be computed if they are cached."""
+        return request.block_hashes[: self._count_reusable_blocks(request)]
+
+    def _count_reusable_blocks(self, request: RequestState) -> int:
+        """The number of blocks at the beginning of `request` that need not be computed if they are cached."""
         if self._hasher is None:
-            return []
+            return 0
         self._hasher.extend_hashes(request)
         # Cached tokens yield no logits, so use no cached block from the first token whose logits are needed on.
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )
-        return request.block_hashes[: max_cached_tokens // self.block_size]
+        return max_cached_tokens // self.block_size

@@ -56,7 +56,7 @@ class Proposer(ABC):
 
     def compute_late_entries(self, entries: Sequence[EntryRange]) -> None:
         """Compute the cache entries of earlier tokens, see `StepPlan.late_entries`. Never captured."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} cannot lag, so it has no late entries")
 
 
 class NgramProposer(Proposer):

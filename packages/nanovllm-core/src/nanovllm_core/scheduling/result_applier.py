@@ -57,7 +57,9 @@ class ResultApplier:
             if not rows.is_finished[prompt_range.row]
         ]
         new_tokens, stopped_indices = self._cut_at_stop_tokens(self._select_new_tokens(step, results, is_finished))
-        keys = np.repeat(new_tokens.columns.keys, new_tokens.num_tokens).tolist()
+        keys = new_tokens.columns.keys
+        if len(new_tokens.tokens) > len(keys):
+            keys = np.repeat(keys, new_tokens.num_tokens).tolist()
         logprobs = self._collect_logprobs(scheduled, results, keys) if results.logprobs else []
         starts, finishes = self._append_tokens(new_tokens, stopped_indices)
         if self._prefix_caching:
@@ -73,6 +75,8 @@ class ResultApplier:
         Returns the totals of unfinished requests for which the step verified drafts.
         """
         if results.drafts is None:
+            if results.tokens.size:
+                raise ValueError("with speculation, the results of each step that samples need `drafts`")
             return []
         rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
         sampled_rows = scheduled.rows[scheduled.is_sampled]
