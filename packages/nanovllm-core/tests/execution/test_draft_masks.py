@@ -204,6 +204,12 @@ def test_allowed_ids_alone_restrict_all_entries_without_waiting():
     assert len(constraints._steps_in_flight) == 1
 
 
+def test_drafts_without_a_result_that_contains_them_raise():
+    constraints = start([make_new_row(0, CountingGrammar())], [0], [[1]])
+    with pytest.raises(RuntimeError, match="a step has 2 drafts for row 0, but .* previous step has 1"):
+        fill_entries(constraints, make_plan([0], num_drafts=[2]))
+
+
 @pytest.mark.parametrize("num_accepted", [1, 3, 5])
 def test_string_that_repeats_itself_ends_after_drafts(num_accepted):
     """The drafts reach the limit of repetitions, close the string and open another string."""

@@ -181,7 +181,7 @@ class Constraints:
                 continue
             # The host may not know the drafts of other rows, because the step did not wait for the previous step.
             if constraint.depends_on_output:
-                draft = constraint.draft_ids[entry]
+                draft = _find_draft(request, entry)
                 if not allows_token(mask, draft):
                     continue
                 if entry == 0:
@@ -224,6 +224,17 @@ class Constraints:
             next_tokens = [(constraint, new_tokens.pop(0)) for constraint, new_tokens in remaining_tokens]
             self._matcher_calls.advance([pair for pair in next_tokens if pair[0].append_token(pair[1])])
             remaining_tokens = [pair for pair in remaining_tokens if pair[1]]
+
+
+def _find_draft(request: ConstrainedRequest, entry: int) -> int:
+    """The draft after `entry`, from the result of the row's previous step. Raises RuntimeError if it is unknown."""
+    _, constraint, num_drafts = request
+    if num_drafts > len(constraint.draft_ids):
+        raise RuntimeError(
+            f"a step has {num_drafts} drafts for row {constraint.row}, but the result of the row's previous step has "
+            f"{len(constraint.draft_ids)}: plan drafts only after a step that sampled a token for the row"
+        )
+    return constraint.draft_ids[entry]
 
 
 class _MatcherCalls:
