@@ -14,27 +14,23 @@ __all__ = ["BlockParts", "gather_blocks", "scatter_blocks"]
 
 def gather_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
     """Copy block blocks[i] of all caches to rows[i]. blocks: int64 [n]. rows: uint8 [n, row_bytes], contiguous."""
-    _check_rows(parts, blocks, rows)
-    if rows.is_cuda:
-        from nanovllm_kernels.block_copy import triton_block_copy
-
-        triton_block_copy.copy_blocks(parts, parts.chunks, blocks, rows, writes_caches=False)
-    else:
-        block_copy_reference.gather_blocks(parts.caches, blocks, rows)
+    _copy_blocks(parts, blocks, rows, writes_caches=False)
 
 
 def scatter_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
     """Copy rows[i] to block blocks[i] of all caches, the inverse of `gather_blocks`. The blocks must differ."""
-    _check_rows(parts, blocks, rows)
-    if rows.is_cuda:
-        from nanovllm_kernels.block_copy import triton_block_copy
-
-        triton_block_copy.copy_blocks(parts, parts.chunks, blocks, rows, writes_caches=True)
-    else:
-        block_copy_reference.scatter_blocks(parts.caches, blocks, rows)
+    _copy_blocks(parts, blocks, rows, writes_caches=True)
 
 
-def _check_rows(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
+def _copy_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor, *, writes_caches: bool) -> None:
     expected = (len(blocks), parts.row_bytes)
     if rows.shape != expected or rows.dtype != torch.uint8 or not rows.is_contiguous():
         raise ValueError(f"rows must be contiguous uint8 {list(expected)}, not {rows.dtype} {list(rows.shape)}")
+    if rows.is_cuda:
+        from nanovllm_kernels.block_copy import triton_block_copy
+
+        triton_block_copy.copy_blocks(parts, parts.chunks, blocks, rows, writes_caches=writes_caches)
+    elif writes_caches:
+        block_copy_reference.scatter_blocks(parts.caches, blocks, rows)
+    else:
+        block_copy_reference.gather_blocks(parts.caches, blocks, rows)
