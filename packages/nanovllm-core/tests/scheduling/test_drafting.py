@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from nanovllm_core import Request
+from nanovllm_core.request_state import RequestState
 from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
 from nanovllm_core.scheduling.plan import DraftResults, ScheduledRows
 from nanovllm_core.scheduling.rows import RowTable
@@ -232,6 +234,17 @@ def test_requests_share_the_tokens_of_a_step():
     decodes = Decodes(0.01, num_requests=3, max_step_tokens=5)
     decodes.run_steps(20, accepts=True)
     assert decodes.choose() == [0, 0, 0]
+
+
+def test_a_new_request_in_a_row_starts_without_proposals_and_acceptance():
+    decodes = Decodes(0.01)
+    decodes.run_steps(20, accepts=True)
+    rows, request = decodes.rows, RequestState(1, Request("new", [1] * 10), max_total_tokens=10_000)
+    assert min(rows.num_proposed[0], rows.draft_trials[0], rows.draft_successes[0]) > 0
+    rows.assign(request, 0, 0, 16)
+    assert request.row == 0
+    assert (rows.num_proposed[0], rows.draft_trials[0], rows.draft_successes[0]) == (0, 0, 0)
+    assert decodes.choose() == [0]
 
 
 def test_drafts_end_before_the_maximum_length():
