@@ -29,7 +29,7 @@ class DecodeGroup(NamedTuple):
     begin: int
     end: int
     pages_or_slots: Tensor | slice
-    max_len: int  # Tokens of the longest request.
+    max_len: int  # Tokens of the longest request. With a bf16 mask, padded to a multiple of BF16_PADDED_TOKENS.
     mask: Tensor | None
 
 
@@ -116,13 +116,16 @@ def _plan_decodes(
     begin: int, end: int, block_tables: Tensor, seq_lens: Tensor, lengths: list[int], page_size: int, dtype: torch.dtype
 ) -> DecodeGroup:
     max_len = max(lengths)
-    tables = block_tables[:, : -(-max_len // page_size)]
+    num_pages = -(-max_len // page_size)
     if min(lengths) == max_len:
-        return DecodeGroup(begin, end, _slice_if_consecutive(tables.reshape(-1)), max_len, None)
+        pages = _slice_if_consecutive(block_tables[:, :num_pages].reshape(-1))
+        return DecodeGroup(begin, end, pages, max_len, None)
+    max_len = round_up_tokens(max_len, dtype)
     # An unfilled slot may hold NaN, which a mask does not remove. Read the request's first slot instead.
     offsets = torch.arange(max_len, dtype=torch.int32, device=seq_lens.device)
     is_filled = offsets < seq_lens.unsqueeze(1)
-    slots = tables.repeat_interleave(page_size, 1)[:, :max_len] * page_size + offsets % page_size
+    page_index = (offsets // page_size).clamp(max=num_pages - 1)
+    slots = block_tables[:, page_index] * page_size + offsets % page_size
     slots = torch.where(is_filled, slots, slots[:, :1])
     mask = torch.zeros(is_filled.shape, dtype=dtype, device=is_filled.device).masked_fill_(~is_filled, -torch.inf)
     return DecodeGroup(begin, end, slots.view(-1), max_len, mask[:, None, None])
