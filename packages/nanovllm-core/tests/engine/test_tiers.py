@@ -30,6 +30,7 @@ from nanovllm_core.execution import entry_copier
 # A conversation takes up to 12 blocks, so that conversations that alternate evict each other.
 CONFIG = EngineConfig(device="cpu", num_blocks=20, max_num_seqs=2, kv_offload_gib=0.01)
 NUM_TURNS = 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Answer = Callable[[list[int], int], list[int]]
 
 
@@ -52,7 +53,16 @@ async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TUR
         for index, prompt in enumerate(prompts):
             tokens = await generate(engine, f"{turn}-{index}", prompt, 8)
             assert tokens == answer(prompt, 8)
+            await wait_for_copies(engine)
             prompt += tokens + [rng.randrange(6, 97) for _ in range(12)]
+
+
+async def wait_for_copies(engine: AsyncEngine) -> None:
+    """Wait until the host memory has all cached blocks. On a CPU, each step stores them."""
+    scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
+    while scheduler.has_copies or scheduler.tier._store_queue:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
 
 
 async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
@@ -70,6 +80,7 @@ async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
     assert dict(stats.loaded_tokens)["host"] > stats.prefix_cache_hits / 2 > NUM_TURNS * 80
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -82,8 +93,8 @@ async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
     ],
     ids=str,
 )
-async def test_evicted_prefixes_come_from_host_memory(settings, oracle):
-    await check(toy_model.toy_spec(), replace(CONFIG, **settings), oracle)
+async def test_evicted_prefixes_come_from_host_memory(settings, device, oracle):
+    await check(toy_model.toy_spec(), replace(CONFIG, device=device, **settings), oracle)
 
 
 async def test_fp8_blocks_return_with_their_scales():
@@ -91,8 +102,9 @@ async def test_fp8_blocks_return_with_their_scales():
     await check(toy_model.toy_spec(), replace(CONFIG, kv_cache_dtype="fp8"), answer)
 
 
-async def test_recurrent_states_return_with_their_blocks():
-    await check(recurrent_spec(), replace(CONFIG, num_state_slots=6), Oracle())
+@pytest.mark.parametrize("device", DEVICES)
+async def test_recurrent_states_return_with_their_blocks(device):
+    await check(recurrent_spec(), replace(CONFIG, device=device, num_state_slots=6), Oracle())
 
 
 @pytest.mark.parametrize("method", ["draft", "mtp"])
@@ -174,8 +186,9 @@ def with_fingerprint(spec: ModelSpec) -> ModelSpec:
 
 async def wait_for_files(engine: AsyncEngine) -> None:
     """Wait until everything in host memory is in files."""
-    scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
-    while scheduler.has_copies or scheduler.tier._store_queue or scheduler.tier._write_queue:
+    await wait_for_copies(engine)
+    tier, deadline = engine._loop._scheduler.tier, time.monotonic() + 60
+    while tier.is_busy or tier._write_queue:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 
@@ -186,8 +199,10 @@ async def wait_for_files(engine: AsyncEngine) -> None:
         (toy_model.toy_spec(), {}, None),
         (recurrent_spec(), {"num_state_slots": 6}, Oracle),
         (summing_spec(draft=summing_spec()), {"speculate": "draft"}, lambda: continue_sum),
+        pytest.param(toy_model.toy_spec(), {"device": "cuda"}, None, marks=pytest.mark.gpu),
+        pytest.param(recurrent_spec(), {"device": "cuda", "num_state_slots": 6}, Oracle, marks=pytest.mark.gpu),
     ],
-    ids=["attention", "recurrent", "draft model"],
+    ids=["attention", "recurrent", "draft model", "attention on a GPU", "recurrent on a GPU"],
 )
 async def test_prefixes_return_from_files_after_a_restart(spec, settings, answer, oracle, tmp_path: Path):
     answer = oracle if answer is None else answer()

@@ -21,6 +21,8 @@ from nanovllm_core.execution.graphs import (
     graph_shapes,
     mixed_sizes,
 )
+from nanovllm_core.execution.model_proposers import DraftModelProposer, HeadProposer
+from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer
 from nanovllm_core.execution.request_table import SamplingOps
 from nanovllm_core.execution.runner import start_runner
 from nanovllm_core.execution.token_choice import CAPTURED_OPS, select_graph
@@ -215,6 +217,23 @@ def test_selected_sampling_graph_is_the_first_that_does_all_operations():
         assert not ops & ~selected
         assert selected == all_ops or not ops & (SamplingOps.PENALTY | SamplingOps.BIAS | SamplingOps.FORBID)
     assert select_graph(graphs, SamplingOps.FILTER) == SamplingOps.RANDOM | SamplingOps.FILTER
+
+
+@pytest.mark.parametrize("proposer", [NgramProposer, HeadProposer, DraftModelProposer])
+def test_captured_proposals_serve_steps_with_and_without_drafts(proposer):
+    all_ops = range(CAPTURED_OPS[-1] + 1)
+    graphs = dict.fromkeys(proposer.captured_ops(None, may_propose=True))
+    assert select_graph(graphs, NO_DRAFTS) == NO_DRAFTS
+    assert all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)
+    graphs = dict.fromkeys(proposer.captured_ops(None, may_propose=False))
+    assert select_graph(graphs, NO_DRAFTS) == NO_DRAFTS
+    # n-grams take no time, so every step may propose them.
+    assert proposer.uses_cache or all(select_graph(graphs, ops) != NO_DRAFTS for ops in all_ops)
+
+
+def test_operations_without_a_graph_are_an_error():
+    with pytest.raises(LookupError, match="no graph does the operations 4"):
+        select_graph({int(SamplingOps.RANDOM): None}, SamplingOps.PENALTY)
 
 
 def test_graph_mode_is_none_for_the_torch_backend():

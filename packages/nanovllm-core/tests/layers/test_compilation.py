@@ -9,7 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nanovllm_core.layers import compilation as module
 from nanovllm_core.layers.compilation import compile_for_rows, set_cache_directories
 
-CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# The name of the directory by variable.
+CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUTE_DSL_CACHE_DIR": "cute"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_each_function_is_compiled_separately(counter):
 
 def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypatch):
     compile_for_rows(mixed, 9)
-    assert [os.environ[name] for name in CACHE_VARIABLES] == [str(tmp_path / "inductor"), str(tmp_path / "triton")]
+    assert all(os.environ[name] == str(tmp_path / directory) for name, directory in CACHE_VARIABLES.items())
     for name in CACHE_VARIABLES:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
@@ -72,4 +73,4 @@ def test_cache_directories_of_the_user_are_kept(monkeypatch):
     for name in CACHE_VARIABLES:
         monkeypatch.setenv(name, "/somewhere")
     set_cache_directories()
-    assert [os.environ[name] for name in CACHE_VARIABLES] == ["/somewhere"] * 2
+    assert [os.environ[name] for name in CACHE_VARIABLES] == ["/somewhere"] * len(CACHE_VARIABLES)

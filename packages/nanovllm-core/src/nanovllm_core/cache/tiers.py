@@ -17,9 +17,9 @@ from nanovllm_core.cache.prefix_load import PrefixLoad, Target, Transfer
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
-# Limits of stores, so that they disturb steps little: bytes of a batch (at least one entry), entries of a batch, and
-# batches in flight.
-MAX_STORE_BYTES = 64 << 20
+# Limits of stores, because the entries of batches in flight can't be evicted: bytes of a batch (at least one entry),
+# entries of a batch, and batches in flight. A step of a long prompt fills up to 1 GiB, and batches wait for steps.
+MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
 

@@ -40,7 +40,7 @@ class Proposer(ABC):
         may_propose: whether a step of the captured shape may propose drafts that take time.
         """
         del may_propose
-        return (int(~SamplingOps.GREEDY),)
+        return int(~SamplingOps.GREEDY), NO_DRAFTS
 
     @abstractmethod
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:

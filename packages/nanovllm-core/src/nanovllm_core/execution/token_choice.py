@@ -279,8 +279,13 @@ def gather_columns(rows: Tensor, columns: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def select_graph(graphs: GraphsByOps[ResultT], ops: int) -> int:
-    """The key of the first graph that does all of `ops`."""
-    return ops if ops in graphs else next(captured for captured in graphs if not ops & ~captured)
+    """The key of the first graph that does all of `ops`. Raises LookupError if there is none."""
+    if ops in graphs:
+        return ops
+    for captured in graphs:
+        if not ops & ~captured:
+            return captured
+    raise LookupError(f"no graph does the operations {ops}, only {list(graphs)}")
 
 
 def compute_logprobs(tokens: Tensor, logits: Tensor, step: StepInputs, parallel: ParallelContext) -> sampling.Logprobs:

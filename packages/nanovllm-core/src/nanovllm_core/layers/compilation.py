@@ -50,10 +50,11 @@ def compile_for_rows(
 
 
 def set_cache_directories() -> None:
-    """Make Triton and torch.compile cache compiled code in the project's cache. Call before the first kernel runs."""
+    """Make all compilers cache compiled code in the project's cache. Call before the first kernel runs."""
     # torch.compile changes Triton's directory, unless the variable is set. Kernels that are compiled before and after
-    # this change would be in different directories.
-    for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+    # this change would be in different directories. CuTe DSL would use the directory for temporary files.
+    variables = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUTE_DSL_CACHE_DIR": "cute"}
+    for variable, name in variables.items():
         directory = make_cache_directory(name)
         if directory is not None:
             os.environ.setdefault(variable, str(directory))
