@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,11 +18,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanovllm_models import default_model_path
 
-GenerateTokens = Callable[[PreTrainedModel, list[int], int], list[int]]
 ChooseTokens = Callable[[PreTrainedModel, list[int], list[int]], list[int]]
 
 # Starts of servers in the background take minutes beside other tests.
 MAX_START_S = 500
+
+
+class ReferenceAnswer(NamedTuple):
+    """Greedy tokens of transformers, and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+GenerateTokens = Callable[[PreTrainedModel, list[int], int], ReferenceAnswer]
 
 
 @dataclass
@@ -136,14 +146,22 @@ def load_reference() -> Callable[[Path, torch.dtype, str], PreTrainedModel]:
 def reference_generate() -> GenerateTokens:
     """A function that generates `num_tokens` greedy tokens with transformers, for one prompt per batch."""
 
-    def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> ReferenceAnswer:
         ids = torch.tensor([prompt], device=model.device)
         model.generation_config.eos_token_id = None
         with torch.inference_mode():
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
-        return output[0, len(prompt) :].tolist()
+            # Greedy tokens have the greatest log-probabilities.
+            logprobs = torch.cat(output.logits).float().log_softmax(-1).amax(-1)
+        return ReferenceAnswer(output.sequences[0, len(prompt) :].tolist(), logprobs.tolist())
 
     return generate
 

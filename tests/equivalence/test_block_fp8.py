@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory, reference_generate):
     for name, module in twin.named_modules():
         if name.endswith("_proj"):
             module.register_forward_pre_hook(round_input)
-    return path / "fp8", [reference_generate(twin, prompt, OUTPUT_LEN) for prompt in make_prompts()]
+    return path / "fp8", [reference_generate(twin, prompt, OUTPUT_LEN).tokens for prompt in make_prompts()]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -73,7 +73,7 @@ def checkpoint(tmp_path_factory, reference_generate) -> tuple[Path, list[list[in
                 buffer.normal_(0, 0.3)
     path = tmp_path_factory.mktemp("deepseek_v3")
     model.save_pretrained(path)
-    outputs = [reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()]
+    outputs = [reference_generate(model, prompt, OUTPUT_LEN).tokens for prompt in make_prompts()]
     # A model that gives every prompt the same answer would prove nothing.
     assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
     assert len({token for output in outputs for token in output}) > 20
@@ -115,7 +115,7 @@ def quantised_answers(checkpoint, reference_generate, monkeypatch) -> list[list[
 
     monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv", expand_quantised)
     model = DeepseekV3ForCausalLM.from_pretrained(checkpoint[0], dtype=torch.float32).eval()
-    return [reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()]
+    return [reference_generate(model, prompt, OUTPUT_LEN).tokens for prompt in make_prompts()]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

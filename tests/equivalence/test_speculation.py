@@ -97,10 +97,13 @@ async def test_drafts_change_no_token(name, setting, tmp_path, device):
 async def check_drafts(path: Path, device: str, method: str, setting: str, draft: Path | None = None) -> None:
     settings, is_preempted = SETTINGS[setting], setting.startswith("preempted")
     one_rank = {**settings, "tensor_parallel_size": 1}
-    expected = await generate(path, device, one_rank, is_preempted=is_preempted, samplings=SAMPLINGS)
+    expected_logprobs, logprobs = list[list[float]](), list[list[float]]()
+    options = {"is_preempted": is_preempted, "samplings": SAMPLINGS}
+    expected = await generate(path, device, one_rank, **options, logprobs=expected_logprobs)
     settings = {"speculate": method, **settings}
-    found = await generate(path, device, settings, is_preempted=is_preempted, samplings=SAMPLINGS, draft=draft)
+    found = await generate(path, device, settings, **options, draft=draft, logprobs=logprobs)
     assert found == expected
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "setting"), DRAFT_PAIRS)

@@ -38,7 +38,7 @@ async def create(sdk, **fields):
 async def test_greedy_answers_equal_transformers(sdk, default_model, load_reference, reference_generate):
     tokenizer = load_tokenizer(default_model)
     prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), add_special_tokens=False).tolist()
-    expected = reference_generate(load_reference(default_model, torch.float32, "cpu"), prompt, 24)
+    expected = reference_generate(load_reference(default_model, torch.float32, "cpu"), prompt, 24).tokens
     answer = await create(sdk, max_tokens=24, extra_body={"ignore_eos": True})
     assert answer.choices[0].message.content == tokenizer.decode(expected)
     assert answer.usage.prompt_tokens == len(prompt)

@@ -177,12 +177,14 @@ async def generate(
     predictions: list[list[int]] | None = None,
     draft: Path | None = None,
     samplings: Sequence[dict] = ({"temperature": 0},),
+    logprobs: list[list[float]] | None = None,
 ) -> list[list[int]]:
     """Return the answers to `make_prompts`.
 
     predictions: of the answers, for engines with speculation.
     draft: directory of the draft model.
     samplings: options that the requests have in turn.
+    logprobs: receives the log-probabilities of the tokens of each answer; empty for requests that ask for none.
     """
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
@@ -193,20 +195,25 @@ async def generate(
     rng = random.Random(5)
     answers: list[list[list[int]]] = []
 
-    async def generate_after_delay(index: int, prompt: list[int]) -> list[int]:
+    async def generate_after_delay(index: int, prompt: list[int]) -> tuple[list[int], list[float]]:
         # The arrival times are short, or a GPU would finish each request before the next one arrives.
         await asyncio.sleep(0 if is_preempted else rng.random() * 0.05)
         options = samplings[index % len(samplings)]
         sampling = SamplingParams(seed=index, max_tokens=OUTPUT_LEN, ignore_eos=True, **options)
         prediction = () if predictions is None else predictions[index]
-        outputs = engine.generate(Request(f"r{index}", prompt, sampling, prediction=prediction))
-        return [token async for output in outputs for token in output.new_token_ids]
+        request = Request(f"r{index}", prompt, sampling, prediction=prediction)
+        outputs = [output async for output in engine.generate(request)]
+        tokens = [token for output in outputs for token in output.new_token_ids]
+        return tokens, [entry.logprob for output in outputs for entry in output.logprobs or ()]
 
     try:
         # With host memory, all prompts return once.
         for _ in range(2 if config.kv_offload_gib else 1):
             requests = (generate_after_delay(index, prompt) for index, prompt in enumerate(make_prompts()))
-            answers.append(await asyncio.gather(*requests))
+            tokens, token_logprobs = map(list, zip(*await asyncio.gather(*requests), strict=True))
+            answers.append(tokens)
+            if logprobs is not None:
+                logprobs += token_logprobs
         assert all(found == answers[0] for found in answers)
         stats = engine.stats
         assert (stats.num_preemptions > 0) == is_preempted

@@ -17,23 +17,26 @@ STREAM_TOKENS = 400
 NUM_CHUNKS_AFTER = 4
 
 
-async def send_case(url: str, case: Case) -> str | None:
-    """Send `case`; returns what is wrong with the answer, or None."""
+async def send_case(url: str, case: Case, data: bytes | None = None) -> str | None:
+    """Send `case`; returns what is wrong with the answer, or None. data: result of `case.make_data`, if it exists."""
+    data = case.make_data() if data is None else data
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return await _check_response(case, reader, writer)
+            return await _check_response(case, data, reader, writer)
     except TimeoutError:
         return f"nothing within {PATIENCE_S} s"
     finally:
         writer.transport.abort()
 
 
-async def _check_response(case: Case, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
+async def _check_response(
+    case: Case, data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> str | None:
     if case.leave == "reset":
         writer.get_extra_info("socket").setsockopt(1, 13, struct.pack("ii", 1, 0))
-    writing = asyncio.create_task(_write(case.make_data(), writer))
+    writing = asyncio.create_task(_write(data, writer))
     if case.leave is not None:
         await writing
         if case.leave == "half":
@@ -61,10 +64,14 @@ async def _write(data: bytes, writer: asyncio.StreamWriter) -> None:
         pass
 
 
-async def measure_answer(url: str, case: Case) -> float:
-    """Send `case`. Returns the time to the answer in seconds. Raises AssertionError for a wrong answer."""
+async def measure_answer(url: str, case: Case, data: bytes | None = None) -> float:
+    """Send `case`. Returns the time to the answer in seconds. Raises AssertionError for a wrong answer.
+
+    data: see `send_case`.
+    """
+    data = case.make_data() if data is None else data
     begin_s = time.monotonic()
-    problem = await send_case(url, case)
+    problem = await send_case(url, case, data)
     answer_s = time.monotonic() - begin_s
     assert problem is None, f"{case.name}: {problem}"
     return answer_s
@@ -125,8 +132,11 @@ class Streams:
 
         Returns (time to the answer in seconds, longest gap beside the case in seconds).
         """
+        data = case.make_data()
+        # Making 100 MB blocks this event loop, which would look like a gap.
+        await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         begin_s = time.monotonic()
-        answer_s = await measure_answer(self._url, case)
+        answer_s = await measure_answer(self._url, case, data)
         # The next chunks show a stall that outlasts the answer.
         await self.wait_for_chunks(NUM_CHUNKS_AFTER)
         return answer_s, self.longest_gap(begin_s)

@@ -60,7 +60,8 @@ async def converse(engine: AsyncEngine, answer: Answer, num_turns: int = NUM_TUR
 async def wait_for_copies(engine: AsyncEngine) -> None:
     """Wait until the host memory has all cached blocks. On a CPU, each step stores them."""
     scheduler, deadline = engine._loop._scheduler, time.monotonic() + 60
-    while scheduler.has_copies or scheduler.tier._store_queue:
+    # The stats follow the copies, which hold blocks.
+    while scheduler.has_copies or scheduler.tier._store_queue or engine.stats.num_free_blocks < engine.stats.num_blocks:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
 
