@@ -1,15 +1,15 @@
-"""Random faults in KV blocks on disk change no answer; the program `support/tier_faults.py` injects more of them."""
+"""Random faults in copies of KV blocks change no answer; the program `support/tier_faults.py` injects more of them."""
 
 import pytest
-from tier_faults import run_campaign
+from tier_faults import ENGINE_FAULTS, FAULTS, run_campaign
 
 
 # Qwen3-Next reuses only whole chunks of 64 tokens, because it needs a checkpoint of its states.
 @pytest.mark.slow
 @pytest.mark.background
 @pytest.mark.parametrize(("name", "min_cached_share"), [("Llama, tied", 0.25), ("Qwen3-Next", 0.1)])
-def test_faults_on_disk_change_no_answer(name, min_cached_share):
-    totals = run_campaign(name, num_faults=11, seed=0)
+def test_faults_in_tiers_change_no_answer(name, min_cached_share):
+    totals = run_campaign(name, num_faults=len(FAULTS) + len(ENGINE_FAULTS), seed=0)
     # Each kind of fault occurs. Most prefixes come from below, and a new process finds the files of the killed one.
     assert totals["num_cached_tokens"] > totals["num_prompt_tokens"] * min_cached_share, totals
     assert totals["num_cached_tokens_after_restart"] > 0, totals

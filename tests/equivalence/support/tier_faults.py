@@ -1,8 +1,9 @@
 """Random faults in the KV blocks that engines keep on disk: `python tier_faults.py [--faults N --seed N --models ...]`.
 
 Conversations return to an engine whose cache holds few of them, so most prefixes come from host memory and files. While
-the engine answers, files are damaged, the disk is full, the directory disappears, and the engine is killed. Each answer
-must equal that of an engine without tiers. No engine may fail or keep blocks. test_tier_faults.py runs a sample.
+the engine answers, files are damaged, the disk is full, the directory disappears, copies fail, and the engine is
+killed. Each answer must equal that of an engine without tiers. No engine may fail or keep blocks. test_tier_faults.py
+runs a sample.
 """
 
 import argparse
@@ -12,12 +13,15 @@ import resource
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from directory_faults import FAULTS, DirectoryFaults, choose_forever, drop_privileges, give_to_unprivileged_user
 from rank_matrix import write_tiny_checkpoint
 from tiny_models import TINY_MODELS, VOCAB
+from torch import Tensor
 
 from nanovllm_core import AsyncEngine, EngineClient, EngineConfig, EngineDeadError, ModelSpec, Request, SamplingParams
 from nanovllm_core.cache import block_files
@@ -25,6 +29,8 @@ from nanovllm_core.cache.block_files import BlockFiles
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.process import EngineProcess
+from nanovllm_core.execution import entry_copier
+from nanovllm_kernels.block_copy import BlockParts, scatter_blocks
 from nanovllm_models import load
 
 NUM_CONVERSATIONS, MAX_CONCURRENT, MAX_TOKENS, OUTPUT_LEN = 12, 5, 240, 8
@@ -34,7 +40,9 @@ TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gi
 MAX_FAULT_INTERVAL_S = 0.1
 MAX_IDLE_WAIT_S = 20.0
 INDEX_WAIT_S = 1.0  # in which a new process finds the files of its predecessor
-ENGINE_FAULTS = ("kill", "fill_disk_for_a_while")
+# Faults that last for a while. A file of this name beside the directory tells the engine's process.
+TEMPORARY_FAULTS = ("fill_disk", "fail_copies")
+ENGINE_FAULTS = ("kill", *TEMPORARY_FAULTS)
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95})
 
 
@@ -53,18 +61,30 @@ class TieredEngine:
         write_file = BlockFiles._write_file
 
         def write_part(files: BlockFiles, block_hash: bytes, payload: memoryview) -> None:
-            is_full = full_disk_marker(self.config.kv_offload_dir).exists()
+            is_full = fault_marker(self.config.kv_offload_dir, "fill_disk").exists()
             max_bytes = random.randrange(payload.nbytes) if is_full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
             write_file(files, block_hash, payload)
 
         BlockFiles._write_file = write_part
+        for name in ("gather_blocks", "scatter_blocks"):
+            setattr(entry_copier, name, partial(self.copy_or_fail, getattr(entry_copier, name)))
         return load(self.path), self.config
 
+    def copy_or_fail(self, copy: Callable[..., None], parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
+        """Copy between caches and host memory. While copies fail, copy wrong bytes and raise an error."""
+        is_failing = fault_marker(self.config.kv_offload_dir, "fail_copies").exists()
+        if is_failing and copy is scatter_blocks:
+            rows.fill_(63)
+        copy(parts, blocks, rows)
+        if is_failing:
+            rows.fill_(63)
+            raise RuntimeError("an injected failure")
 
-def full_disk_marker(directory: Path) -> Path:
-    """A file that exists while engines can write only parts of files, as on a full disk."""
-    return directory.with_name("disk-is-full")
+
+def fault_marker(directory: Path, name: str) -> Path:
+    """A file that exists while a temporary fault lasts. A full disk takes only parts of files."""
+    return directory.with_name(name)
 
 
 @dataclass
@@ -126,6 +146,7 @@ class Campaign:
 
     async def _restart(self) -> None:
         self._is_serving.clear()
+        self.totals["num_failed_loads"] += self._engine.stats.num_failed_loads
         self._process.kill()
         await self._engine.stop()
         await self._start()
@@ -172,16 +193,16 @@ class Campaign:
         name = next(self._names)
         if name == "kill":
             await self._restart()
-        elif name == "fill_disk_for_a_while":
-            await self._fill_disk()
+        elif name in TEMPORARY_FAULTS:
+            await self._break_for_a_while(name)
         elif not await asyncio.to_thread(self._faults.inject, name):
             return
         self.totals[name] += 1
 
-    async def _fill_disk(self) -> None:
-        full_disk_marker(self._directory).touch()
+    async def _break_for_a_while(self, name: str) -> None:
+        fault_marker(self._directory, name).touch()
         await asyncio.sleep(self._rng.random() * MAX_FAULT_INTERVAL_S)
-        full_disk_marker(self._directory).unlink()
+        fault_marker(self._directory, name).unlink()
 
     async def _check_idle(self) -> None:
         """Assert that the engine without requests holds no blocks and no states, once its copies have ended."""
