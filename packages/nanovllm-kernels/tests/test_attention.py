@@ -1,5 +1,6 @@
 """Tests the plain torch attention against a float64 loop."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
+from nanovllm_kernels.attention.plan.gathers import plan_gathers
 from nanovllm_kernels.platform import has_numba, uses_float32_for_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -132,6 +134,17 @@ def test_query_result_does_not_depend_on_chunk_or_batch(paged_batch):
             max_query_len=chunk_len,
         )
         assert torch.equal(attend(chunk), full_out[-chunk_len:])
+
+
+@pytest.mark.parametrize(("dtype", "num_keys"), [(torch.float32, 20), (torch.bfloat16, 32)])
+def test_decodes_of_different_lengths_are_padded_with_masked_copies_of_the_first_slot(dtype, num_keys):
+    tables, lengths = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32), torch.tensor([20, 3], dtype=torch.int32)
+    (group,), _ = plan_gathers(tables, lengths, torch.arange(3, dtype=torch.int32), 2, page_size=16, dtype=dtype)
+    assert group.max_len == num_keys
+    slots = group.pages_or_slots.view(2, num_keys)
+    for row, (first_slot, length) in enumerate([(16, 20), (48, 3)]):
+        assert slots[row].tolist() == [*range(first_slot, first_slot + length), *[first_slot] * (num_keys - length)]
+        assert group.mask[row].flatten().tolist() == [0.0] * length + [-math.inf] * (num_keys - length)
 
 
 @pytest.mark.parametrize("first_page", [1, 3])

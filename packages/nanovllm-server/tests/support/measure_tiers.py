@@ -216,6 +216,9 @@ async def run(spec: ModelSpec, config: EngineConfig, host_gib: float, directory:
                         title = f"{name}, decodes beside cached prompts {index}"
                         await measure_decodes(conversations, title, fillers[:NUM_RETURNING], interval_s)
                 await measure_burst(conversations, name)
+            if settings:
+                # Copies hold blocks.
+                await conversations.wait_for_copies()
             stats = engine.stats
             print(
                 f"{name}: {stats.loaded_tokens} loaded, {stats.rejected_load_tokens} rejected, "

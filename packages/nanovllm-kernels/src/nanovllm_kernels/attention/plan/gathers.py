@@ -124,8 +124,8 @@ def _plan_decodes(
     # An unfilled slot may hold NaN, which a mask does not remove. Read the request's first slot instead.
     offsets = torch.arange(max_len, dtype=torch.int32, device=seq_lens.device)
     is_filled = offsets < seq_lens.unsqueeze(1)
-    page_index = (offsets // page_size).clamp(max=num_pages - 1)
-    slots = block_tables[:, page_index] * page_size + offsets % page_size
+    page_indices = (offsets // page_size).clamp(max=num_pages - 1)
+    slots = block_tables[:, page_indices] * page_size + offsets % page_size
     slots = torch.where(is_filled, slots, slots[:, :1])
     mask = torch.zeros(is_filled.shape, dtype=dtype, device=is_filled.device).masked_fill_(~is_filled, -torch.inf)
     return DecodeGroup(begin, end, slots.view(-1), max_len, mask[:, None, None])
