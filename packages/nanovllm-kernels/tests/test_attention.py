@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanovllm_kernels.attention import paged_attention, plan_batch
 from nanovllm_kernels.attention.plan.gathers import plan_gathers
-from nanovllm_kernels.platform import has_numba, uses_float32_for_rows
+from nanovllm_kernels.platform import computes_rows_in_float32, has_numba
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -96,7 +96,7 @@ REQUESTS = [
 @pytest.mark.parametrize("requests", REQUESTS)
 @pytest.mark.parametrize(("heads", "page_size"), [((9, 3, 64), 16), ((8, 1, 80), 32), ((2, 2, 18), 4)])
 def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, requests, heads, page_size):
-    if not uses_float32_for_rows(sum(query_len for query_len, _ in requests)):
+    if not computes_rows_in_float32(sum(query_len for query_len, _ in requests)):
         pytest.skip("torch attends with so many queries here")
     num_heads, num_kv_heads, head_dim = heads
     batch = paged_batch(
@@ -118,7 +118,7 @@ def test_bf16_cache_is_computed_in_float32(paged_batch, naive_attention, request
 def test_query_result_does_not_depend_on_chunk_or_batch(paged_batch):
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": torch.bfloat16}
     batch = paged_batch([(1, 33), (150, 150)], **shape)
-    if not uses_float32_for_rows(151):
+    if not computes_rows_in_float32(151):
         pytest.skip("torch attends with so many queries here")
     batch = replace(batch, q=torch.randn(batch.q.shape))
     full_out = attend(batch)

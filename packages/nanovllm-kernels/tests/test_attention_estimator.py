@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm_kernels.attention.plan.attention_estimator import (
-    ESTIMATOR_WITHOUT_ROUNDS,
+    PROPORTIONAL_ESTIMATOR,
     WORK_LIST_RATE,
     AttentionEstimator,
     attention_pairs,
@@ -57,7 +57,7 @@ def test_few_tokens_over_long_contexts_use_work_lists():
 
 
 def test_device_without_rounds_takes_the_sum_of_pairs():
-    assert ESTIMATOR_WITHOUT_ROUNDS.estimate_pairs([(30_000, 128), (7, 5)]) == attention_pairs(
+    assert PROPORTIONAL_ESTIMATOR.estimate_pairs([(30_000, 128), (7, 5)]) == attention_pairs(
         30_000, 128
     ) + attention_pairs(7, 5)
-    assert ESTIMATOR_WITHOUT_ROUNDS.estimate_pairs([]) == 0
+    assert PROPORTIONAL_ESTIMATOR.estimate_pairs([]) == 0

@@ -14,7 +14,7 @@ from nanovllm_kernels.elementwise import (
     rope_and_cache,
     silu_and_mul,
 )
-from nanovllm_kernels.platform import uses_float32_for_rows
+from nanovllm_kernels.platform import computes_rows_in_float32
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, and a margin for the float32 arithmetic before it.
@@ -84,7 +84,7 @@ def test_rope_and_cache_matches_float64(num_tokens, heads, dims, dtype, float32_
         q, k = normed(q, norm.q_weight, norm.eps), normed(k, norm.k_weight, norm.eps)
     # The two terms may cancel, and each has been rounded by the norm.
     close = {"rtol": 2 * RELATIVE[dtype], "atol": 8 * RELATIVE[dtype] if with_norm else 1e-6}
-    stays_float32 = uses_float32_for_rows(num_tokens) and float32_qkv and dtype == torch.bfloat16
+    stays_float32 = computes_rows_in_float32(num_tokens) and float32_qkv and dtype == torch.bfloat16
     assert out.dtype == (torch.float32 if stays_float32 else dtype)
     torch.testing.assert_close(out.double(), rotated(q, cos_sin, positions), **close)
     keys, values = kv_cache.view(64, -1, head_dim)[slots].chunk(2, 1)

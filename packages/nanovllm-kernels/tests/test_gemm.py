@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
-from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, can_pack_bf16, has_numba, uses_float32_for_rows
+from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, can_pack_bf16, computes_rows_in_float32, has_numba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,7 +80,7 @@ def test_norm_and_linear_match_float64(dtype, with_bias, num_rows, device):
 
 @pytest.mark.parametrize(("dtype", "num_rows"), [(torch.float32, 3), (torch.bfloat16, MAX_FLOAT32_ROWS + 1)])
 def test_fused_linear_equals_separate_operators_on_cpu(dtype, num_rows):
-    if dtype == torch.bfloat16 and uses_float32_for_rows(num_rows):
+    if dtype == torch.bfloat16 and computes_rows_in_float32(num_rows):
         pytest.skip("one kernel, which rounds nothing in between, takes them")
     x, weight, norm_weight = (torch.randn(shape).to(dtype) for shape in [(num_rows, 64), (40, 64), (64,)])
     packed, norm = pack_linear(weight), prepare_norm_weight(norm_weight)
@@ -145,7 +145,7 @@ def test_few_rows_use_panels_beside_a_blocked_weight():
     for found in (few, many):
         assert ((found - exact).abs() <= 2**-8 * (product.abs() + exact.abs()) + 1e-5).all()
     for num_rows in (1, 9):
-        expected = torch.float32 if uses_float32_for_rows(num_rows) or not can_pack_bf16() else torch.bfloat16
+        expected = torch.float32 if computes_rows_in_float32(num_rows) or not can_pack_bf16() else torch.bfloat16
         assert linear(x[:num_rows], packed).dtype == expected
 
 
@@ -155,7 +155,7 @@ def test_few_rows_use_panels_beside_a_blocked_weight():
 @pytest.mark.parametrize(("num_columns", "width"), [(1, 1), (2, 7), (5, 576), (96, 33), (130, 1100)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_panel_products_are_summed_in_float32(num_rows, num_columns, width, with_bias):
-    if not uses_float32_for_rows(num_rows):
+    if not computes_rows_in_float32(num_rows):
         pytest.skip("so many rows are multiplied by oneDNN here")
     torch.manual_seed(0)
     x, residual = torch.randn(num_rows, width), torch.randn(num_rows, num_columns)
@@ -194,7 +194,7 @@ def test_panel_result_does_not_depend_on_other_rows(num_columns, width):
         gated = norm_gate_up(x[rows], norm_weight, 1e-5, packed)
         return torch.cat((added, normed, gated, logits(x[rows], half, weight[:num_columns])), -1)
 
-    numbers = [count for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 252, 300) if uses_float32_for_rows(count)]
+    numbers = [count for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 42, 43, 252, 300) if computes_rows_in_float32(count)]
     whole = project(slice(300 - numbers[-1], 300))
     for count in numbers:
         assert torch.equal(project(slice(300 - count, 300)), whole[-count:])

@@ -173,7 +173,7 @@ def test_failure_after_accepted_drafts_lasts():
     constraints = start([row], [1], [[2, 3, 4]])
     fill_entries(constraints, make_plan([0], num_drafts=[3]))
     (failure,) = constraints.failures
-    assert failure.entry == 1
+    assert failure.num_drafts == 1
     # Token 60 was sampled without a mask. After it, the grammar allows token 4.
     constraints.end_step(FinishedStep([2, 60], [2], [[4, 4, 4]]))
     fill_entries(constraints, make_plan([0], num_drafts=[3]))

@@ -139,7 +139,7 @@ def run_trace(rng: random.Random, grammars: dict[GrammarSpec, Grammar], counts: 
         masks = constraints.fill_masks(first_entries) if constraints.begin_step(plan) else None
         mask_by_entry = {} if masks is None else dict(zip(masks.rows.tolist(), masks.bits.numpy(), strict=True))
         assert len(mask_by_entry.keys() - {-1}) == (0 if masks is None else int((masks.rows >= 0).sum()))
-        failures = {failure.request_index: (failure.entry, failure.reason) for failure in constraints.failures}
+        failures = {failure.request_index: (failure.num_drafts, failure.reason) for failure in constraints.failures}
         token_ids, num_tokens, draft_ids = [], [], []
         for index, (row, n, first) in enumerate(zip(rows, num_drafts, first_entries.tolist(), strict=True)):
             target = targets[row]

@@ -81,10 +81,12 @@ def test_steps_of_many_tokens_also_have_shapes_with_few_requests():
 
 def test_steps_of_few_whole_prompts_have_separate_shapes():
     few = graphs_module.NUM_FEW_REQUESTS
-    shapes = graph_shapes("full", 64, 1024, min_whole_tokens=512)
+    shapes = graph_shapes("full", 64, 1024, min_whole_prompt_tokens=512)
     whole_shapes = {shape[:2] for shape in shapes if shape.has_only_whole_prompts}
     assert whole_shapes == {(few, size) for size in mixed_sizes(1024) if size >= 512}
-    assert not any(shape.has_only_whole_prompts for shape in graph_shapes("piecewise", 64, 1024, min_whole_tokens=512))
+    assert not any(
+        shape.has_only_whole_prompts for shape in graph_shapes("piecewise", 64, 1024, min_whole_prompt_tokens=512)
+    )
     graphs = StepGraphs(shapes)
     graphs._steps = {shape: shape for shape in shapes}
     assert dispatch(graphs, few, 500, None, True) == (few, 512, 512, "full", True, False)

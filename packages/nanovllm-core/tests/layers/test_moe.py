@@ -96,7 +96,7 @@ def test_ranks_share_experts_as_wholes(num_ranks, quantization, ranks, routing):
     whole = Experts(NUM_EXPERTS, HIDDEN, 256, single, quantization=quantization)
     load_weights(nn.ModuleDict({"experts": whole}), tensors.items())
     for build in ranks(num_ranks):
-        build = replace(build, parallel=replace(build.parallel, shares_whole_experts=True))
+        build = replace(build, parallel=replace(build.parallel, has_whole_experts=True))
         experts = Experts(NUM_EXPERTS, HIDDEN, 256, build, quantization=quantization)
         load_weights(nn.ModuleDict({"experts": experts}), tensors.items())
         assert experts.weights.w2.shape == (NUM_EXPERTS // num_ranks, HIDDEN, 256)
@@ -111,7 +111,7 @@ def test_widths_that_ranks_cannot_share_are_refused(ranks):
     with pytest.raises(ValueError, match="192 wide, but 2 ranks can't split its FP8 blocks of 128"):
         Experts(NUM_EXPERTS, HIDDEN, 192, ranks(2)[0], quantization=BlockFP8())
     build = ranks(3)[0]
-    build = replace(build, parallel=replace(build.parallel, shares_whole_experts=True))
+    build = replace(build, parallel=replace(build.parallel, has_whole_experts=True))
     with pytest.raises(ValueError, match="the number of experts is 4, which 3 ranks can't split evenly"):
         Experts(4, HIDDEN, WIDTH, build)
 

@@ -54,7 +54,7 @@ class Decodes:
         limits = DraftLimits(MAX_DRAFTS, max_step_tokens, uses_cache=bool(proposal_share), can_lag=bool(late_share))
         self.planner = DraftPlanner(self.rows, limits, self.times)
         self.proposing_steps: list[int] = []
-        self.num_late_entries: list[int] = []
+        self.num_late_draft_entries: list[int] = []
         self.num_steps, self.extra_steps = 0, 0.0
         self._in_flight: tuple | None = None
         self.start_requests(prompt_len)
@@ -85,16 +85,16 @@ class Decodes:
         scheduled = ScheduledRows(indices, 1 + num_drafts, np.ones(num_requests, np.bool_))
         num_computed = self.rows.num_computed_tokens + scheduled.num_tokens
         work = StepWork(num_requests)
-        proposes, late_entries, has_proposals = self.planner.plan_proposals(
+        proposes, late_draft_entries, has_proposals = self.planner.plan_proposals(
             scheduled, num_computed, work, has_prompts=False
         )
-        for row, start, num_tokens in late_entries:
+        for row, start, num_tokens in late_draft_entries:
             assert 0 <= start < start + num_tokens < num_computed[row]
-        num_late = sum(entries.num_tokens for entries in late_entries)
+        num_late = sum(entries.num_tokens for entries in late_draft_entries)
         costs = self.times.coefficients
         seconds = costs.per_token * num_drafts.sum() + costs.per_proposal * proposes
         self.extra_steps += (seconds + costs.per_late_entry * num_late) / 0.01
-        self.num_late_entries.append(num_late)
+        self.num_late_draft_entries.append(num_late)
         if proposes:
             self.proposing_steps.append(self.num_steps)
         self.num_steps += 1
@@ -144,8 +144,8 @@ def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(n
             decodes.start_requests(prompt_len=500)
         can_draft = 2 * num_requests <= max_step_tokens
         assert bool(decodes.proposing_steps) == can_draft
-        assert bool(sum(decodes.num_late_entries)) == can_draft
-        assert max(decodes.num_late_entries) <= max_step_tokens
+        assert bool(sum(decodes.num_late_draft_entries)) == can_draft
+        assert max(decodes.num_late_draft_entries) <= max_step_tokens
 
 
 @pytest.mark.parametrize("proposal_share", [0.1, 0.3, 5.0])
@@ -185,13 +185,13 @@ def test_drafts_of_a_model_wait_until_its_entries_of_the_prompt_exist():
     assert decodes.run_steps(3, accepts=True) == 0
     assert decodes.run_steps(20, accepts=True) == 20
     # 209 tokens of the prompt, and 4 tokens of the steps. Proposing computes the entry of the last.
-    assert decodes.num_late_entries[:5] == [64, 64, 64, 20, 0]
+    assert decodes.num_late_draft_entries[:5] == [64, 64, 64, 20, 0]
 
 
 def test_late_entries_that_cost_more_than_drafts_give_are_left_out():
     decodes = Decodes(0.01, max_step_tokens=64, proposal_share=0.5, late_share=1.0, prompt_len=500)
     assert decodes.run_steps(100, accepts=True) == 0
-    assert sum(decodes.num_late_entries) == 0
+    assert sum(decodes.num_late_draft_entries) == 0
 
 
 def test_steps_with_prompts_propose_only_without_cost():
@@ -199,8 +199,8 @@ def test_steps_with_prompts_propose_only_without_cost():
         decodes = Decodes(0.01, proposal_share=proposal_share, late_share=proposal_share / 100)
         scheduled = ScheduledRows(np.arange(1), np.array([40]), np.ones(1, np.bool_))
         planned = decodes.planner.plan_proposals(scheduled, np.array([40]), StepWork(0), has_prompts=True)
-        proposes, late_entries, _ = planned
-        assert (proposes, late_entries) == (not proposal_share, [])
+        proposes, late_draft_entries, _ = planned
+        assert (proposes, late_draft_entries) == (not proposal_share, [])
 
 
 @pytest.mark.parametrize("draft_share", [0.01, 0.03, 0.1])

@@ -16,7 +16,7 @@ from nanovllm_core.scheduling.budget import StepLimits
 from nanovllm_core.scheduling.plan import ScheduledStep, StepResults
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
-from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
+from nanovllm_kernels.attention import PROPORTIONAL_ESTIMATOR, AttentionEstimator, attention_pairs
 
 BLOCK_SIZE, MAX_MODEL_LEN = 16, 131_072
 TARGET_STEP_S, PROMPT_STEP_LIMIT_S = 0.025, 0.05
@@ -124,7 +124,7 @@ def test_steps_stay_within_their_limits_with_random_arrivals_and_all_requests_fi
     engine = SimulatedEngine(
         seed,
         max_steps_in_flight=random.Random(seed).choice([1, 2]),
-        estimator=ESTIMATOR if seed % 3 else ESTIMATOR_WITHOUT_ROUNDS,
+        estimator=ESTIMATOR if seed % 3 else PROPORTIONAL_ESTIMATOR,
     )
     rng = engine.rng
     arrivals = deque(sorted(rng.uniform(0, 20) for _ in range(120)))

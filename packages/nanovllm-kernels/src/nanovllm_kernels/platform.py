@@ -158,7 +158,7 @@ def has_numba() -> bool:
     return is_installed and hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
-def uses_float32_for_rows(num_rows: int) -> bool:
+def computes_rows_in_float32(num_rows: int) -> bool:
     """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
 
     True for 1 to MAX_FLOAT32_ROWS rows. On a CPU without bf16 instructions, also true for more rows.

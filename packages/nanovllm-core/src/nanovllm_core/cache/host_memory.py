@@ -1,6 +1,6 @@
 """Host memory for cache entries of all ranks, and the copies between this memory and the caches.
 
-An entry is a block or a checkpoint, in all layers.
+An entry is a block of keys and values, or a checkpoint of recurrent states, in all layers of the model.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from nanovllm_core.errors import ConfigError
 
 # Slots begin at multiples of this size, so that they can be pinned.
 PAGE_BYTES = 4096
-# The memory is pinned in pieces of about this size, because other calls of the driver wait for each call.
+# The memory is pinned in pieces of about this size, because each pinning call blocks other calls of the driver.
 _PINNED_BYTES = 1 << 30
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
-# Device memory of each direction, through which entries are copied. A larger entry gets as much as it needs.
+# Bytes of the device buffer for the copies of one `Direction`. The buffer is larger if one entry needs more.
 STAGING_BYTES = 32 << 20
 
 
@@ -63,7 +63,7 @@ class HostLayout:
     """The sizes of the host memory.
 
     num_ranks: number of ranks that execute copies.
-    num_parts: number of ranks that each have a part of every entry; 1 if ranks have different requests.
+    num_parts: number of ranks that share each entry, one part per rank; 1 if each rank has its own requests.
     entry_bytes: bytes of one rank's part of an entry, by kind.
     num_slots: number of slots by kind. A slot holds all parts of an entry.
     """
@@ -108,7 +108,7 @@ class HostLayout:
         return self.counters_bytes + sum(num_slots * slot_bytes for num_slots, slot_bytes in slots)
 
 
-# Indices of a rank's counters, after the numbers of finished batches by direction.
+# Indices of a rank's other counters. The first counters, one per `Direction`, count executed batches.
 _NUM_FAILURES, _IS_READY = len(Direction), len(Direction) + 1
 _COUNTER_STRIDE = _COUNTER_BYTES // 8
 
@@ -167,7 +167,7 @@ class HostMemory:
         return min(self._counters[rank * _COUNTER_STRIDE + direction] for rank in range(self.layout.num_ranks))
 
     def count_failure(self, rank: int) -> None:
-        """Record that a batch has failed on `rank`. The rank counts the batch as executed later."""
+        """Record that a batch has failed on `rank`. The rank then also calls `count_done` for the batch."""
         self._counters[rank * _COUNTER_STRIDE + _NUM_FAILURES] += 1
 
     @property

@@ -215,7 +215,7 @@ class Constraints:
         remaining_tokens: list[tuple[Constraint, list[int]]] = []
         for index, constraint, num_drafts in step.requests:
             num_new_tokens, failure = int(num_tokens[index]), failure_by_index.get(index)
-            if failure is not None and failure.entry < num_new_tokens:
+            if failure is not None and failure.num_drafts < num_new_tokens:
                 constraint.failure = failure.reason
             constraint.num_launched_outputs -= 1 + num_drafts - num_new_tokens
             new_tokens = token_ids[token_ends[index] - num_new_tokens : token_ends[index]].tolist()

@@ -32,8 +32,8 @@ class EntryCopier:
     """Executes batches in order: on a CPU in `launch`, on a GPU with a thread and a stream per direction.
 
     All calls come from the thread that launches steps.
-    cache: with its final size.
-    publisher: tells the other ranks what to copy; None on other ranks than rank 0, and on the only rank.
+    cache: must have its final size.
+    publisher: tells the other ranks what to copy. Only rank 0 has a publisher, and only if there are other ranks.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class EntryCopier:
         self._publisher = publisher
         self._device = device
         self._rank = parallel.rank
-        self._group = parallel.rank if parallel.splits_requests else 0
-        self._parts = [BlockParts(caches) for caches in cache.caches_by_kind]
-        part = 0 if parallel.splits_requests else parallel.rank
-        self._slots = [memory.part(EntryKind(kind), part) for kind in range(len(self._parts))]
+        self._request_group = parallel.rank if parallel.splits_requests else 0
+        self._block_parts = [BlockParts(caches) for caches in cache.caches_by_kind]
+        host_part = 0 if parallel.splits_requests else parallel.rank
+        self._slots = [memory.part(EntryKind(kind), host_part) for kind in range(len(self._block_parts))]
         # Entries pass through these buffers, so that each entry is one copy between the device and the host.
         staging_bytes = _count_staging_bytes(cache.layout)
         self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in Direction]
@@ -68,7 +68,7 @@ class EntryCopier:
         self._start_thread("nanovllm-pinning", self._pin)
 
     def launch(self, batch: CopyBatch) -> None:
-        """Execute a batch on all ranks, after the steps that were launched before. `HostMemory` counts its end."""
+        """Execute a batch on all ranks, after the steps launched so far. `HostMemory` counts the executed batches."""
         if self._publisher is not None:
             self._publisher.publish_copies(batch)
         if self._device.type == "cpu":
@@ -97,7 +97,7 @@ class EntryCopier:
 
     def _compile_kernels(self) -> None:
         null_entry = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for parts in self._parts:
+        for parts in self._block_parts:
             rows = self._staging[0][: parts.row_bytes].view(1, -1)
             gather_blocks(parts, null_entry, rows)
             scatter_blocks(parts, null_entry, rows)
@@ -128,7 +128,7 @@ class EntryCopier:
         """Execute and count a batch. stream: the current stream on a GPU."""
         try:
             for copies in batch.copies:
-                if copies.group == self._group:
+                if copies.group == self._request_group:
                     self._copy(batch.direction, copies)
             if stream is not None:
                 # The thread sleeps until the event, because spinning would take a core.
@@ -142,7 +142,7 @@ class EntryCopier:
         self.memory.count_done(self._rank, batch.direction)
 
     def _copy(self, direction: Direction, copies: EntryCopies) -> None:
-        parts, slots, staging = self._parts[copies.kind], self._slots[copies.kind], self._staging[direction]
+        parts, slots, staging = self._block_parts[copies.kind], self._slots[copies.kind], self._staging[direction]
         max_rows = len(staging) // parts.row_bytes
         for start in range(0, len(copies.entries), max_rows):
             entries = self._upload(copies.entries[start : start + max_rows])

@@ -137,13 +137,13 @@ def graph_shapes(
     max_num_batched_tokens: int,
     max_drafts: int = 0,
     max_draft_step_tokens: int = 0,
-    min_whole_tokens: int | None = None,
+    min_whole_prompt_tokens: int | None = None,
 ) -> list[GraphShape]:
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
     max_drafts: maximum number of drafts per request and step; 0 for no shapes with drafts.
     max_draft_step_tokens: maximum number of tokens of a step with drafts.
-    min_whole_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
+    min_whole_prompt_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
     """
     if mode == "none":
         return []
@@ -166,9 +166,9 @@ def graph_shapes(
                 GraphShape(NUM_FEW_REQUESTS, size, size, mode) for size in sizes if size >= MIN_FEW_REQUEST_TOKENS
             )
         # Attention of whole prompts reads the step's keys and values, which are not kept between pieces.
-        if mode == "full" and min_whole_tokens is not None:
+        if mode == "full" and min_whole_prompt_tokens is not None:
             num_reqs = min(NUM_FEW_REQUESTS, max_num_seqs)
-            whole_sizes = [size for size in sizes if size >= min_whole_tokens]
+            whole_sizes = [size for size in sizes if size >= min_whole_prompt_tokens]
             shapes.extend(GraphShape(num_reqs, size, size, mode, has_only_whole_prompts=True) for size in whole_sizes)
     return sorted(shapes, key=_sort_key, reverse=True)
 

@@ -150,8 +150,8 @@ class DraftModelProposer(_CachingProposer):
 
     can_lag = True
 
-    def compute_late_entries(self, entries: Sequence[EntryRange]) -> None:
-        """See `Proposer.compute_late_entries`."""
+    def compute_late_draft_entries(self, entries: Sequence[EntryRange]) -> None:
+        """See `Proposer.compute_late_draft_entries`."""
         # Attention expects requests with one token first.
         rows, firsts, lengths = np.array(sorted(entries, key=lambda entry: entry.num_tokens != 1), np.int32).T
         query_starts = np.concatenate(([0], lengths.cumsum()), dtype=np.int32)

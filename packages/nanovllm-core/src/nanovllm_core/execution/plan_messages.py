@@ -83,7 +83,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange]
     num_masks: int
-    late_entries: list[EntryRange]
+    late_draft_entries: list[EntryRange]
 
 
 class CopyMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -118,7 +118,7 @@ class PlanPublisher:
             plan.max_seq_len,
             plan.prompt_logprobs_ranges,
             num_masks,
-            plan.late_entries,
+            plan.late_draft_entries,
         )
         self._writer.write(_encode(message))
 
@@ -160,6 +160,6 @@ class PlanDecoder:
             message.shape,
             message.max_seq_len,
             message.prompt_logprobs_ranges,
-            message.late_entries,
+            message.late_draft_entries,
         )
         return plan, message.num_masks

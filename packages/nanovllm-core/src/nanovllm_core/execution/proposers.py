@@ -28,7 +28,7 @@ class Proposer(ABC):
     CUDA graphs capture `propose`. So it never waits for a GPU, and does the same for any requests of one shape.
 
     uses_cache: whether the proposer has cache entries of tokens and drafts, so that proposing takes time and space.
-    can_lag: whether steps may leave out cache entries, which `compute_late_entries` computes later.
+    can_lag: whether steps may leave out cache entries, which `compute_late_draft_entries` computes later.
     reads_step: whether `propose` reads the step's tokens. If not, steps with equal numbers of requests share graphs.
     """
 
@@ -52,10 +52,10 @@ class Proposer(ABC):
     def warm_up(self, num_tokens: int) -> None:
         """Compile what graphs do not contain. num_tokens: maximum number of late entries of a step."""
         if self.can_lag:
-            self.compute_late_entries([EntryRange(0, 0, num_tokens)])
+            self.compute_late_draft_entries([EntryRange(0, 0, num_tokens)])
 
-    def compute_late_entries(self, entries: Sequence[EntryRange]) -> None:
-        """Compute the cache entries of earlier tokens, see `StepPlan.late_entries`. Never captured."""
+    def compute_late_draft_entries(self, entries: Sequence[EntryRange]) -> None:
+        """Compute the cache entries of earlier tokens, see `StepPlan.late_draft_entries`. Never captured."""
         raise NotImplementedError(f"{type(self).__name__} cannot lag, so it has no late entries")
 
 

@@ -23,11 +23,11 @@ class GrammarFailure(NamedTuple):
     """Why a request of a step can't sample a token.
 
     request_index: index of the request among the step's sampling requests.
-    entry: number of drafts before the token. The request fails if the step gives it more than `entry` tokens.
+    num_drafts: number of drafts before the token. If the step rejects one of them, the request does not fail.
     """
 
     request_index: int
-    entry: int
+    num_drafts: int
     reason: str
 
 
@@ -38,10 +38,10 @@ class Constraint:
     matcher: None without a grammar, or after the output has completed the grammar.
     budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
     allowed_mask: see `make_mask`; allows `allowed_token_ids` and tokens that end a grammar; None if all are allowed.
-    num_launched_outputs: number of output tokens for which steps were launched, if they reject no draft.
-    output_ids: the output, in a fork followed by drafts.
-    draft_ids: the tokens after the row's last token in the token table, when the row's last step had finished.
-    match_s: seconds spent in calls for this row alone.
+    num_launched_outputs: number of output tokens after all launched steps, if no draft is rejected.
+    output_ids: the output tokens. In a fork, drafts follow them.
+    draft_ids: the drafts that the token table had for this row when the row's last step finished.
+    match_s: seconds spent in matcher calls for this row. Calls for several rows do not count.
     failure: why the row cannot sample a token; None if it can.
     """
 
@@ -98,9 +98,9 @@ class Constraint:
         """Append a sampled token or a draft. Returns whether the matcher must advance by the token."""
         budget, required_token = self.budget, self._next_end_token()
         self.output_ids.append(token)
-        # If another token follows an exhausted budget, the mask forbade the end of the reasoning.
-        is_dropped = required_token not in (None, token)
-        if budget is not None and (is_dropped or tuple(self.output_ids[-len(budget.end) :]) == budget.end):
+        # If the token is not the required token, a mask forbade the required token, so drop the budget.
+        drops_budget = required_token not in (None, token)
+        if budget is not None and (drops_budget or tuple(self.output_ids[-len(budget.end) :]) == budget.end):
             self.budget = None
         return self.matcher is not None and self.failure is None
 
@@ -149,7 +149,7 @@ class Constraint:
     def force_budget_token(self, mask: NDArray[np.int32]) -> bool:
         """If the budget is exhausted, restrict `mask` to the next token of `ReasoningBudget.end`.
 
-        Returns whether the mask was changed: not if it forbids this token.
+        Returns whether the mask was changed. A mask that forbids this token stays unchanged.
         """
         required_token = self._next_end_token()
         if required_token is None or not allows_token(mask, required_token):

@@ -30,9 +30,9 @@ from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
 from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import (
-    ESTIMATOR_WITHOUT_ROUNDS,
+    PROPORTIONAL_ESTIMATOR,
     make_attention_estimator,
-    min_graph_tokens_for_step_keys,
+    min_tokens_of_whole_prompt_graphs,
 )
 from nanovllm_kernels.platform import describe_device
 
@@ -70,11 +70,11 @@ class Runner:
         self._host_copies: HostCopyRing | None = None
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
-            # See `ChosenTokens`.
+            # The integers of a step that are copied to the host: the fields of `ChosenTokens`.
             max_ints = config.max_num_seqs * (3 + config.max_drafts) + config.max_draft_step_tokens
             self._host_copies = HostCopyRing(max_ints, config.depth, stream)
         attention = layout.attention_specs[0]
-        self.attention_estimator = ESTIMATOR_WITHOUT_ROUNDS
+        self.attention_estimator = PROPORTIONAL_ESTIMATOR
         if isinstance(attention, PagedSpec):
             self.attention_estimator = make_attention_estimator(attention.num_heads, attention.num_kv_heads, device)
         self._table = RequestTable(
@@ -99,8 +99,8 @@ class Runner:
         self.max_model_len = config.max_model_len
         batch_limits = (config.max_seqs_per_group, config.max_tokens_per_group)
         draft_limits = (config.max_drafts, config.max_draft_step_tokens)
-        min_whole_tokens = min_graph_tokens_for_step_keys(self.cache.kv_caches[0], config.attention_backend)
-        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, *draft_limits, min_whole_tokens))
+        min_whole_prompt_tokens = min_tokens_of_whole_prompt_graphs(self.cache.kv_caches[0], config.attention_backend)
+        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, *draft_limits, min_whole_prompt_tokens))
 
     @classmethod
     @torch.inference_mode()
@@ -173,7 +173,7 @@ class Runner:
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int = 0) -> float:
-        """Measure the seconds of a step with one chunk per group of requests. Call before any request.
+        """Measure the seconds of a step with one chunk per group of requests, see `Scheduler`. Call before any request.
 
         num_tokens: number of tokens of each chunk.
         context_len: number of cached tokens before each chunk.
@@ -213,8 +213,8 @@ class Runner:
         step = self._table.apply_plan(plan, plan.shape.num_reqs if captured is None else captured.num_reqs)
         if step.state_copies is not None:
             self.cache.copy_states(*step.state_copies)
-        if self.proposer is not None and plan.late_entries:
-            self.proposer.compute_late_entries(plan.late_entries)
+        if self.proposer is not None and plan.late_draft_entries:
+            self.proposer.compute_late_draft_entries(plan.late_draft_entries)
         # Score prompts before choosing tokens, because the choice may wait for the previous step.
         output, graphs, prompt_scores = self._run_model(plan, step, captured)
         chooser = self._token_chooser
@@ -223,7 +223,9 @@ class Runner:
     def _run_model(
         self, plan: StepPlan, step: StepInputs, captured: CapturedStep | None
     ) -> tuple[ForwardOutput, ChoiceGraphs | None, Sequence[PromptScores]]:
-        """Run the forward pass. Returns its output, the other graphs of a replayed step, and the prompt scores.
+        """Run the forward pass. Returns its output, the graphs that choose tokens, and the prompt scores.
+
+        The graphs are None without a replay.
 
         captured: the step to replay; None to launch kernels.
         """

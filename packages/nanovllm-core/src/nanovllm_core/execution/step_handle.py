@@ -131,7 +131,7 @@ class StepHandle:
         return [
             (failure.request_index, failure.reason)
             for failure in self._failures
-            if num_tokens[failure.request_index] > failure.entry
+            if num_tokens[failure.request_index] > failure.num_drafts
         ]
 
     def _read_logprobs(self) -> Sequence[tuple[int, TokenLogprobs]]:

@@ -77,7 +77,7 @@ def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_
     shared_width: width of the shared expert.
     same_format: whether routed and shared experts have the same quantisation.
     """
-    if build.parallel.shares_whole_experts:
+    if build.parallel.has_whole_experts:
         # One rank would compute the shared expert of all tokens. Beside the experts, the ranks can split it.
         return False
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
@@ -150,7 +150,7 @@ class Router(WeightedModule):
 class Experts(WeightedModule):
     """Gated feed-forward experts.
 
-    Each rank has an even share of every expert's width. With `ParallelContext.shares_whole_experts`, each rank has an
+    Each rank has an even share of every expert's width. With `ParallelContext.has_whole_experts`, each rank has an
     even share of the experts instead.
     Raises ValueError if the ranks can't share the width, the FP8 blocks (GROUP x GROUP) or the experts evenly.
 
@@ -178,7 +178,7 @@ class Experts(WeightedModule):
         # How the ranks share each expert, and the ids of the experts of which this rank has a part.
         self._width_split = build.parallel
         self._own_ids = range(self._num_experts)
-        if build.parallel.shares_whole_experts:
+        if build.parallel.has_whole_experts:
             self._width_split = ParallelContext()
             own_ids = own_slice(build.parallel, build.parallel.split_evenly(num_experts, "the number of experts"))
             self._own_ids = range(own_ids.start, own_ids.stop)

@@ -14,16 +14,16 @@ class ParallelContext:
     """This process's rank among the `size` ranks of an engine.
 
     communicator: exchanges tensors with the other ranks; None if and only if `size` is 1.
-    shares_whole_experts: each rank has some experts as a whole (expert parallelism), instead of a part of each expert.
+    has_whole_experts: each rank has some experts as a whole (expert parallelism), instead of a part of each expert.
     splits_requests: each request belongs to one rank, which alone computes the request's attention and alone holds its
-        KV cache. In a step, all ranks compute equal numbers of tokens and requests, including padding. Otherwise all
+        KV cache. In a step, all ranks compute equal numbers of tokens and requests, including padding. If False, all
         ranks compute all requests.
     """
 
     rank: int = 0
     size: int = 1
     communicator: Communicator | None = None
-    shares_whole_experts: bool = False
+    has_whole_experts: bool = False
     splits_requests: bool = False
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class ParallelContext:
         return total // self.size
 
     def own_groups(self, num_groups: int, quantity: str) -> slice:
-        """This rank's share of `num_groups` groups. Shares have equal sizes, so the last shares may exceed the groups.
+        """This rank's slice of `num_groups` groups. All slices have one size, so the last may end after `num_groups`.
 
         If there are more ranks than groups, several ranks have the same group.
         Raises ValueError if the numbers of ranks with the same group would differ.
@@ -72,9 +72,9 @@ class ParallelContext:
         return self.communicator.all_gather(x.contiguous())
 
     def sum_for_requests(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks, without the rows of other ranks' requests: the inverse of `gather_requests`.
+        """Sum `x` over all ranks, and return the rows of this rank's requests.
 
-        x: [size * n, ...] if ranks have different requests; may be overwritten.
+        x: [size * n, ...] in the order of `gather_requests` if ranks have different requests; may be overwritten.
         """
         if self.communicator is None or not self.splits_requests:
             return self.all_reduce(x)
@@ -104,7 +104,7 @@ class ParallelContext:
         return _pad_rows(own, num_own_rows)
 
     def own_requests(self, x: Tensor) -> Tensor:
-        """The rows of `x` [n, ...], one per request of this rank's tables, for which this rank chooses tokens.
+        """The rows of `x` [n, ...] for which this rank chooses tokens. `x` has a row per request of this rank.
 
         If ranks have different requests, these are all rows, else this rank's share (`own_rows`).
         """

@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
-from nanovllm_kernels.attention import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator, attention_pairs
+from nanovllm_kernels.attention import PROPORTIONAL_ESTIMATOR, AttentionEstimator, attention_pairs
 
 # Without a target time, the time limit of a step with prompts and decodes is at least the time of this many decode
 # steps.
@@ -36,7 +36,7 @@ class StepLimits(NamedTuple):
     target_s: float | None = None
     prompt_step_limit_s: float = float("inf")
     mixed_step_limit_s: float = float("inf")
-    attention_estimator: AttentionEstimator = ESTIMATOR_WITHOUT_ROUNDS
+    attention_estimator: AttentionEstimator = PROPORTIONAL_ESTIMATOR
     padded_token_counts: tuple[int, ...] = ()
 
     def time_limit_s(self, num_decodes: int, decode_step_s: float) -> float:

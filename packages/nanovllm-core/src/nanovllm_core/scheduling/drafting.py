@@ -66,7 +66,7 @@ class DraftPlanner:
 
         num_computed_tokens: see `ScheduledStep`.
         work: of the step without drafts.
-        Returns `BatchShape.proposes`, `StepPlan.late_entries` and `ScheduledStep.has_proposals`.
+        Returns `BatchShape.proposes`, `StepPlan.late_draft_entries` and `ScheduledStep.has_proposals`.
         """
         table, limits, (rows, num_tokens, is_sampled) = self._rows, self._limits, scheduled
         lag = np.zeros_like(rows)

@@ -129,7 +129,7 @@ class StepPlan:
 
     step_number: index of the step since the engine's start, from 0.
     max_seq_len: maximum context length after the step, in tokens.
-    late_entries: earlier tokens whose cache entries a draft model computes in this step.
+    late_draft_entries: earlier tokens whose cache entries a draft model computes in this step.
     """
 
     step_number: int
@@ -139,7 +139,7 @@ class StepPlan:
     shape: BatchShape
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange] = field(default_factory=list[PromptLogprobsRange])
-    late_entries: list[EntryRange] = field(default_factory=list[EntryRange])
+    late_draft_entries: list[EntryRange] = field(default_factory=list[EntryRange])
 
 
 class RequestColumns(NamedTuple):

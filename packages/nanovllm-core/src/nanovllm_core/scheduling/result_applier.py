@@ -18,7 +18,7 @@ COMMIT_INTERVAL_TOKENS = 64
 class NewTokens(NamedTuple):
     """The new tokens of a step's unfinished requests.
 
-    columns: the requests.
+    columns: rows, objects, keys and output lists of the requests.
     tokens: int32 [m], the tokens of each request, in order.
     num_tokens: int64 [n], number of tokens of each request.
     """
@@ -47,7 +47,7 @@ class ResultApplier:
         rows.num_steps_in_flight[scheduled.rows] -= 1
         draft_totals: list[DraftTotals] = []
         if self._draft_planner is not None:
-            draft_totals = self._correct_bounds(step, results, self._draft_planner)
+            draft_totals = self._subtract_rejected_drafts(step, results, self._draft_planner)
         failures = self._finish_failed_requests(scheduled, results)
         # Requests may have finished after the step was scheduled: discard their results.
         is_finished = rows.is_finished[scheduled.rows]
@@ -69,14 +69,16 @@ class ResultApplier:
         tokens = new_tokens.tokens.tolist()
         return StepOutputs(keys, tokens, logprobs, starts, finishes, failures, prompt_logprobs, draft_totals)
 
-    def _correct_bounds(self, step: ScheduledStep, results: StepResults, planner: DraftPlanner) -> list[DraftTotals]:
+    def _subtract_rejected_drafts(
+        self, step: ScheduledStep, results: StepResults, planner: DraftPlanner
+    ) -> list[DraftTotals]:
         """Subtract rejected drafts from the numbers of tokens, and let the planner learn from the step.
 
         Returns the totals of unfinished requests for which the step verified drafts.
         """
         if results.drafts is None:
             if results.tokens.size:
-                raise ValueError("with speculation, the results of each step that samples need `drafts`")
+                raise ValueError("with speculation, the results of a sampling step must have `drafts`")
             return []
         rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
         sampled_rows = scheduled.rows[scheduled.is_sampled]
@@ -98,7 +100,7 @@ class ResultApplier:
         return totals
 
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
-        """Register the blocks that a step filled. Requests that have finished register theirs at the end."""
+        """Register the blocks that a step filled. Finished requests register theirs when they release them."""
         rows, block_size, scheduled = self._rows, self._block_size, step.plan.scheduled
         # The last token of a decode is not computed yet.
         num_computed_tokens = np.where(

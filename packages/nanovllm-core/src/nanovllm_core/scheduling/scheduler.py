@@ -304,9 +304,9 @@ class Scheduler:
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
-        proposes, late_entries, has_proposals = False, list[EntryRange](), is_sampled
+        proposes, late_draft_entries, has_proposals = False, list[EntryRange](), is_sampled
         if self.draft_planner is not None:
-            proposes, late_entries, has_proposals = self.draft_planner.plan_proposals(
+            proposes, late_draft_entries, has_proposals = self.draft_planner.plan_proposals(
                 scheduled, num_computed_tokens, decode_works[0], has_prompts=bool(chunks)
             )
         if num_drafts is not None:
@@ -323,14 +323,14 @@ class Scheduler:
             shape=BatchShape(max_group_reqs, work.num_tokens, query_len, has_only_whole_prompts, has_drafts, proposes),
             max_seq_len=int(num_computed_tokens.max()),
             prompt_logprobs_ranges=prompt_logprobs_ranges,
-            late_entries=late_entries,
+            late_draft_entries=late_draft_entries,
         )
         self.counters.count_step(int(tokens_per_row.sum()))
         if chunks:
             work = work._replace(num_tokens=self.limits.pad(work.num_tokens))
         elif self._draft_limits.uses_cache:
-            num_late = sum(entries.num_tokens for entries in late_entries)
-            work = work._replace(num_proposals=int(proposes), num_late_entries=num_late)
+            num_late = sum(entries.num_tokens for entries in late_draft_entries)
+            work = work._replace(num_proposals=int(proposes), num_late_draft_entries=num_late)
         predicted_s = self.step_time_model.predict(work) if chunks else 0.0
         return ScheduledStep(plan, num_computed_tokens, decode_columns, work, predicted_s, has_proposals)
 

@@ -7,26 +7,26 @@ This package exports grouped-query attention, and `AttentionEstimator`, which es
 from nanovllm_kernels.attention.gqa import (
     best_page_size,
     make_attention_estimator,
-    min_graph_tokens_for_step_keys,
+    min_tokens_of_whole_prompt_graphs,
     paged_attention,
     plan_batch,
 )
 from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Backend
 from nanovllm_kernels.attention.plan.attention_estimator import (
-    ESTIMATOR_WITHOUT_ROUNDS,
+    PROPORTIONAL_ESTIMATOR,
     AttentionEstimator,
     attention_pairs,
 )
 
 __all__ = [
-    "ESTIMATOR_WITHOUT_ROUNDS",
+    "PROPORTIONAL_ESTIMATOR",
     "AttentionBatch",
     "AttentionEstimator",
     "Backend",
     "attention_pairs",
     "best_page_size",
     "make_attention_estimator",
-    "min_graph_tokens_for_step_keys",
+    "min_tokens_of_whole_prompt_graphs",
     "paged_attention",
     "plan_batch",
 ]

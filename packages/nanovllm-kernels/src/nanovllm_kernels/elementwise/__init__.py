@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm_kernels.elementwise import elementwise_reference
 from nanovllm_kernels.elementwise.rotation import QKNorm, Rotation, RotationFactors
-from nanovllm_kernels.platform import uses_float32_for_rows
+from nanovllm_kernels.platform import computes_rows_in_float32
 
 __all__ = [
     "QKNorm",
@@ -137,7 +137,7 @@ def rope_and_cache(
 
 def _has_cpu_kernel(qkv: Tensor, kv_cache: Tensor) -> bool:
     has_supported_dtypes = qkv.dtype == torch.float32 and kv_cache.dtype == torch.bfloat16
-    return has_supported_dtypes and uses_float32_for_rows(qkv.shape[0]) and not torch.compiler.is_compiling()
+    return has_supported_dtypes and computes_rows_in_float32(qkv.shape[0]) and not torch.compiler.is_compiling()
 
 
 def _rope_and_cache_on_cpu(

@@ -1,8 +1,8 @@
 """Computes linear layers. A norm before the product, and a gate or residual after the product, are optional.
 
 On CUDA, a layer with at most MAX_TRITON_KERNEL_ROWS rows may be one launch of a Triton kernel. torch.compile cannot use
-this kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, oneDNN more in
-bf16.
+this kernel: compile a model only for more rows. On a CPU, `numba_panels` computes few rows in float32, and oneDNN
+computes more rows in bf16.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch.nn import functional
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
-from nanovllm_kernels.platform import can_pack_bf16, has_numba, uses_float32_for_rows
+from nanovllm_kernels.platform import can_pack_bf16, computes_rows_in_float32, has_numba
 
 # Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
 MAX_TRITON_KERNEL_ROWS = tiles.MAX_SPLIT_ROWS
@@ -24,7 +24,7 @@ ONEDNN_PLANNED_ROWS = 8
 # Maximum number of padding rows in a product of oneDNN. One less than a power of two.
 MAX_PADDING_ROWS = 31
 # A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
-MAX_PANEL_SIZE = 2048
+MAX_SMALLER_DIM_OF_PANELS = 2048
 # Number of the largest logits of each row that a CPU computes again in float32.
 NUM_REFINED_LOGITS = 16
 # Number of neighbouring logits in a run. The search for the largest logits compares the maxima of runs first.
@@ -59,7 +59,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
         in_onednn_layout = can_pack_bf16()
         panels = None
-        if has_numba() and (not in_onednn_layout or min(weight.shape) <= MAX_PANEL_SIZE):
+        if has_numba() and (not in_onednn_layout or min(weight.shape) <= MAX_SMALLER_DIM_OF_PANELS):
             from nanovllm_kernels.gemm import numba_panels
 
             panels = Panels(numba_panels.pack_panels(weight), weight.shape[0])
@@ -84,7 +84,7 @@ def _choose_panels(x: Tensor, weight: Tensor | PackedWeight) -> Panels | None:
     """Return the weight's panels if `_project_panels` should multiply `x` [.., K] by the weight, else None."""
     if not isinstance(weight, PackedWeight) or weight.panels is None:
         return None
-    if weight.in_onednn_layout and (x.dim() != 2 or not uses_float32_for_rows(x.shape[0])):
+    if weight.in_onednn_layout and (x.dim() != 2 or not computes_rows_in_float32(x.shape[0])):
         return None
     return weight.panels
 
@@ -118,9 +118,9 @@ def _project_panels(
 
 
 def round_up_rows(num_rows: int) -> int:
-    """Return how many rows oneDNN computes for `num_rows` rows: at most 1/8 and at most MAX_PADDING_ROWS more.
+    """Round `num_rows` up to a number that oneDNN computes. Adds at most num_rows / 8 and MAX_PADDING_ROWS rows.
 
-    oneDNN compiles a kernel for each number of rows in 3 to 6 ms, and caches up to 1,024 kernels of about 1 MB each.
+    oneDNN compiles one kernel per number of rows. A kernel takes 3 to 6 ms and about 1 MB. oneDNN caches 1,024 kernels.
     """
     step = min(1 << max(0, num_rows.bit_length() - 4), MAX_PADDING_ROWS + 1)
     return -(-num_rows // step) * step
@@ -157,7 +157,7 @@ def linear(
     All tensors have one dtype, but `residual` may be float32, and on a CPU `x` may be float32 with bf16 weights.
     residual: may be overwritten, and may share memory with the result.
     Returns: [.., N] in the dtype of `residual`, or of `x` without a residual. For bf16 weights on a CPU without a
-        residual: float32 if `uses_float32_for_rows`, else bf16. A bias and a residual together cause a second rounding.
+        residual: float32 if `computes_rows_in_float32`, else bf16. A bias with a residual causes a second rounding.
     """
     if isinstance(weight, BlockFP8Weight):
         return block_fp8.linear(x, weight, bias, residual)

@@ -76,13 +76,13 @@ def experts_case(mixture: Mixture, num_tokens: int, *, in_fp8: bool, num_ranks: 
     # Expected number of experts that at least one token chooses.
     num_used = mixture.num_experts * (1 - (1 - mixture.top_k / mixture.num_experts) ** num_tokens) + mixture.has_shared
     used_bytes = 3 * num_used * matrix_elements * (1 if in_fp8 else 2) / num_ranks
-    input_bytes = 3 * (mixture.num_all // num_ranks) * matrix_elements * (1 if in_fp8 else 2)
+    weight_bytes = 3 * (mixture.num_all // num_ranks) * matrix_elements * (1 if in_fp8 else 2)
     operations = 6 * num_tokens * (mixture.top_k + mixture.has_shared) * matrix_elements / num_ranks
     cost, unit = (operations, "TFLOP/s") if num_tokens > 1024 else (used_bytes, "TB/s")
     name = f"{'FP8 ' if in_fp8 else ''}experts {mixture.name}, {num_tokens} tokens"
     if num_ranks > 1:
         name += f", 1 of {num_ranks} ranks"
-    return BenchmarkCase(name, make_call, cost, unit, input_bytes)
+    return BenchmarkCase(name, make_call, cost, unit, weight_bytes)
 
 
 def routing_case(mixture: Mixture, num_tokens: int) -> BenchmarkCase:

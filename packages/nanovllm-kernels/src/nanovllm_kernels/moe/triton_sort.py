@@ -175,7 +175,7 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # Row of this part's first pair of each expert: in `order`, and in `order` with tiles padded to BLOCK_M rows.
+    # For each expert: index of this part's first pair in `order`, and the index if every tile had BLOCK_M pairs.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)
@@ -189,5 +189,5 @@ def _sort_pairs(
     tl.store(entry_ptrs + 1, sorted_rows, mask=is_tile_start)
     if part == 0:
         tl.store(tiles_ptr, tl.sum(num_expert_tiles, 0))
-        # The start after the last expert's start is the number of this rank's pairs.
+        # starts[num_experts] is the number of this rank's pairs.
         tl.store(starts_ptr + experts, starts, mask=experts <= num_experts)

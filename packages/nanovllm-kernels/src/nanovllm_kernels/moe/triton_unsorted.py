@@ -1,8 +1,8 @@
 """Runs experts for few tokens on CUDA, without sorting the (token, expert) pairs by expert.
 
 A program computes a tile of columns of one expert for all tokens, with zeros for tokens that did not choose the expert.
-The extra products cost nothing, because the loads of weights take longer. The programs of all experts share a tile of
-columns. The program that finishes last adds up the experts' results in a fixed order.
+The extra products cost nothing, because the loads of weights take longer. For each tile of columns, the last program to
+finish adds up the results of all experts in a fixed order.
 """
 
 import torch
@@ -31,7 +31,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     quantized = scales13 is not None
     rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
     overlap = can_overlap_launches(x.device)  # programmatic dependent launch
-    hidden = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
+    gated = torch.empty((num_tokens * top_k, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=torch.float32, device=x.device)
     launch_options = {
         "first_id": first_id,
@@ -54,7 +54,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         w13,
         w13 if scales13 is None else scales13,
         chosen.ids,
-        hidden,
+        gated,
         num_tokens,
         x.stride(0),
         N=intermediate_size,
@@ -70,7 +70,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         rows, num_busy_programs, hidden_size, intermediate_size, is_float32=is_float32, is_block_fp8=quantized
     )
     _down[(triton.cdiv(hidden_size, config.block_n), num_expert_programs)](
-        hidden,
+        gated,
         w2,
         w2 if scales2 is None else scales2,
         chosen.ids,
@@ -110,8 +110,8 @@ def _find_expert(
     Returns: (expert, chosen_slots, is_owner).
         expert: index of the expert among this rank's experts, if this program computes the expert.
         chosen_slots: [ROWS], index of the expert among each token's experts, or at least TOP_K if not chosen.
-        is_owner: whether this program computes the expert. Of several programs, that of the first pair is the owner.
-            No program computes an expert of another rank.
+        is_owner: whether this program computes the expert. If several programs have the same expert, the program of
+            the expert's first pair is the owner. No program computes an expert of another rank.
     """
     program = tl.program_id(1)
     tokens = tl.arange(0, ROWS)[:, None]
@@ -140,7 +140,7 @@ def _gate_up(
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    out_ptr,  # `hidden`
+    out_ptr,  # `gated`
     num_tokens,
     x_stride,
     first_id,
@@ -199,14 +199,14 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_id", "num_experts"])
 def _down(
-    x_ptr,  # `hidden`
+    x_ptr,  # `gated`
     weight_ptr,
     scales_ptr,
     ids_ptr,
-    weights_ptr,
+    routing_weights_ptr,
     residual_ptr,
     out_ptr,
-    partial_ptr,  # weighted sums' terms: `pair_results`
+    pair_results_ptr,  # not multiplied by the routing weights yet
     counter_ptr,  # finished programs, per column tile
     num_tokens,
     residual_stride,
@@ -254,7 +254,7 @@ def _down(
             else:
                 sums = add_product(sums, x, tile, 1.0, False, SWAPPED)
         result = sums.T if SWAPPED else sums
-        tl.store(partial_ptr + pairs * N + columns[None, :], result, mask=row_mask & column_mask)
+        tl.store(pair_results_ptr + pairs * N + columns[None, :], result, mask=row_mask & column_mask)
     # All threads of this program must store their sums before the counter is incremented.
     tl.debug_barrier()
     if tl.atomic_add(counter_ptr + tl.program_id(0), 1, sem="acq_rel") == tl.num_programs(1) - 1:
@@ -267,10 +267,10 @@ def _down(
             if PARTIAL:
                 ids = tl.load(ids_ptr + pairs, mask=pair_mask, other=-1)
                 pair_mask = to_local(ids, first_id, num_experts) >= 0
-            weight = tl.load(weights_ptr + pairs, mask=pair_mask, other=0.0)
-            partial_ptrs = partial_ptr + pairs[:, None] * N + columns[None, :]
-            partial_mask = pair_mask[:, None] & column_mask
-            total += weight[:, None] * tl.load(partial_ptrs, mask=partial_mask, other=0.0, cache_modifier=".cg")
+            weight = tl.load(routing_weights_ptr + pairs, mask=pair_mask, other=0.0)
+            pair_result_ptrs = pair_results_ptr + pairs[:, None] * N + columns[None, :]
+            pair_result_mask = pair_mask[:, None] & column_mask
+            total += weight[:, None] * tl.load(pair_result_ptrs, mask=pair_result_mask, other=0.0, cache_modifier=".cg")
         if RESIDUAL:
             residual_ptrs = residual_ptr + tokens[:, None] * residual_stride + columns[None, :]
             total += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)

@@ -18,7 +18,11 @@ from nanovllm_server.bench.serve import LatencyStats, latency_stats
 from nanovllm_server.bench.workload import IntegerRange, WorkloadShape, random_text_requests
 from nanovllm_server.protocol.json import JSON
 
-UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = ("unconstrained", "half constrained", "and others compile")
+UNCONSTRAINED, HALF_CONSTRAINED, WITH_COMPILING = MIXES = (
+    "unconstrained",
+    "half constrained",
+    "half constrained, new schemas",
+)
 # Number of simultaneous requests with new schemas in the mix WITH_COMPILING.
 NUM_COMPILING_REQUESTS = 4
 WARM_UP_TOKENS = 4  # Output tokens of a warm-up request.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nanovllm_models import Tokenizer
 from nanovllm_models.chat_formats import ToolCallFormat
 from nanovllm_models.errors import TemplateError, TemplateValueError
-from nanovllm_server.chat.tool_prompt import write_history_as_text, write_tools_as_text
+from nanovllm_server.chat.tool_prompt import write_past_calls_as_text, write_tools_as_text
 from nanovllm_server.protocol.error import ApiError, prediction_too_long, prompt_too_long
 from nanovllm_server.protocol.messages import Message, PastToolCall
 from nanovllm_server.protocol.template import TemplateOptions
@@ -37,7 +37,8 @@ class Prompt:
 class Renderer:
     """Renders conversations for one model, in threads.
 
-    call_format: format of the model's calls, to write tools and calls that the template does not show; None if unknown.
+    call_format: format of the model's tool calls; None if unknown. If the template omits tools or tool calls, the
+        renderer writes them in this format.
     """
 
     def __init__(self, tokenizer: Tokenizer, call_format: ToolCallFormat | None = None):
@@ -61,8 +62,8 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: a prompt that certainly has more tokens is refused without encoding; None for no limit. The caller
-            refuses all longer prompts. Therefore the tokenizer does not cache them.
+        max_tokens: maximum number of prompt tokens; None for no limit. This method refuses a text that certainly has
+            more, without encoding it. The caller must refuse other longer prompts, which the tokenizer does not cache.
         """
         pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(
@@ -137,7 +138,7 @@ class Renderer:
     ) -> Prompt:
         template_messages = [self._to_template_message(message) for message in messages]
         if self._call_format is not None and not self._shows_calls:
-            template_messages = write_history_as_text(template_messages, self._call_format)
+            template_messages = write_past_calls_as_text(template_messages, self._call_format)
         if self._call_format is not None and tools is not None and not self._shows_tools:
             template_messages, tools = write_tools_as_text(template_messages, tools, self._call_format), None
         try:

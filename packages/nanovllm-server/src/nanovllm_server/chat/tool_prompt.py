@@ -28,7 +28,7 @@ def write_tools_as_text(
     return [{"role": "system", "content": text}, *messages]
 
 
-def write_history_as_text(messages: Sequence[TemplateMessage], call_format: ToolCallFormat) -> list[TemplateMessage]:
+def write_past_calls_as_text(messages: Sequence[TemplateMessage], call_format: ToolCallFormat) -> list[TemplateMessage]:
     """Rewrites calls as text of the assistant, and results as text of the user."""
     rewritten: list[TemplateMessage] = []
     for message in messages:

@@ -191,7 +191,9 @@ def _read_structural_tag(fields: FieldReader) -> TagAnswer | None:
     if tag is None:
         return None
     if not isinstance(tag, dict):
-        raise fields.wrong("structural_tag", "an object with the field format, or a string with this object as JSON")
+        raise fields.wrong(
+            "structural_tag", 'an object with the field "format", or a string that contains this object as JSON'
+        )
     tag_fields = FieldReader(tag, fields.path("structural_tag"))
     tag_fields.one_of("type", ("structural_tag",))
     return TagAnswer(tag_fields.path("format"), _read_tag_format(tag_fields))
@@ -217,7 +219,7 @@ def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
 def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
     tag_format = fields.raw("format", {"type": "object"})
     if not isinstance(tag_format, dict):
-        raise fields.wrong("format", "the format of a structural tag, which is an object with the field type")
+        raise fields.wrong("format", 'an object with the field "type"')
     path = fields.path("format")
     format_with_schema_paths = _add_schema_paths(tag_format, path, 0)
     if len(orjson.dumps(tag_format)) > MAX_GRAMMAR_LENGTH:

@@ -84,8 +84,8 @@ class PromptTokensDetails(TypedDict):
 
 class CompletionTokensDetails(TypedDict):
     """reasoning_tokens: number of output tokens that are reasoning.
-    accepted_prediction_tokens, rejected_prediction_tokens: proposed tokens of speculative decoding that the output has
-    and has not; 0 without speculative decoding. Unlike OpenAI's API, rejected tokens are not part of completion_tokens.
+    accepted_prediction_tokens: number of drafts (proposed tokens of speculative decoding) that the output contains.
+    rejected_prediction_tokens: number of the other drafts. Unlike in OpenAI's API, completion_tokens excludes them.
     """
 
     reasoning_tokens: int

@@ -32,8 +32,8 @@ class FieldReader:
         """Returns the path of the field `name`, for `param` in errors."""
         return f"{self._path}.{name}" if self._path else name
 
-    def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:  # noqa: ARG002
-        """Reads a value without checks. accepts: JSON schema of allowed values, used only by `schema_recording.py`."""
+    def raw(self, name: str, documented_schema: Schema = ANYTHING) -> JSON:  # noqa: ARG002
+        """Reads a value without checks. documented_schema: for the API's description, see `schema_recording.py`."""
         self._names_read.add(name)
         return self._values.get(name)
 
@@ -75,8 +75,8 @@ class FieldReader:
             raise self.wrong(name, "true or false")
         return value
 
-    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """Reads a string of at most `max_length` characters (None: no limit). accepts: more keywords for its schema."""
+    def text(self, name: str, max_length: int | None = None, documented_schema: Schema = ANYTHING) -> str | None:  # noqa: ARG002
+        """Reads a string of at most `max_length` characters (None: no limit). documented_schema: more keywords."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))

@@ -117,7 +117,7 @@ def _read_tool_calls(fields: FieldReader) -> tuple[PastToolCall, ...]:
 
 
 def _read_called_function(function: FieldReader, call_id: str | None) -> PastToolCall:
-    name, arguments = function.text("name", accepts={"minLength": 1}), function.text("arguments")
+    name, arguments = function.text("name", documented_schema={"minLength": 1}), function.text("arguments")
     if not name:
         raise function.wrong("name", "a non-empty string")
     if arguments is None:

@@ -225,13 +225,13 @@ def _read_prompt_logprobs(body: FieldReader) -> int | None:
 
 
 def _read_logit_bias(body: FieldReader, vocab_size: int) -> dict[int, float]:
-    accepts: dict[str, JSON] = {
+    documented_schema: dict[str, JSON] = {
         "type": "object",
         "maxProperties": MAX_LOGIT_BIAS,
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     }
-    values = body.raw("logit_bias", accepts)
+    values = body.raw("logit_bias", documented_schema)
     if values is None:
         return {}
     if not isinstance(values, dict) or len(values) > MAX_LOGIT_BIAS:
@@ -309,7 +309,7 @@ def _read_token_ids(body: FieldReader, name: str, max_ids: int, vocab_size: int)
 
 
 def _read_request_id(body: FieldReader) -> str | None:
-    value = body.text("request_id", accepts={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
+    value = body.text("request_id", documented_schema={"pattern": f"^[ -~]{{1,{MAX_ID_LENGTH}}}$"})
     # The id must fit into a header of the response.
     if value is not None and not (value.isascii() and value.isprintable() and 0 < len(value) <= MAX_ID_LENGTH):
         raise body.wrong("request_id", f"a string of 1 to {MAX_ID_LENGTH} printable ASCII characters")

@@ -47,10 +47,10 @@ class _ObjectNode:
     children: dict[str, "_ObjectNode"] = field(default_factory=dict[str, "_ObjectNode"])
     required: frozenset[str] | None = None
 
-    def record(self, name: str, accepts: Schema) -> None:
+    def record(self, name: str, documented_schema: Schema) -> None:
         alternatives = self.alternatives.setdefault(name, [])
-        if accepts and accepts not in alternatives:
-            alternatives.append(accepts)
+        if documented_schema and documented_schema not in alternatives:
+            alternatives.append(documented_schema)
 
     def child(self, name: str) -> "_ObjectNode":
         return self.children.setdefault(name, _ObjectNode())
@@ -66,21 +66,21 @@ class _ObjectNode:
         properties: dict[str, JSON] = {}
         for name in names:
             alternatives = [self._with_child(name, schema) for schema in copy.deepcopy(self.alternatives[name])] or [{}]
-            accepts: Schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": [*alternatives]}
-            properties[name] = accepts if name in required else _with_null(accepts)
+            documented_schema: Schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": [*alternatives]}
+            properties[name] = documented_schema if name in required else _with_null(documented_schema)
         schema: Schema = {"type": "object", "properties": properties}
         if required:
             schema["required"] = [name for name in names if name in required]
         return schema
 
-    def _with_child(self, name: str, accepts: Schema) -> Schema:
-        """Extends the schema `accepts` of a field with the schema of the field's nested objects."""
+    def _with_child(self, name: str, documented_schema: Schema) -> Schema:
+        """Extends the schema `documented_schema` of a field with the schema of the field's nested objects."""
         if name not in self.children:
-            return accepts
-        types, child = accepts.get("type"), self.children[name].schema()
+            return documented_schema
+        types, child = documented_schema.get("type"), self.children[name].schema()
         if types == "array" or (isinstance(types, list) and "array" in types):
-            return {**accepts, "items": child}
-        return {**child, **accepts} if types == "object" else accepts
+            return {**documented_schema, "items": child}
+        return {**child, **documented_schema} if types == "object" else documented_schema
 
 
 class _RecordingReader(FieldReader):
@@ -90,8 +90,8 @@ class _RecordingReader(FieldReader):
         super().__init__(values, path)
         self._node = node
 
-    def raw(self, name: str, accepts: Schema = ANYTHING) -> JSON:
-        self._node.record(name, accepts)
+    def raw(self, name: str, documented_schema: Schema = ANYTHING) -> JSON:
+        self._node.record(name, documented_schema)
         return super().raw(name)
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
@@ -107,9 +107,9 @@ class _RecordingReader(FieldReader):
         self._node.record(name, {"type": "boolean"})
         return super().boolean(name)
 
-    def text(self, name: str, max_length: int | None = None, accepts: Schema = ANYTHING) -> str | None:
+    def text(self, name: str, max_length: int | None = None, documented_schema: Schema = ANYTHING) -> str | None:
         length_limit: Schema = {} if max_length is None else {"maxLength": max_length}
-        self._node.record(name, {"type": "string", **length_limit, **accepts})
+        self._node.record(name, {"type": "string", **length_limit, **documented_schema})
         return super().text(name, max_length)
 
     def one_of(self, name: str, choices: Sequence[str]) -> str | None:
@@ -119,12 +119,12 @@ class _RecordingReader(FieldReader):
     def array(
         self, name: str, expected: str, max_items: int | None = None, items: Schema = ANYTHING
     ) -> list[JSON] | None:
-        accepts: Schema = {"type": "array"}
+        documented_schema: Schema = {"type": "array"}
         if max_items is not None:
-            accepts["maxItems"] = max_items
+            documented_schema["maxItems"] = max_items
         if items:
-            accepts["items"] = items
-        self._node.record(name, accepts)
+            documented_schema["items"] = items
+        self._node.record(name, documented_schema)
         return super().array(name, expected, max_items)
 
     def child(self, name: str) -> FieldReader | None:
@@ -140,13 +140,13 @@ class _RecordingReader(FieldReader):
         return _RecordingReader(cast(dict[str, JSON], value), self._node.child(name), f"{self.path(name)}[{index}]")
 
 
-def _with_null(accepts: Schema) -> Schema:
-    if "const" in accepts:
-        return {"enum": [accepts["const"], None]}
-    if "anyOf" in accepts:
-        return {**accepts, "anyOf": [*cast(list[JSON], accepts["anyOf"]), {"type": "null"}]}
-    types, values = accepts.get("type"), accepts.get("enum")
-    nullable = dict(accepts)
+def _with_null(documented_schema: Schema) -> Schema:
+    if "const" in documented_schema:
+        return {"enum": [documented_schema["const"], None]}
+    if "anyOf" in documented_schema:
+        return {**documented_schema, "anyOf": [*cast(list[JSON], documented_schema["anyOf"]), {"type": "null"}]}
+    types, values = documented_schema.get("type"), documented_schema.get("enum")
+    nullable = dict(documented_schema)
     if types is not None:
         nullable["type"] = [*(types if isinstance(types, list) else [types]), "null"]
     if isinstance(values, list) and None not in values:

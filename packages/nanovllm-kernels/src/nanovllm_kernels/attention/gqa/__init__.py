@@ -8,15 +8,15 @@ from torch import Tensor
 from nanovllm_kernels.attention.gqa import flash_prefill, gqa_reference
 from nanovllm_kernels.attention.plan import flash_requests, tile_configs
 from nanovllm_kernels.attention.plan.attention_batch import AttentionBatch, Backend, PagedRequests
-from nanovllm_kernels.attention.plan.attention_estimator import ESTIMATOR_WITHOUT_ROUNDS, AttentionEstimator
+from nanovllm_kernels.attention.plan.attention_estimator import PROPORTIONAL_ESTIMATOR, AttentionEstimator
 from nanovllm_kernels.attention.plan.flash_requests import FlashRequests
 from nanovllm_kernels.attention.plan.work_list import WorkList, WorkListFilter, make_work_list, split_query_lens
-from nanovllm_kernels.platform import describe_device, has_cute, has_flash_attention, uses_float32_for_rows
+from nanovllm_kernels.platform import computes_rows_in_float32, describe_device, has_cute, has_flash_attention
 
 __all__ = [
     "best_page_size",
     "make_attention_estimator",
-    "min_graph_tokens_for_step_keys",
+    "min_tokens_of_whole_prompt_graphs",
     "paged_attention",
     "plan_batch",
 ]
@@ -71,7 +71,7 @@ def plan_batch(
     batch = AttentionBatch(*request_tensors, max_query_len, max_seq_len, work_element_bytes)
     if backend == "torch":
         is_bf16_on_cpu = kv_cache.dtype == torch.bfloat16 and not kv_cache.is_cuda
-        if num_decodes is not None and is_bf16_on_cpu and uses_float32_for_rows(int(query_start_loc[-1])):
+        if num_decodes is not None and is_bf16_on_cpu and computes_rows_in_float32(int(query_start_loc[-1])):
             return replace(batch, uses_numba_gqa=True)
         return batch.with_gathers(num_decodes, kv_cache.shape[1], dtype)  # For `gqa_reference`.
     if not has_only_whole_prompts:
@@ -209,7 +209,7 @@ def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) ->
     return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
 
 
-def min_graph_tokens_for_step_keys(kv_cache: Tensor, backend: Backend) -> int | None:
+def min_tokens_of_whole_prompt_graphs(kv_cache: Tensor, backend: Backend) -> int | None:
     """Return how many tokens a CUDA graph has at least if its whole prompts read the step's keys instead of the cache.
 
     A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
@@ -223,7 +223,7 @@ def make_attention_estimator(num_heads: int, num_kv_heads: int, device: torch.de
     """Return an estimator of the time that the attention of prompts takes on `device`."""
     num_sms = describe_device(device).num_sms
     if num_sms < num_kv_heads:
-        return ESTIMATOR_WITHOUT_ROUNDS  # For CPUs and the interpreter.
+        return PROPORTIONAL_ESTIMATOR  # For CPUs and the interpreter.
     request_filter = flash_requests.work_list_filter(num_heads, num_sms)
     tile_tokens = max(1, flash_requests.FLASH_TILE_ROWS * num_kv_heads // num_heads)
     return AttentionEstimator(

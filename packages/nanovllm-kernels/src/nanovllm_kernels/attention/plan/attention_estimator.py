@@ -58,4 +58,4 @@ class AttentionEstimator(NamedTuple):
 
 
 # Estimator for CPUs and other devices on which attention time does not depend on how prompts are cut into chunks.
-ESTIMATOR_WITHOUT_ROUNDS = AttentionEstimator(1, 1)
+PROPORTIONAL_ESTIMATOR = AttentionEstimator(1, 1)

@@ -1,4 +1,4 @@
-"""Plans which cached tokens plain torch copies together, for grouped-query and latent attention.
+"""Plans how plain torch copies cached tokens in groups, for grouped-query and latent attention.
 
 One plan serves all layers of a step.
 """
