@@ -5,7 +5,7 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# `triton_few_rows` is faster for weights with up to this number of elements. Keys: rows, rounded up to a power of two.
+# Up to this number of weight elements, `triton_few_rows` beats cuBLAS. Keys: rows, rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
@@ -114,7 +114,7 @@ class BlockFP8Config(NamedTuple):
 
 # Up to this number of rows, the product's kernel also quantises the rows, unless a norm comes first.
 MAX_FUSED_FP8_ROWS = 16
-# Maximum number of rows for which `triton_block_fp8` is faster than cuBLAS, up to MAX_NARROW_FP8_COLUMNS columns.
+# Up to this number of rows, `triton_block_fp8` is faster than cuBLAS for at most MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
 MAX_NARROW_FP8_COLUMNS = 4096
 # Like MAX_FP8_ROWS, for more than MAX_NARROW_FP8_COLUMNS columns.

@@ -150,7 +150,7 @@ def _add_static_routes(app: Quart, service: Service) -> None:
 
 
 def _max_body_bytes(service: Service) -> int:
-    """Returns Content-Length, or the server's limit for a chunked body. Raises RequestEntityTooLarge."""
+    """Returns Content-Length, or the server's limit if the body is chunked. Raises RequestEntityTooLarge."""
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:

@@ -53,7 +53,10 @@ def single_message(costs: PromptTokenCosts, num_tokens: int, seed: str) -> list[
 
 
 def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
-    """Returns messages of about `message_len` tokens. User and assistant alternate; the user has the last message."""
+    """Returns a conversation of about `num_tokens` tokens in messages of about `message_len` tokens.
+
+    User and assistant alternate. The user has the last message.
+    """
     random = Random(seed)
     num_messages = max(1, num_tokens // message_len) | 1
     num_words = costs.num_words(num_tokens, num_messages)
