@@ -58,8 +58,8 @@ def prompts(default_model) -> list[list[int]]:
 
 @pytest.mark.skipif(not has_numba(), reason="there are no kernels in Numba")
 async def test_seed_gives_the_same_tokens_in_any_batch_without_bf16_instructions(default_model, prompts, monkeypatch):
-    monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
-    monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
+    monkeypatch.setattr("nanovllm_kernels.platform.prefers_packed_bf16", lambda: False)
+    monkeypatch.setattr("nanovllm_kernels.gemm.prefers_packed_bf16", lambda: False)
     random_sampling = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, logprobs=1)
 
     async def run(engine: AsyncEngine, index: int) -> list[tuple[int, float]]:

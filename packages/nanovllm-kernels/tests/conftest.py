@@ -356,8 +356,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def bf16_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the CPU as it is, and as if it had no bf16 instructions."""
     if request.param == "without bf16 units":
-        monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
-        monkeypatch.setattr("nanovllm_kernels.gemm.can_pack_bf16", lambda: False)
+        monkeypatch.setattr("nanovllm_kernels.platform.prefers_packed_bf16", lambda: False)
+        monkeypatch.setattr("nanovllm_kernels.gemm.prefers_packed_bf16", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from torch.nn import functional
 from nanovllm_kernels import gemm
 from nanovllm_kernels.elementwise import prepare_norm_weight, rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import linear, logits, norm_gate_up, norm_linear, pack_linear, split_float32, tiles
-from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, can_pack_bf16, computes_rows_in_float32, has_numba
+from nanovllm_kernels.platform import MAX_FLOAT32_ROWS, computes_rows_in_float32, has_numba, prefers_packed_bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,7 +104,7 @@ def test_few_row_kernel_is_chosen_by_shape():
 def test_only_bf16_weights_are_packed():
     plain = torch.randn(8, 8)
     assert pack_linear(plain).data is plain
-    assert pack_linear(plain.to(torch.bfloat16)).in_onednn_layout == can_pack_bf16()
+    assert pack_linear(plain.to(torch.bfloat16)).in_onednn_layout == prefers_packed_bf16()
 
 
 def test_packing_accepts_any_layout():
@@ -120,7 +120,7 @@ def test_onednn_sees_few_row_counts_with_little_padding():
     assert [gemm.round_up_rows(count) for count in (0, 1, 9, 15, 17, 130, 513)] == [0, 1, 9, 15, 18, 144, 544]
 
 
-@pytest.mark.skipif(not can_pack_bf16(), reason="this CPU does not multiply bf16")
+@pytest.mark.skipif(not prefers_packed_bf16(), reason="this CPU does not multiply bf16")
 @pytest.mark.parametrize("shape", [(0,), (17,), (71,), (3, 11)])
 def test_products_with_padded_rows_have_only_the_given_rows(shape):
     weight, bias = torch.randn(40, 64).to(torch.bfloat16), torch.randn(40).to(torch.bfloat16)
@@ -145,7 +145,7 @@ def test_few_rows_use_panels_beside_a_blocked_weight():
     for found in (few, many):
         assert ((found - exact).abs() <= 2**-8 * (product.abs() + exact.abs()) + 1e-5).all()
     for num_rows in (1, 9):
-        expected = torch.float32 if computes_rows_in_float32(num_rows) or not can_pack_bf16() else torch.bfloat16
+        expected = torch.float32 if computes_rows_in_float32(num_rows) or not prefers_packed_bf16() else torch.bfloat16
         assert linear(x[:num_rows], packed).dtype == expected
 
 
@@ -200,7 +200,7 @@ def test_panel_result_does_not_depend_on_other_rows(num_columns, width):
         assert torch.equal(project(slice(300 - count, 300)), whole[-count:])
 
 
-@pytest.mark.skipif(has_numba() and can_pack_bf16(), reason="this CPU multiplies bf16")
+@pytest.mark.skipif(has_numba() and prefers_packed_bf16(), reason="this CPU multiplies bf16")
 def test_unpacked_weight_is_multiplied_in_float32_without_bf16_units():
     x, weight = torch.randn(20, 64), torch.randn(40, 64).bfloat16()
     torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)

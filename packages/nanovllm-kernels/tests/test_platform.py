@@ -10,11 +10,11 @@ import torch
 
 from nanovllm_kernels.platform import (
     MIN_WIDE_HIDDEN_SIZE,
-    can_pack_bf16,
     describe_arithmetic,
     describe_device,
     has_cuda,
     is_intel,
+    prefers_packed_bf16,
     residual_dtype,
 )
 
@@ -50,14 +50,14 @@ def test_arithmetic_names_detected_instructions(monkeypatch):
     assert describe_arithmetic(torch.device("cuda"), torch.bfloat16) == "bfloat16"
     assert describe_arithmetic(cpu, torch.float32).startswith("float32, ")
     found = describe_arithmetic(cpu, torch.bfloat16)
-    assert found.startswith("bfloat16, " if can_pack_bf16() else "float32 from bfloat16 weights, ")
-    monkeypatch.setattr("nanovllm_kernels.platform.can_pack_bf16", lambda: False)
+    assert found.startswith("bfloat16, " if prefers_packed_bf16() else "float32 from bfloat16 weights, ")
+    monkeypatch.setattr("nanovllm_kernels.platform.prefers_packed_bf16", lambda: False)
     assert describe_arithmetic(cpu, torch.bfloat16).startswith("float32 from bfloat16 weights, ")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit names instructions of x86")
 def test_onednn_instruction_limit_disables_bf16_packing():
-    program = "from nanovllm_kernels.platform import can_pack_bf16; print(can_pack_bf16())"
+    program = "from nanovllm_kernels.platform import prefers_packed_bf16; print(prefers_packed_bf16())"
     # Intel's AVX-512 bf16 instructions without AMX are slower than float32.
     slow_limits = ("AVX512_CORE_BF16",) if is_intel() else ()
     for limit in ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", *slow_limits):

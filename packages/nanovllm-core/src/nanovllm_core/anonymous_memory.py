@@ -11,7 +11,7 @@ from typing import Any
 class AnonymousMemory:
     """Shared memory of a fixed size, initially zeros. Can be an argument of a new process.
 
-    Shared memory with a name would remain after a process is killed.
+    Shared memory with a name would remain if its processes are killed.
     """
 
     def __init__(self, num_bytes: int):
@@ -33,7 +33,7 @@ class AnonymousMemory:
     def map(self, *, populates: bool = True) -> memoryview:
         """Map the memory into this process. All mappings show the same bytes.
 
-        populates: allocate the pages now. Otherwise the first writes take several times as long.
+        populates: whether to allocate the pages now. If False, the first writes take several times as long.
         """
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
         return memoryview(mmap.mmap(self._descriptor, self._num_bytes, flags))

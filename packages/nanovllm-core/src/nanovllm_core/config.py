@@ -223,7 +223,7 @@ def resolve(
     has_flash_attention: whether FlashAttention is installed and supports the GPU.
     has_cute: whether CuTe DSL is installed and supports the GPU.
     has_fp8: whether the GPU supports FP8.
-    num_gpus: number of usable GPUs; None for 1 if `has_cuda`, else 0.
+    num_gpus: number of usable GPUs; None stands for 1 if `has_cuda` is True, and for 0 if not.
     """
     device: Device = config.device or ("cuda" if has_cuda else "cpu")
     if device == "cuda" and not has_cuda:
@@ -259,7 +259,7 @@ def resolve(
     _require(not (config.check_ranks and config.dp_attention), "check_ranks", True, "False with dp_attention")
     settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
     if config.kv_offload_dir is not None:
-        # Other hashes differ between processes.
+        # Engines find each other's files by hash, and "fast" hashes differ between processes.
         settings["prefix_hash"] = "sha256"
     return ResolvedConfig(
         **settings,

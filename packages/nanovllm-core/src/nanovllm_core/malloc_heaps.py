@@ -13,7 +13,7 @@ def limit_malloc_heaps(num_heaps: int, max_block_bytes: int | None = None) -> No
     """Limit the heaps of this process. Has no effect without glibc.
 
     num_heaps: maximum number of heaps. By default, a process has up to eight heaps per CPU core.
-    max_block_bytes: malloc returns larger blocks to the system when they are freed. None: glibc chooses the size.
+    max_block_bytes: malloc returns blocks above this size to the system when they are freed. None: glibc chooses.
     """
     mallopt = _find_function("mallopt")
     if mallopt is not None:

@@ -21,7 +21,7 @@ class LaunchAttention(Protocol):
     def __call__(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
         """Call `attention` with q [num_tokens, heads, head_dim]; returns [num_tokens, heads, value_dim].
 
-        value_dim: None for head_dim.
+        value_dim: size of a head's value; None if it is head_dim.
         """
         ...
 
@@ -77,8 +77,8 @@ class ForwardContext:
     kv_caches: one per PagedSpec or MLASpec, in the order of `CausalLM.cache_specs`.
         PagedSpec: [num_blocks, block_size, 2 * num_kv_heads, head_dim], key heads before value heads.
         MLASpec: [num_blocks, block_size, 1, latent_dim + rope_dim].
-    kv_scales: one per cache if the caches are FP8, else empty; uint8 [num_blocks, cache.shape[2], block_size], see
-        `nanovllm_kernels.fp8`.
+    kv_scales: one per cache, uint8 [num_blocks, cache.shape[2], block_size], see `nanovllm_kernels.fp8`; empty if the
+        caches are not FP8.
     launch_attention: while a step is captured as several CUDA graphs, computes attention between the graphs. Layers
         must call this function with their attention and queries. None: layers compute attention themselves.
     state_caches: one per StateSpec, in the order of `CausalLM.cache_specs`.
@@ -119,9 +119,10 @@ class CausalLM(Protocol):
 
 
 class PredictionHead(Protocol):
-    """A head for multi-token prediction (MTP): predicts a token from the token before it and an older hidden state.
+    """A head for multi-token prediction (MTP): predicts the token at position p + 2 from the token at p + 1.
 
-    Its layers have caches like the attention layers of the model, at the end of the model's `cache_specs`.
+    The second input is the hidden state at position p. The head's layers have caches like the attention layers of the
+    model. The specs of these layers are at the end of the model's `cache_specs`.
     """
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
@@ -133,7 +134,7 @@ class PredictionHead(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits of the token after `input_ids`, see `CausalLM.compute_logits`. hidden: of the head."""
+        """Returns logits of the token after `input_ids`, see `CausalLM.compute_logits`. hidden: the head's."""
         ...
 
 
@@ -142,7 +143,7 @@ class MultiTokenModel(Protocol):
     """A `CausalLM` that may have a head for multi-token prediction."""
 
     def mtp_head(self) -> PredictionHead | None:
-        """The head; None if the weights include no head, or without `BuildContext.uses_mtp`."""
+        """The head; None if the weights include no head, or if `BuildContext.uses_mtp` is False."""
         ...
 
 
@@ -168,7 +169,7 @@ class BuildContext:
 class Vocabulary(NamedTuple):
     """The text of a model's tokens, for grammars.
 
-    tokens: by token id, the bytes of the token; b"" for a token without text. Ids beyond the end have no text.
+    tokens: the bytes of each token, indexed by token id; b"" for a token without text. Ids beyond the end have no text.
     end_ids: token ids that end an answer, a subset of the model's `eos_token_ids`.
     """
 
@@ -186,7 +187,7 @@ class ModelSpec:
     build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
     vocabulary: reads the vocabulary for the first grammar; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
-    fingerprint: identifies all that determines the KV cache of tokens, such as the weights; "" if unknown. Engines
+    fingerprint: identifies whatever determines the KV cache of tokens, such as the weights; "" if unknown. Engines
         whose models have equal fingerprints may share cached blocks in files.
     draft: the draft model, for speculative decoding with `EngineConfig.speculate` "draft".
     """

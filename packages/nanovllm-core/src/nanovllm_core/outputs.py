@@ -105,7 +105,7 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: pairs (request key, log-probabilities for a new token), only for requests with this option.
     prompt_logprobs: pairs (request key, log-probabilities of consecutive prompt tokens), in order. The last pair of a
         request comes no later than the request's first output token.
-    draft_totals: only of unfinished requests for which the step verified drafts.
+    draft_totals: one entry per unfinished request for which the step verified drafts.
     """
 
     keys: list[int] = []
@@ -124,10 +124,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_token_ids: id of one token, or ids of several tokens if the reader was slow or drafts were accepted.
     num_cached_tokens: number of prompt tokens found in the prefix cache.
     logprobs: one entry per new token; None if not requested.
-    finish_reason: None except on the last output.
+    finish_reason: set in the last output; None in all earlier outputs.
     stop_token: id of the token that stopped the request; None if no token stopped the request.
-    prompt_logprobs: log-probabilities of all prompt tokens except the first. None in all outputs but the first, and
-        if not requested.
+    prompt_logprobs: log-probabilities of all prompt tokens except the first token, in the first output; None in all
+        later outputs, and if not requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
     num_accepted_drafts, num_rejected_drafts: numbers of verified drafts of speculative decoding so far.
     """

@@ -49,8 +49,8 @@ class SamplingParams:
     ignore_eos: do not stop at the model's end-of-sequence tokens.
     stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
-    allowed_token_ids: the only token ids that the output may contain, besides tokens that end `grammar`; empty for all.
-        If `grammar` allows none of these ids, the request fails. Overrides all other options but `grammar`.
+    allowed_token_ids: the only token ids that the output may contain, besides tokens that end `grammar`; empty to allow
+        all ids. If `grammar` allows none of these ids, the request fails. Overrides all other options but `grammar`.
     logprobs: number of likeliest tokens to report per output token; None for no log-probabilities. Penalties and
         temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no

@@ -1,4 +1,4 @@
-"""Logs the duration of each phase of a start."""
+"""Logs the duration of each start-up phase."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def log_phase(name: str) -> Generator[None]:
-    """Log the seconds of a phase that succeeds. On a terminal, progress bars show the phases instead."""
+    """Log the seconds of a phase if it succeeds. On a terminal, progress bars show the phases instead."""
     start_s = time.perf_counter()
     yield
     if not sys.stderr.isatty():

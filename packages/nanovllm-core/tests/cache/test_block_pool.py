@@ -145,9 +145,9 @@ def test_holding_a_block_leaves_the_reserved_blocks_free():
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.register(block, 1)
-    assert pool.can_hold(block)
+    assert pool.can_acquire(block)
     pool.release([block])
     pool.num_reserved = 1
-    assert pool.can_hold(block)
+    assert pool.can_acquire(block)
     pool.num_reserved = 2
-    assert not pool.can_hold(block)
+    assert not pool.can_acquire(block)

@@ -43,7 +43,8 @@ _MIN_EXP_INPUT, _MAX_EXP_INPUT = EXP_RANGE
 _LN2_HIGH, _LN2_LOW = LN2_PARTS
 _C6, _C5, _C4, _C3 = EXP_TERMS
 
-# Addresses of OpenMP functions. Kernels take the array's address as an argument, because Numba caches kernels on disk.
+# Addresses of OpenMP functions. Kernels take the address of this array as an argument: Numba caches kernels on disk,
+# and the addresses differ between processes.
 _OPENMP_FUNCTIONS = np.array(
     [
         ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
@@ -162,7 +163,7 @@ def _load_openmp_function(builder: Any, args: Any, table_index: int, function_ty
 
 @kernel
 def keep_alive(array):
-    """Keep `array` alive until this call. Numba does not track uses of an address, and would free the array."""
+    """Keep `array` alive until this call. Numba does not track addresses, and would free `array` earlier."""
     return array.size
 
 
@@ -207,7 +208,7 @@ def to_bf16(number):
 def exp(x):
     """Return exp of a float32 with an error of at most 2 ulp, by the method of Cephes' expf.
 
-    Unlike the C library's exp, the compiler can vectorise this function.
+    The compiler can vectorise this function, but not the C library's exp.
     """
     x = min(max(x, _MIN_EXP_INPUT), _MAX_EXP_INPUT)
     n = np.floor(x * LOG2_E + _HALF)

@@ -169,7 +169,7 @@ def convert_panel(_typing: Any, panel_ptr: Any, depth: Any, out_ptr: Any) -> Any
 
 @intrinsic
 def transpose_keys(_typing: Any, keys_ptr: Any, key_stride_bytes: Any, out_ptr: Any) -> Any:
-    """Transpose a square of bf16 elements (from TRANSPOSED_SIZE keys), and convert it to float32.
+    """Transpose a square of bf16 elements, one row from each of TRANSPOSED_SIZE keys, and convert it to float32.
 
     out_ptr: address of the result. Its rows are 4 * GROUP_WIDTH bytes apart.
     """
@@ -246,7 +246,7 @@ def find_max(_typing: Any, values_ptr: Any, count: Any) -> Any:
 
 @intrinsic
 def exp_and_sum(_typing: Any, values_ptr: Any, count: Any, max_value: Any) -> Any:
-    """Replace `count` float32 values by exp(value - max_value), and return the sum. count: a multiple of LANES."""
+    """Replace `count` float32 values by exp(value - max_value), and return their sum. count: a multiple of LANES."""
 
     def lower(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         values_ptr, size, max_number = values

@@ -1,7 +1,7 @@
 """Shortens the spinning of torch's threads at barriers while other processes need the cores.
 
-GCC's OpenMP runtime spins for milliseconds at each barrier. If another process uses a core, one thread may reach a
-barrier late by a time slice, and the other threads spin meanwhile. A decode step has hundreds of barriers.
+GCC's OpenMP runtime spins for milliseconds at each barrier. If another process uses a core, one of torch's threads may
+reach a barrier one time slice late. The other threads spin until then. A decode step has hundreds of barriers.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 SAMPLE_INTERVAL_S = 0.2
-# Spins become short if other processes use more than this number of our threads' cores.
-MIN_BUSY_CORES_TO_SHORTEN = 0.4
-# Spins become long again if other processes use less than this number of our threads' cores.
-MAX_BUSY_CORES_TO_LENGTHEN = 0.2
+# Spins become short if our threads lack more than this number of cores, because other processes use them.
+MIN_MISSING_CORES_TO_SHORTEN = 0.4
+# Spins become long again if our threads lack less than this number of cores.
+MAX_MISSING_CORES_TO_LENGTHEN = 0.2
 # Environment variables by which a user chooses how threads wait.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 PROC_STAT = Path("/proc/stat")
@@ -57,7 +57,7 @@ class ShortSpins(contextlib.AbstractContextManager["ShortSpins"]):
     def _run_team(self) -> None:
         library = ctypes.CDLL(None)
         num_additional_threads = len(os.sched_getaffinity(0)) - torch.get_num_threads() + 1
-        # The runtime requires a function to call: free(NULL) does nothing.
+        # The runtime requires a function to call. The call is free(NULL), which does nothing.
         no_op = ctypes.cast(library.free, ctypes.c_void_p)
         library.GOMP_parallel(no_op, None, ctypes.c_uint(max(num_additional_threads, 1) + 1), ctypes.c_uint(0))
         self._has_started.set()
@@ -95,9 +95,9 @@ class SpinControl:
     def adapt(self, num_busy_cores: float) -> None:
         """Shorten or restore spinning. num_busy_cores: number of cores that other processes use."""
         num_missing_cores = num_busy_cores - (len(os.sched_getaffinity(0)) - torch.get_num_threads())
-        if self._short_spins is None and num_missing_cores > MIN_BUSY_CORES_TO_SHORTEN:
+        if self._short_spins is None and num_missing_cores > MIN_MISSING_CORES_TO_SHORTEN:
             self._short_spins = ShortSpins()
-        elif self._short_spins is not None and num_missing_cores < MAX_BUSY_CORES_TO_LENGTHEN:
+        elif self._short_spins is not None and num_missing_cores < MAX_MISSING_CORES_TO_LENGTHEN:
             self._restore_long_spins()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def _sample_cpu_use() -> tuple[float, float]:
 
 def _read_busy_seconds() -> float:
     """Return the seconds for which this process's cores have been busy."""
-    # Processes with low priority hardly delay a process with normal priority.
+    # A process with normal priority ignores the time of low-priority processes, which hardly delay it.
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     ticks = 0

@@ -16,9 +16,9 @@ FLASH_ATTENTION_MAJOR = 9
 MIN_CAPABILITY = (8, 0)  # Ampere
 # Number of SMs that launches assume in Triton's interpreter, which reports 0 SMs.
 INTERPRETER_SMS = 8
-# On a CPU with bf16 instructions, Numba kernels multiply at most this number of rows in float32.
+# On a CPU with bf16 instructions, Numba kernels multiply in float32 if there are at most this number of rows.
 MAX_FLOAT32_ROWS = 8
-# Below this hidden size, kernel launches limit the speed of decodes, and a float32 residual stream costs nothing.
+# Below this hidden size, kernel launches limit the speed of decodes, so a float32 residual stream costs no time.
 MIN_WIDE_HIDDEN_SIZE = 1024
 # Values of ONEDNN_MAX_CPU_ISA under which oneDNN emulates bf16 products.
 _ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -90,7 +90,10 @@ def describe_device(device: torch.device) -> DeviceInfo:
 
 
 def make_cache_directory(name: str) -> Path | None:
-    """Create directory `name` for compiled code in $NANOVLLM_CACHE or the user's cache. Returns None if that fails."""
+    """Create directory `name`, for compiled code. Returns None if that fails.
+
+    The directory is in $NANOVLLM_CACHE or, if this variable is not set, in `nanovllm` of the user's cache.
+    """
     try:
         user_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         directory = Path(os.environ.get("NANOVLLM_CACHE") or Path(user_cache) / "nanovllm") / name
@@ -104,7 +107,7 @@ def residual_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -
     """Return the dtype of the residual stream [T, hidden_size] of a model with weights of `dtype` on `device`.
 
     The stream is float32 if that costs no time: for narrow models on CUDA, and for bf16 on a CPU. A bf16 stream rounds
-    twice per layer, and the errors often exceed the difference of two logits. A float16 stream may overflow.
+    twice per layer. The errors often exceed the difference of the two largest logits. A float16 stream may overflow.
     """
     uses_float32 = (
         dtype == torch.bfloat16 if device.type == "cpu" else dtype.itemsize == 2 and hidden_size < MIN_WIDE_HIDDEN_SIZE
@@ -120,7 +123,7 @@ def can_overlap_launches(device: torch.device) -> bool:
 
 
 @functools.cache
-def can_pack_bf16() -> bool:
+def prefers_packed_bf16() -> bool:
     """Whether oneDNN accepts packed (reordered) weights, and multiplies bf16 faster than float32 on this CPU."""
     return (
         torch.backends.mkldnn.is_available()
@@ -161,13 +164,13 @@ def has_numba() -> bool:
 def computes_rows_in_float32(num_rows: int) -> bool:
     """Whether Numba kernels multiply `num_rows` rows by bf16 weights in float32, on a CPU.
 
-    True for 1 to MAX_FLOAT32_ROWS rows. On a CPU without bf16 instructions, also true for more rows.
+    True for 1 to MAX_FLOAT32_ROWS rows, and without fast bf16 instructions also for more rows. False without Numba.
     """
-    return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not can_pack_bf16())
+    return has_numba() and num_rows > 0 and (num_rows <= MAX_FLOAT32_ROWS or not prefers_packed_bf16())
 
 
 def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
-    """Describe for users in which precision and by which library `device` multiplies by weights of `dtype`."""
+    """Describe to users the precision and the library with which `device` multiplies by weights of `dtype`."""
     dtype_name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
         return dtype_name
@@ -179,7 +182,7 @@ def describe_arithmetic(device: torch.device, dtype: torch.dtype) -> str:
         from nanovllm_kernels.numba_jit import VECTOR_INSTRUCTIONS
 
         float32_text = f"float32 from bfloat16 weights, {VECTOR_INSTRUCTIONS} (Numba)"
-    if not can_pack_bf16():
+    if not prefers_packed_bf16():
         return float32_text
     bf16_text = f"bfloat16, {_name_bf16_instructions()} (oneDNN)"
     return f"{bf16_text}; up to {MAX_FLOAT32_ROWS} tokens {float32_text}" if has_numba() else bf16_text

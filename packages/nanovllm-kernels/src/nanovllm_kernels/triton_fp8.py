@@ -25,7 +25,7 @@ def quantize_groups(x, axis: tl.constexpr):
 def divide_max_e4m3(magnitude):
     """Return 448 / magnitude, rounded like torch, for magnitudes below 2^126.
 
-    `tl.div_rn` rounds equally but branches, which slows an MoE layer with one token by 15 %.
+    `tl.div_rn` gives the same result but branches, which slows an MoE layer with one token by 15 %.
     Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990.
     """
     # Triton's "/" is inexact on a GPU. The first two `fma` correct the inverse, and the last two the quotient.
@@ -37,7 +37,7 @@ def divide_max_e4m3(magnitude):
 
 @triton.jit
 def choose_scale_exponents(magnitude):
-    """Return the biased exponents of the scales that `fp8.quantize` chooses. magnitude: largest in each vector."""
+    """Return the biased exponents of the scales that `fp8.quantize` chooses. magnitude: the largest in each vector."""
     exponents = ((magnitude.to(tl.int32, bitcast=True) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23) - MAX_E4M3_EXPONENT
     return tl.maximum(exponents, MIN_SCALE_EXPONENT)
 

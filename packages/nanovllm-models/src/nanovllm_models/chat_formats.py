@@ -80,7 +80,7 @@ class XmlCalls(_CallFormat):
     call_begin, name_end, call_end: texts before the function's name, after the name, and after the call.
     parameter_begin, key_end, parameter_end: texts before a parameter's name, after the name, and after the value.
     wraps_values_in_line_breaks: whether a line break precedes and follows each value.
-    has_single_block: whether one block contains all calls of an answer; otherwise each call has its own block.
+    has_single_block: whether one block contains all calls of an answer; if False, each call has its own block.
     """
 
     begin: str
@@ -100,7 +100,10 @@ ToolCallFormat = JsonCalls | FencedCalls | XmlCalls
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The formats of one model. None: the model writes no reasoning, or no tool calls."""
+    """The formats of one model.
+
+    reasoning: None if the model writes no reasoning. tool_calls: None if there are no calls or their format is unknown.
+    """
 
     reasoning: ReasoningFormat | None
     tool_calls: ToolCallFormat | None
@@ -204,6 +207,6 @@ def detect_format(architecture: str | None, template: str) -> ChatFormat:
 
 
 def read_format(path: Path, template: str) -> ChatFormat:
-    """Return the formats of the model in `path`. template: its chat template; "" for none. Raises ModelError."""
+    """Return the formats of the model in `path`. template: the chat template; "" for none. Raises ModelError."""
     architectures = read_fields(path / "config.json").texts("architectures")
     return detect_format(architectures[0] if architectures else None, template)

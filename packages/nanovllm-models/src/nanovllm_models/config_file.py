@@ -11,7 +11,7 @@ from nanovllm_models.fields import JsonFields, read_fields
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Names of the number format e4m3 in config.json. MiniMax's checkpoints have the second name.
 E4M3_NAMES = ("e4m3", "float8_e4m3fn")
-# Characters of globs and regular expressions, which modules' names do not contain.
+# Characters that occur in globs and regular expressions, but not in modules' names.
 PATTERN_CHARACTERS = frozenset("*?[](){}|^$+\\:")
 # Default base of the rotary frequencies, as in transformers.
 DEFAULT_ROPE_THETA = 10000.0

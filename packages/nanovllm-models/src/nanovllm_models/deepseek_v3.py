@@ -57,7 +57,7 @@ class DeepseekV3Config:
     """The fields of config.json that define the model.
 
     num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the decoder layers. Only the first
-        can be used; published checkpoints have one.
+        layer can be used; published checkpoints have one layer.
     quantization: None for unquantised weights.
     """
 
@@ -108,8 +108,8 @@ def _parse_attention(config: JsonFields, num_heads: int, rotary: RotaryConfig) -
         raise config.error("qk_rope_head_dim", "even")
     scale = (key_dim + rope_dim) ** -0.5
     if isinstance(rotary.scaling, YarnScaling):
-        # YaRN multiplies queries and keys by a factor, so scores have its square. The rotary table can't include the
-        # factor: the table scales only the rotated part of a head.
+        # YaRN multiplies queries and keys by a factor, so it multiplies scores by the factor's square. The rotary table
+        # can't include the factor: the table scales only the rotated part of a head.
         scale *= yarn_mscale(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
     return LatentAttentionConfig(
         num_heads=num_heads,
@@ -285,7 +285,7 @@ class DeepseekV3Model(nn.Module):
         self.layers = nn.ModuleList(decoder_layers + mtp_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self._num_layers = num_layers
-        # One compiled function for layers without experts, one for layers with experts. Index: has_experts.
+        # One compiled function for layers without experts, one for layers with experts. Indexed by `has_experts`.
         self._run_between = tuple(
             compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for _ in range(2)
         )

@@ -74,7 +74,7 @@ def default_model_path(progress: bool | None = None) -> Path:
 
 
 def find_converted_model() -> Path | None:
-    """Return the directory of the default model if the cache has it complete and undamaged, else None."""
+    """Return the directory of the default model; None if the directory is missing, incomplete or damaged."""
     directory = cache_directory() / MODEL_NAME
     return directory if _find_damage(directory) is None else None
 

@@ -37,19 +37,19 @@ def is_repository(model: str) -> bool:
 
 
 def is_default_name(model: str | None) -> bool:
-    """Return whether `find_model` finds the default model: for None, and for its name if no such path exists."""
+    """Return whether `model` selects the default model: it is None, or MODEL_NAME if no path has this name."""
     return model is None or (model == MODEL_NAME and not os.path.lexists(model))
 
 
 def find_model(model: str | None, *, with_weights: bool = True, progress: bool | None = None) -> ModelDirectory:
-    """Find a model's directory. Downloads the files of a repository that the cache of huggingface_hub lacks.
+    """Find a model's directory. For a repository, downloads the files that the cache of huggingface_hub lacks.
 
     huggingface_hub reads its environment variables, such as HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE.
     Raises ModelError if neither a directory nor a repository is found, if a local directory has no config.json, or if
     a download fails.
 
-    model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None or its name: the
-        default model.
+    model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None or MODEL_NAME for
+        the default model.
     with_weights: whether to download weights.
     progress: whether to show progress bars on stderr; None: show them if stderr is a terminal, else write a log line.
     """

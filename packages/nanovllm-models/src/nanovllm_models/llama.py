@@ -205,7 +205,7 @@ def run_between(attended: Tensor, x: Tensor, layer: LlamaLayer, next_layer: Llam
     return next_layer.before_attention(layer.after_attention(attended, x))
 
 
-# Takes a layer's index. Makes a LlamaLayer, or a module with the same methods and attributes.
+# Makes the layer with the given index: a LlamaLayer, or a module with the same methods and attributes.
 MakeLayer = Callable[[LlamaConfig, int, BuildContext], nn.Module]
 
 

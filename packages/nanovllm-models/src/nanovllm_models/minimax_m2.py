@@ -87,7 +87,7 @@ class MiniMaxM2Attention(LlamaAttention):
         build = build.for_attention()
         self._parallel = build.parallel
         if build.parallel.size <= config.num_key_value_heads:
-            # Additional heads of zeros would change the mean squares.
+            # The heads must split evenly: additional heads of zeros would change the mean squares.
             build.parallel.split_evenly(config.num_key_value_heads, "num_key_value_heads")
         # The norms have the rank's part of the weights, in the order of the projection's rows.
         query, key, _ = qkv_parts(config.num_attention_heads, config.num_key_value_heads, config.head_dim, bias=False)

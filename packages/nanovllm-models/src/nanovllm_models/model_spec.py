@@ -1,4 +1,4 @@
-"""Has code that all families share: it makes the output head of a model, and the ModelSpec of a checkpoint."""
+"""Code that all families share: makes the output head of a model, and the ModelSpec of a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial

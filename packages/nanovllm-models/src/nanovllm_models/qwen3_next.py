@@ -69,7 +69,7 @@ class GatedAttention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(head_dim, config.rms_norm_eps, build, zero_centred=True) for _ in range(2))
         gate_width = self.heads.num_heads * head_dim
         self._projected_widths = (gate_width + 2 * self.heads.num_kv_heads * head_dim, gate_width)
-        # Whether `qkv_proj` also norms. A fused FP8 matmul would return the dtype of the norm's weight, float32.
+        # Whether `qkv_proj` applies the norm. A fused FP8 matmul would return the dtype of the norm's weight, float32.
         self._is_norm_fused = qkv_quantization is None
         self._cache_index = cache_index
 
@@ -177,7 +177,7 @@ class Qwen3NextLayer(nn.Module):
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
-        # Whether `mlp` also norms, see GatedAttention.
+        # Whether `mlp` applies the norm, see GatedAttention.
         self._is_norm_fused = mlp_quantization is None
 
     def before_mix(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +236,7 @@ class Qwen3NextModel(nn.Module):
             )
             cache_indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # One compiled function runs parts of two consecutive layers: one function for each combination of their kinds.
+        # A compiled function runs parts of two consecutive layers. Each combination of kinds has a function of its own.
         kinds = {_classify_pair(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._run_between = {
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
@@ -265,7 +265,7 @@ def _classify_pair(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[b
 
 
 class MTPHead(nn.Module):
-    """The weights of a head for multi-token prediction that the model does not share, see `MTPPredictor`.
+    """A head for multi-token prediction without the weights that it shares with the model. See `MTPPredictor`.
 
     `fc` projects the concatenation of a token's normed embedding and the previous token's normed hidden state.
     """
@@ -308,7 +308,7 @@ class Qwen3NextForCausalLM(DecoderWithHead):
         return tuple(layer.cache_spec for layer in layers)
 
     def mtp_head(self) -> "MTPPredictor | None":
-        """Return the head for multi-token prediction; None without head."""
+        """Return the head for multi-token prediction; None if the model has no head."""
         return None if self.mtp is None else MTPPredictor(self, self.mtp)
 
 
@@ -329,10 +329,10 @@ class MTPPredictor:
 def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: WeightSource) -> Qwen3NextForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
-    # Published checkpoints have a head which config.json does not declare, so random weights have one too.
+    # Published checkpoints have a head that config.json does not declare, so random weights have a head too.
     num_declared = max(config.num_mtp_heads, int(isinstance(weights, RandomWeights)))
     if has_mtp_heads(weights, skipped_prefixes, num_declared) and build.uses_mtp:
-        # No field of config.json says whether the head has experts. Random weights have no names.
+        # config.json does not say whether the head has experts. Random weights have no names: their head has experts.
         names = weights.names()
         has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)
         make_mtp, skipped_prefixes = partial(MTPHead, config, build, has_experts=has_experts), ()

@@ -50,8 +50,8 @@ def load(
 ) -> ModelSpec:
     """Return the spec of the model in a Hugging Face directory, without reading the weights.
 
-    Raises ModelError if the directory holds no model or an unsupported model, or if the tokens of the draft model are
-    not the model's tokens.
+    Raises ModelError if the directory holds no model or an unsupported model, or if the draft model's
+    tokens differ from the model's tokens.
 
     load_format: "dummy" makes random weights; the directory then needs only config.json.
     seed: seed of random weights.
@@ -78,7 +78,7 @@ def load(
     spec = build_spec(path, fields, name=served_name or path.resolve().name, weights=weights)
     spec = replace(spec, fingerprint=_make_fingerprint(path, load_format, seed))
     # The default model's two largest logits often differ by only 0.1. Rounding changes a logit by 0.06 in bf16 and by
-    # 0.008 in float16. float16 does not overflow: this model's largest number outside the float32 residual is 24,900.
+    # 0.008 in float16. float16 does not overflow: this model's numbers outside the float32 residual reach 24,900.
     spec = replace(spec, cuda_dtype=torch.float16) if is_default_model(path) else spec
     if draft is None:
         return spec
@@ -90,7 +90,7 @@ def load(
 
 
 def _make_fingerprint(path: Path, load_format: LoadFormat, seed: int) -> str:
-    """Identify a directory's config and weights. Hashing the weights would read all of them."""
+    """Return text that identifies a directory's config and weights, without reading the weights."""
     config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
     if load_format == "dummy":
         return f"{config} random {seed}"

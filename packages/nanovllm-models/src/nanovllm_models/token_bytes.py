@@ -26,7 +26,7 @@ class TokenBytes:
         self.strips_leading_space = "Strip" in decoders
 
     def get(self, token_id: int) -> bytes:
-        """Return the bytes of a token. A special token's bytes are its name; an unknown id has b""."""
+        """Return the bytes of a token. The bytes of a special token are its name. An unknown id has no bytes."""
         text = self._backend.id_to_token(token_id)
         return b"" if text is None else self._decode_bytes(text)
 

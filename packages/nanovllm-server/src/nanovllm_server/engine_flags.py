@@ -12,7 +12,7 @@ from nanovllm_server.flag_types import integer_from
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
-# Flag values for None, by field, where None does not let the engine choose.
+# For each field where None does not mean that the engine chooses: the flag value that stands for None.
 _NONE_VALUES = {"speculate": "none"}
 # Smallest and largest value, by integer field.
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
@@ -73,7 +73,7 @@ def find_draft_model_error(speculate: str | None, draft_model: str | None) -> st
 
 
 def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig:
-    """Makes the configuration from the flags of `add_engine_flags`. overrides: values of fields, instead of flags."""
+    """Makes the configuration from the flags of `add_engine_flags`. overrides: field values that replace flags."""
     for name, value in vars(options).items():
         if name in _DEFAULT_BY_FIELD:
             is_none = _DEFAULT_BY_FIELD[name] is None and value == _NONE_VALUES.get(name, _AUTO)

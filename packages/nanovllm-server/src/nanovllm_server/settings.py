@@ -28,10 +28,10 @@ class Settings:
     """The settings from the command line and the environment.
 
     model: a directory, or a repository of the Hugging Face Hub; None for the bundled model.
-    draft_model: like `model`; None without draft model.
+    draft_model: like `model`, but None if there is no draft model.
     model_names: names that requests may use for the model; None for the name of the directory or repository.
     api_keys: accepted API keys; if there are none, requests need no key.
-    admin_api_key: key for administration; None: its routes do not exist.
+    admin_api_key: key for the administration routes; None: these routes do not exist.
     allowed_hosts: names that the Host header may have, besides addresses and names such as localhost; `*`: all names.
     allowed_origins: origins whose pages may read answers; `*`: all origins.
     chat_template: a Jinja template, or the path of a file with a template; None for the model's template.
@@ -39,6 +39,7 @@ class Settings:
     load_format: "dummy" for random weights instead of the model's weights.
     max_queue: maximum number of waiting sequences, in addition to running sequences.
     body_memory_bytes: maximum memory of all large request bodies in each worker.
+    request_timeout_s: maximum time of a request; None for no limit.
     drain_timeout_s: time for running requests to end when the server stops.
     worker_timeout_s: time after which an HTTP worker that does not respond is replaced.
     """
@@ -72,7 +73,7 @@ class Settings:
 
 
 def read_template(template_or_path: str) -> str:
-    """Returns the argument if it has a brace or a line break, and otherwise the text of the file at this path.
+    """Returns `template_or_path` if it has a brace or a line break. If not, returns the text of the file at this path.
 
     Raises: SettingsError.
     """
@@ -98,7 +99,7 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_admin_key(key: str | None, api_keys: tuple[str, ...]) -> str | None:
-    """Returns `key`. Raises SettingsError if it is invalid, or one of `api_keys`."""
+    """Returns `key`. Raises SettingsError if `key` is invalid or is one of `api_keys`."""
     if key is not None and key in check_keys((key, *api_keys))[1:]:
         raise SettingsError("--admin-api-key must differ from all API keys, whose users are no administrators")
     return key

@@ -34,7 +34,7 @@ from nanovllm_core.errors import ConfigError
 
 # Share of the directory that all writers reserve together. A writer scans the directory once per reservation.
 _RESERVED_SHARE = 1 / 16
-# Time between two scans, in which engines find each other's files; longer if a scan takes more than 1 % of it.
+# Time between two scans, longer if a scan takes more than 1 % of it. Scans find the files of other engines.
 _SCAN_INTERVAL_S = 60.0
 _MAX_SCAN_SHARE = 0.01
 _SCAN_RETRY_S = 0.5
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class FileCounts:
-    """Totals since the start.
+    """Totals since the start of the engine.
 
     num_misses: number of reads that found no intact file.
     num_corrupt: number of files that were removed because their contents were wrong.
@@ -65,7 +65,7 @@ class FileCounts:
 
 
 class BlockFiles:
-    """Payloads of one size in files, by hash. Several threads may use an instance.
+    """Reads and writes payloads of one size, one file per hash. Several threads may use an instance.
 
     Engines of a host can share a directory. The file that was used least recently is evicted first, whichever engine
     wrote it. A file's modification time is the time of its last use.
@@ -92,15 +92,15 @@ class BlockFiles:
             )
         create_directory(directory)
         self._index: set[bytes] = set()
-        self._next_index = self._index  # another set while a scan fills it
+        self._next_index = self._index  # during a scan, the new set that the scan fills
         self._writer = Writer(directory)
         self._temporary_numbers = itertools.count()
         self._leftovers: deque[Path] = deque()  # temporary files of failed writes, which the next scan removes
         self._scan_lock = threading.Lock()
         # Guards the counts and the attributes below.
         self._lock = threading.Lock()
-        # Sums over all writes since the start: bytes that were claimed before a write, bytes whose write has ended, and
-        # the limit of claims, from which on this engine has to scan the directory and to renew its reservation.
+        # Sums over all writes since the start: bytes that were claimed before writes, and bytes of ended writes. Claims
+        # beyond `_max_claimed_bytes` need another scan, which renews the reservation.
         self._claimed_bytes = 0
         self._finished_bytes = 0
         self._max_claimed_bytes = 0
@@ -145,7 +145,7 @@ class BlockFiles:
         except OSError as error:
             self._suspend_writes(error)
         else:
-            # Both, in this order: the scan may end in between.
+            # Add the hash to both sets in this order, because a scan may end in between.
             self._index.add(block_hash)
             self._next_index.add(block_hash)
             with self._lock:
@@ -167,12 +167,12 @@ class BlockFiles:
             self._suspend_writes(error)
 
     def close(self) -> None:
-        """Give the reservation back, after the last write. The files stay."""
+        """Release the reservation. Call after the last write. The files stay."""
         with self._lock:
             self._is_closed = True
         self._scan_requested.set()
         self._thread.join()
-        # If this fails, the next scan of any engine removes the files.
+        # If this fails, the next scan of any engine removes the temporary files and the reservation.
         with self._scan_lock, contextlib.suppress(OSError):
             self._remove_leftovers()
             self._writer.close()
@@ -185,11 +185,11 @@ class BlockFiles:
         return self._folder / name_of_hash(block_hash)
 
     def _make_header(self, block_hash: bytes, checksum: int) -> bytes:
-        """The header of a file in the safetensors layout. All headers have one length.
+        """The header of a file in the safetensors layout. All headers have the same length.
 
         Source: https://github.com/huggingface/safetensors#format
         """
-        # CRC-32 finds accidental damage, and is five times as fast as BLAKE2. The directory is closed to attackers.
+        # CRC-32 finds accidental damage, and is five times as fast as BLAKE2. Attackers can't access the directory.
         metadata = {"identity": self._identity, "hash": block_hash.hex(), "crc32": f"{checksum:08x}"}
         tensor = {"dtype": "U8", "shape": [self._payload_bytes], "data_offsets": [0, self._payload_bytes]}
         text = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()
@@ -258,7 +258,7 @@ class BlockFiles:
         return not self._is_closed and time.monotonic() >= self._suspended_until
 
     def _suspend_writes(self, error: Exception) -> None:
-        """Stop writing for some time. Logs the first of several errors without a write in between."""
+        """Stop writing for some time. Logs only the first error after a successful write."""
         with self._lock:
             self.counts.num_write_errors += 1
             self._suspended_until = time.monotonic() + _SUSPENSION_S
@@ -298,7 +298,7 @@ class BlockFiles:
         return is_complete
 
     def _scan_locked_directory(self) -> bool:
-        # The scan may miss files that are being written, so they count towards the next reservation.
+        # The scan may miss files that are being written, so these files count towards the next reservation.
         with self._lock:
             finished_bytes = self._finished_bytes
         self._next_index = set()
@@ -328,7 +328,7 @@ class BlockFiles:
         return True
 
     def _evict(self, names: list[tuple[str, str]], mtimes: "array[int]", sizes: "array[int]", num_bytes: int) -> None:
-        """Remove the files that were used least recently, until they have at least `num_bytes`."""
+        """Remove the files that were used least recently, until at least `num_bytes` are removed."""
         # numpy sorts without the interpreter's lock, so the engine's thread can run.
         for position in np.argsort(np.frombuffer(mtimes, np.int64)):
             if num_bytes <= 0:

@@ -16,8 +16,8 @@ class BlockPool:
     """The blocks from 1 to num_blocks. Padding uses block 0, the null block.
 
     num_cached: number of cached blocks.
-    num_reserved: number of free blocks that must stay free for allocations, so `can_hold` denies them.
-    blocks_with_draft_entries: blocks of which a draft model has computed its entries of all tokens.
+    num_reserved: number of free blocks that `can_acquire` keeps free for allocations.
+    blocks_with_draft_entries: blocks for which a draft model has computed the entries of all tokens.
     """
 
     def __init__(self, num_blocks: int):
@@ -37,7 +37,7 @@ class BlockPool:
         return len(self._free_blocks)
 
     def count_holders(self, block: int) -> int:
-        """The number of requests that hold `block`."""
+        """The number of holders of `block`: requests, and copies in flight."""
         return self._num_holders[block]
 
     def allocate(self, count: int) -> list[int]:
@@ -49,8 +49,8 @@ class BlockPool:
         self.blocks_with_draft_entries.difference_update(blocks)
         return blocks
 
-    def can_hold(self, block: int) -> bool:
-        """Whether an additional holder of `block` leaves a free block besides the reserved blocks."""
+    def can_acquire(self, block: int) -> bool:
+        """Whether `block` is in use, or a free block besides the reserved blocks remains after `acquire`."""
         return self._num_holders[block] > 0 or self.num_free > self.num_reserved + 1
 
     def acquire(self, block: int) -> None:
@@ -87,12 +87,12 @@ class BlockPool:
         return self._block_by_hash.get(block_hash)
 
     def touch(self, block: int) -> None:
-        """Evict a cached block later than the other cached blocks."""
+        """Make a cached block the last cached block to be evicted."""
         if self._num_holders[block] == 0:
             self._free_blocks.move_to_end(block)
 
     def forget_hashes(self) -> None:
-        """Let `lookup` find no block. Cached blocks become empty."""
+        """Forget all hashes, so that `lookup` finds no block. Cached blocks become empty."""
         self._block_by_hash.clear()
         self._hashes = [None] * (self.num_blocks + 1)
         self.num_cached = 0

@@ -2,13 +2,13 @@
 
 # Each new observation multiplies the weights of earlier observations by this factor.
 _DECAY = 0.95
-# Each decision against a copy multiplies later predictions by this factor, until a copy is measured again. Otherwise
-# one slow copy could prevent all later copies.
+# Each decision against a copy multiplies later predictions by this factor, until a copy is measured again. Without
+# this factor, one slow copy could prevent all later copies.
 _DECAY_WITHOUT_COPIES = 0.98
 
 
 class CopyTimeModel:
-    """A line through the observed pairs (bytes, seconds), fitted by weighted least squares; 0 before the first pair."""
+    """A line through observed pairs (bytes, seconds), fitted by weighted least squares. Predicts 0 without pairs."""
 
     def __init__(self) -> None:
         self._weight = self._bytes = self._seconds = self._bytes_squared = self._product = 0.0

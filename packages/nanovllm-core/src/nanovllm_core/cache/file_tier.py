@@ -19,7 +19,7 @@ from nanovllm_core.request_state import BlockHash
 LAYOUT_VERSION = 1
 # A thread reads 2.3 GB/s with the checksum, which takes most of the time. More threads would slow other work down.
 NUM_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
-MAX_WRITES_IN_FLIGHT = 32  # because a write holds a slot of the host memory
+MAX_WRITES_IN_FLIGHT = 32  # limited, because each write holds a slot of the host memory
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class FileRead:
 class FileTier:
     """Copies slots of the host memory to files and back. All calls come from one thread.
 
-    stores: by kind of entry.
-    read_s, write_s: seconds in which a thread has read or written, since the engine started.
+    stores: the files of each kind of entry, indexed by kind.
+    read_s, write_s: seconds of all reads and of all writes since the engine started, summed over the threads.
     """
 
     def __init__(self, stores: Sequence[BlockFiles], memory: HostMemory):
@@ -91,7 +91,7 @@ class FileTier:
         return FileRead(kind, block_hash, slot, self._executor.submit(self._read, kind, block_hash, slot))
 
     def end_read(self, read: FileRead) -> bool:
-        """Whether the slot of a finished read has the entry."""
+        """Process a finished read. Returns whether the slot now has the entry."""
         seconds = read.future.result()
         if seconds is None:
             return False
@@ -108,7 +108,7 @@ class FileTier:
         return (kind, block_hash) in self._writes or self.contains(kind, block_hash)
 
     def take_written(self) -> list[tuple[EntryKind, int]]:
-        """The slots, with their kinds, whose writes have ended since the last call."""
+        """Pairs (kind, slot) of the writes that have ended since the last call."""
         ended_keys = [key for key, (_, future) in self._writes.items() if future.done()]
         written: list[tuple[EntryKind, int]] = []
         for key in ended_keys:
@@ -119,12 +119,12 @@ class FileTier:
         return written
 
     def forget(self) -> None:
-        """Remove all files of this model. Until then `contains` finds none."""
+        """Remove all files of this model on a thread. Until they are removed, `contains` returns False."""
         writes = [future for _, future in self._writes.values() if not future.cancel()]
         self._removal = self._executor.submit(self._remove, writes)
 
     def close(self) -> None:
-        """Wait for the writes that have begun, and drop the others."""
+        """Wait for the writes that have begun, and drop the writes that have not begun."""
         self._executor.shutdown(cancel_futures=True)
         for store in self._stores:
             store.close()
@@ -140,7 +140,7 @@ class FileTier:
         return time.monotonic() - begin_s
 
     def _remove(self, writes: Sequence["Future[float]"]) -> None:
-        # Files that are being written now would remain.
+        # Without this wait, files that are being written now would remain.
         wait(writes)
         for store in self._stores:
             store.clear()

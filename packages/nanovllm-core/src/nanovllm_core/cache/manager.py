@@ -88,16 +88,16 @@ class CacheManager:
         return num_computed
 
     def awaits_load(self, request: RequestState) -> bool:
-        """Whether a load for another request brings blocks of `request`, for which the request should wait."""
+        """Whether `request` should wait for another request's load, which brings some of its blocks."""
         if self._tier is None:
             return False
         return self._tier.is_worth_waiting(self._group, self._reusable_hashes(request))
 
     def start_load(self, request: RequestState) -> PrefixLoad | None:
-        """Load more of the prefix of an admitted request from lower tiers. Until a preemption, a request loads once.
+        """Load more of the prefix of an admitted request from lower tiers, at most once until the next preemption.
 
-        Returns None if no more is there, or if to compute it is faster. Otherwise the request must wait until the load
-        has ended. Then call `finish_load`.
+        Returns None if lower tiers have no more of the prefix, or if computing is faster. After another result, the
+        request must wait until the load has ended. Then call `finish_load`.
         """
         if self._tier is None or request.has_loaded:
             return None
@@ -106,7 +106,7 @@ class CacheManager:
         return load
 
     def finish_load(self, load: PrefixLoad) -> None:
-        """Let prompts find the entries of an ended load, and release all blocks of its request, for a new admission."""
+        """Make the entries of an ended load findable, and release all blocks of its request for a new admission."""
         if self._tier is not None:
             self._tier.finish_load(load)
         load.request.has_loaded = not load.may_retry
@@ -149,7 +149,7 @@ class CacheManager:
         self.pool.blocks_with_draft_entries.update(request.block_ids[: num_tokens // self.block_size])
 
     def count_draft_entries(self, request: RequestState, num_cached_tokens: int) -> int:
-        """The number of tokens, from the first, whose entries of a draft model are in the cached blocks."""
+        """The number of leading tokens whose draft-model entries are in the cached blocks."""
         blocks = request.block_ids[: num_cached_tokens // self.block_size]
         return len([*takewhile(self.pool.blocks_with_draft_entries.__contains__, blocks)]) * self.block_size
 
@@ -213,7 +213,7 @@ class CacheManager:
         if self._hasher is None:
             return 0
         self._hasher.extend_hashes(request)
-        # Cached tokens yield no logits, so use no cached block from the first token whose logits are needed on.
+        # Cached tokens yield no logits, so use only cached blocks before the first token whose logits are needed.
         max_cached_tokens = (
             request.num_scheduled_prompt_logprobs if request.num_unscheduled_prompt_logprobs else request.num_tokens - 1
         )

@@ -32,7 +32,7 @@ _CACHE_LINE_BYTES = 64  # alignment of caches on a CPU
 class CacheLayout:
     """Shapes and dtypes of a model's caches.
 
-    state_specs: with space for drafts.
+    state_specs: specs of the recurrent layers, with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
     draft: layout of the draft model's caches, which have the same blocks; None without draft model.
@@ -156,7 +156,7 @@ class CacheMemory:
 
     @property
     def caches_by_kind(self) -> list[list[Tensor]]:
-        """The tensors that together hold blocks, and those that hold state slots, if there are recurrent layers."""
+        """[tensors that hold blocks, tensors that hold state slots]; the second list only with recurrent layers."""
         draft = self.draft
         blocks = [*self.kv_caches, *self.kv_scales, *(() if draft is None else (*draft.kv_caches, *draft.kv_scales))]
         states = [tensor for cache in self.state_caches for tensor in cache]

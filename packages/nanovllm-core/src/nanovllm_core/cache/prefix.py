@@ -29,7 +29,7 @@ def _hash_blocks_sha256(previous_hash: BlockHash, tokens: bytes, block_bytes: in
 class PrefixHasher:
     """Computes the block hashes of requests.
 
-    secret: engines with equal secrets have equal hashes of SHA-256; None for a secret of this engine.
+    secret: engines with equal secrets have equal SHA-256 hashes; None for a new random secret.
     """
 
     def __init__(self, algorithm: HashAlgorithm, block_size: int, secret: bytes | None = None):

@@ -1,4 +1,4 @@
-"""The types of a load of a prefix."""
+"""Types that describe the load of a prompt's prefix from lower tiers. An entry is a block or a checkpoint."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Transfer(NamedTuple):
 
 
 class Target(NamedTuple):
-    """An entry that a request lacks. entry: the request's block or state slot.
+    """An entry that a request lacks. entry: the request's block or state slot, into which the entry is loaded.
 
     found: index in the cache, if the cache has the entry. slot: index in the host memory, if the memory has the entry.
     """
@@ -40,7 +40,7 @@ class PrefixLoad:
     reads: reads of files into the host memory, which precede the copies.
     num_tokens: number of tokens by which the load makes the cached prefix longer.
     num_file_tokens: the part of these tokens that is read from files.
-    epoch: of the tier when the load was started.
+    epoch: number of resets of the tier before the load was started.
     begin_s: time of `time.perf_counter` at which the load was started.
     is_ended: whether nothing writes to the request's blocks any more.
     is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.

@@ -113,9 +113,9 @@ def try_lock(directory: Path) -> contextlib.AbstractContextManager[None]:
 
 
 class Writer:
-    """The file of one writer. It is unlocked when the writer's process and its forked children have ended.
+    """The file of one writer. The file is unlocked when the writer's process and its forked children have ended.
 
-    The file's name has the number of bytes that the writer has reserved, so the file can't be written in part.
+    The file's name has the number of reserved bytes, because a file can be renamed atomically.
     """
 
     def __init__(self, directory: Path):
@@ -125,7 +125,7 @@ class Writer:
         self._descriptor = -1
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` instead of the last reservation. The caller has locked the directory."""
+        """Replace the last reservation by `num_bytes`. The caller has locked the directory."""
         path = self._directory / f"writer-{self.id}-{num_bytes}"
         try:
             if self._path is not None:

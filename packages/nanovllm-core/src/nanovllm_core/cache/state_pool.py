@@ -36,7 +36,7 @@ class StatePool:
         self.slots = BlockPool(num_state_slots)
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
-        # Each request that may still start takes a slot.
+        # Keep one slot free for each request that may still start.
         self.slots.num_reserved = max_running
 
     def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
@@ -57,7 +57,8 @@ class StatePool:
         num_computed: position of the source checkpoint. num_shared: see `checkpoint_positions`.
         """
         slots = self.slots
-        # Hold the source slot, so that the allocations below do not evict it. After its release it is evicted last.
+        # Hold the source slot, so that the allocations below do not evict it. After its release, it is the last slot to
+        # be evicted.
         num_free_before = slots.num_free
         held_slots = [source_slot] if source_slot else []
         for slot in held_slots:

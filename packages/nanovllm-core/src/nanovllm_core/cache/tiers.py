@@ -17,8 +17,8 @@ from nanovllm_core.cache.prefix_load import PrefixLoad, Target, Transfer
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
-# Limits of stores, because the entries of batches in flight can't be evicted: bytes of a batch (at least one entry),
-# entries of a batch, and batches in flight. A step of a long prompt fills up to 1 GiB, and batches wait for steps.
+# Limits of stores, because entries of batches in flight can't be evicted: bytes per batch (one entry may have more),
+# entries per batch, and batches in flight. A step of a long prompt fills up to 1 GiB, and batches wait for steps.
 MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
@@ -29,7 +29,7 @@ PredictCompute = Callable[[int, int], float]
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight:
-    """epoch, num_failures: of the tier and of its memory when the batch was launched."""
+    """epoch, num_failures: values of the tier and of its memory at the launch. If one has changed, drop the batch."""
 
     transfers: list[Transfer]
     loads: list[PrefixLoad]
@@ -65,7 +65,7 @@ class HostTier:
 
     A `BlockPool` of slots per kind of entry finds entries by hash, and evicts the entry that was used least recently.
     block_size: tokens per block.
-    files: copies of the entries in files; None without.
+    files: copies of the entries in files; None if no files are used.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HostTier:
         return any(self._in_flight) or bool(self._new_loads) or has_writes
 
     def keep(self, group: int, kind: EntryKind, block_hash: BlockHash) -> None:
-        """Store an entry of a cache soon, or evict its copy later if it has been stored."""
+        """Queue an entry of a cache to be stored. If its copy exists already, make it the last copy to be evicted."""
         slot = self.pools[kind].lookup(block_hash)
         if slot is not None:
             self.pools[kind].touch(slot)
@@ -168,8 +168,8 @@ class HostTier:
     def start_load(self, request: RequestState, group: int, hashes: Sequence[BlockHash]) -> PrefixLoad | None:
         """Load more of the prefix of an admitted request to its blocks and its state slot.
 
-        hashes: of the leading blocks that the request need not compute if they are found.
-        Returns None if nothing more is found, or if to compute it is faster.
+        hashes: hashes of the leading blocks that the request need not compute if they are found.
+        Returns None if nothing more is found, or if computing is faster.
         """
         num_blocks = request.num_committed_blocks
         prefixes = [self.find_prefix(group, hashes, num_blocks, uses_files=uses_files) for uses_files in (True, False)]
@@ -183,7 +183,7 @@ class HostTier:
         return None
 
     def _list_targets(self, request: RequestState, group: int, hashes: Sequence[BlockHash]) -> list[Target]:
-        """The entries that a request lacks to start after the blocks `hashes`."""
+        """The entries that a request still needs, to start after the blocks with `hashes`."""
         targets = [
             (EntryKind.BLOCK, hashes[index], request.block_ids[index])
             for index in range(request.num_committed_blocks, len(hashes))
@@ -226,7 +226,7 @@ class HostTier:
         load = PrefixLoad(
             request, group, [], [], [], num_blocks * self._block_size, 0, self._epoch, time.perf_counter()
         )
-        # Hold what is found first, so that the allocations below do not evict it.
+        # First hold the entries that were found, so that the allocations below do not evict them.
         for kind, _, _, found, slot in targets:
             if found is not None:
                 self._cache_pools[group][kind].acquire(found)
@@ -283,7 +283,7 @@ class HostTier:
             cache_pool, pool = self._cache_pools[group][kind], self.pools[kind]
             entry = cache_pool.lookup(block_hash)
             is_stored = pool.lookup(block_hash) is not None or (kind, block_hash) in self._storing
-            if entry is not None and not is_stored and not (pool.num_free and cache_pool.can_hold(entry)):
+            if entry is not None and not is_stored and not (pool.num_free and cache_pool.can_acquire(entry)):
                 continue
             del self._store_queue[kind, block_hash]
             if entry is None or is_stored:

@@ -127,7 +127,7 @@ async def _run_on_thread(
     except ValueError:
         raise
     except Exception:
-        # The other rank's end is the cause of this rank's error.
+        # The end of another rank may be the cause. If so, raise that rank's failure.
         await asyncio.to_thread(ranks.wait_for_failure)
         raise
 

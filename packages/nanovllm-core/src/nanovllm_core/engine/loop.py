@@ -42,7 +42,7 @@ _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING, Reque
 
 
 class EngineLoop:
-    """Drives the scheduler and the runner on the thread `nanovllm-engine`, with at most `max_steps_in_flight`."""
+    """Drives scheduler and runner on the thread `nanovllm-engine`, with up to `max_steps_in_flight` steps at once."""
 
     def __init__(
         self,
@@ -256,10 +256,13 @@ class EngineLoop:
             self._spin_control.close()
 
     def _wait_for_work(self) -> None:
-        """Wait for a message while no step is in flight, or until copies end, which hold blocks of waiting requests."""
+        """Wait for a message while no step is in flight, and process the copies that end meanwhile.
+
+        Copies may hold blocks that waiting requests need, so return early if a request waits or all copies have ended.
+        """
         while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else None):
             self._move_copies(has_plan=False)
-            # Without copies, the stats show that all blocks are free.
+            # After the end of all copies, return to post stats, which show that all blocks are free.
             if self._scheduler.num_waiting or not self._scheduler.has_copies:
                 break
         self._inbox_changed.clear()
@@ -322,13 +325,13 @@ class EngineLoop:
     def _move_copies(self, *, has_plan: bool) -> None:
         """Process copies that have ended, and launch new copies. has_plan: see `Scheduler.take_copies`."""
         if self._copier is not None:
-            # After planning, a request whose load ended now would wait until something else happens.
+            # If a load were completed after planning, its request might wait until a message arrives.
             if not has_plan:
-                self._record_loads(self._scheduler.complete_copies())
+                self._trace_loads(self._scheduler.complete_copies())
             for batch in self._scheduler.take_copies(has_plan=has_plan):
                 self._copier.launch(batch)
 
-    def _record_loads(self, loads: Sequence[PrefixLoad]) -> None:
+    def _trace_loads(self, loads: Sequence[PrefixLoad]) -> None:
         if self._tracer is not None:
             for load in loads:
                 self._tracer.file.add_span(

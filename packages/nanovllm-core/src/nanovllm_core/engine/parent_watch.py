@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 # Time that a process has to exit by itself after its parent has ended.
 EXIT_GRACE_S = 5.0
-EXIT_CODE = 1  # of a process whose parent has ended
+EXIT_CODE = 1  # exit code of a process whose parent has ended
 
 
 def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Event:
     """Start a thread that ends this process when the parent process has ended, even if the main thread is busy.
 
     clean_up: called before the process ends.
-    Returns an event. If the caller has set the event when the parent ends, the main thread has `EXIT_GRACE_S` seconds
-    to exit by itself.
+    Returns an event that the caller may set. If the event is set when the parent ends, the main thread has
+    `EXIT_GRACE_S` seconds to exit by itself.
     """
     can_exit_gracefully = threading.Event()
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""Runs the ranks of an engine other than rank 0, each in a process of its own."""
+"""Runs all ranks of an engine except rank 0, each in a process of its own. Ranks share one model."""
 
 import io
 import multiprocessing
@@ -32,9 +32,9 @@ from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
 # Time that ranks have to end after the last step, before they are killed.
 STOP_TIMEOUT_S = 5.0
-# Time that the thread of rank 0 has to notice the end of another rank.
+# Time that the thread of rank 0 has to end after another rank has ended.
 FAILED_RANK_TIMEOUT_S = 1.0
-# Time that a failed rank has to report why it failed, after another rank has noticed the failure.
+# Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
 REPORT_TIMEOUT_S = 2.0
 
 
@@ -120,7 +120,7 @@ class RankProcesses:
 
     @property
     def context(self) -> ParallelContext:
-        """Rank 0. Only valid after `start_rank_0`."""
+        """The context of rank 0. Only valid after `start_rank_0`."""
         return ParallelContext() if self._group is None else self._group.context
 
     def stop(self) -> None:
@@ -150,7 +150,7 @@ class RankProcesses:
             raise self._failure.to_error()
 
     def wait_for_failure(self) -> None:
-        """Wait briefly for a failure, and raise its exception. Call after an error that an ended rank may cause."""
+        """Wait briefly for a failure, and raise its error. Call after an error that an ended rank may have caused."""
         self._has_failed.wait(REPORT_TIMEOUT_S)
         self.check()
 
@@ -214,7 +214,7 @@ def run_rank(start: RankStart) -> None:
         group.leave()
         spin_control.close()
         if runner.is_asynchronous:
-            # A normal end could wait for NCCL's threads.
+            # A normal exit could wait for NCCL's threads.
             sys.stdout.flush()
             os._exit(0)
     except Exception as error:
@@ -229,7 +229,7 @@ def run_rank(start: RankStart) -> None:
 
 def follow_plans(runner: Runner, copier: EntryCopier | None, start: RankStart) -> None:
     """Launch the steps and copies that rank 0 plans, until rank 0 stops."""
-    # On a CPU the ranks' threads need the cores. On a GPU a spinning rank launches steps without delay.
+    # On a GPU the reader spins, so that the rank launches steps without delay. On a CPU the ranks need all cores.
     reader = start.ring.open_reader(start.rank - 1, spins=runner.is_asynchronous)
     decoder = PlanDecoder()
     while (payload := reader.read()) != STOP_MESSAGE:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 # Loads the model and returns it with the settings. The engine's process makes the call, because it may import torch.
 SpecAndConfigLoader = Callable[[], tuple["ModelSpec", EngineConfig]]
 
-# Maximum number of malloc heaps. If each thread that compiles grammars had a heap, freed grammars would leave more
-# unused memory.
+# Maximum number of malloc heaps. If each thread that compiles grammars had its own heap, freed grammars would leave
+# more unused memory.
 NUM_HEAPS = 2
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     """Load a model and serve it until a client stops the engine, its loop fails or the parent process ends.
 
     endpoint: ZeroMQ endpoint to bind, in a directory of its own. If the parent has ended, the directory is removed.
-    lifeline: end of a pipe, open while this process lives, so that clients detect the end of the process.
+    lifeline: write end of a pipe. It stays open while this process lives, so clients detect the end of the process.
     """
     # Terminals and service managers send these signals to all processes. The parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,14 +64,14 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     if has_parent_ended():
         remove_socket()
     if any(thread.name.startswith(ENGINE_THREAD_NAME) for thread in threading.enumerate()):
-        # The thread that runs the model waits for a rank that has ended. Python would wait for the thread.
+        # The thread that runs the model waits for a rank that has ended. A normal exit would wait for the thread.
         logging.shutdown()
         os._exit(EXIT_CODE)
 
 
 def _remove_socket(endpoint: str) -> None:
     path = Path(endpoint.removeprefix("ipc://"))
-    # Another thread may create the socket between the two calls: the second attempt then finds it.
+    # Another thread may create the socket between `unlink` and `rmdir`: the second attempt then removes the socket.
     for _ in range(2):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(slots=True)
 class ConnectedClient:
-    """A client that sent Hello. open_keys: keys of open requests."""
+    """A client that sent Hello. identity: ZeroMQ routing id. open_keys: keys of requests that have not ended."""
 
     identity: bytes
     open_keys: set[int] = field(default_factory=set[int])

@@ -14,7 +14,7 @@ class EngineInfo:
     If ranks have different requests, numbers of blocks, slots and bytes are sums over ranks.
 
     num_blocks: number of cache blocks, not counting the null block, which padding uses.
-    num_state_slots: number of state slots, not counting the null slot; 0 for a model without recurrent layers.
+    num_state_slots: number of slots for recurrent states, not counting the null slot; 0 without recurrent layers.
     num_ranks: number of processes that share the model.
     draft_method: method of speculative decoding; None without speculation.
     matmul_arithmetic: how matrix products are computed, as text for users.
@@ -53,6 +53,7 @@ class EngineStats:
     num_free_blocks: blocks that no request holds, including cached blocks.
     num_cached_blocks: free blocks that later prompts can use.
     num_free_state_slots: state slots that no request holds, including checkpoints.
+    num_checkpoints: free state slots with saved states that later prompts can use.
     prefix_cache_queries: number of prompt tokens that were looked up in the prefix cache.
     prefix_cache_hits: number of prompt tokens that were found in the prefix cache.
     iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
@@ -62,13 +63,13 @@ class EngineStats:
     num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
     num_accepted_drafts: number of accepted drafts by position.
-    loaded_tokens: pairs (tier, number of prompt tokens loaded from the tier); empty without tiers below the cache.
+    loaded_tokens: pairs ("host" or "disk", number of prompt tokens loaded from it); empty without these tiers.
         `prefix_cache_hits` counts these tokens too.
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
-    num_failed_loads: number of loads that failed, after which the prompt was computed.
-    load_wait_s: time of requests that waited for loads, in total.
+    num_failed_loads: number of loads that failed. The engine then computed the prompt.
+    load_wait_s: total time for which requests waited for loads.
     copied_bytes: pairs (kind of copy, bytes): store and load between cache and host memory, write and read of files.
-    copy_s: pairs (kind of copy, seconds of copies), in the same order.
+    copy_s: pairs (kind of copy, seconds), in the same order.
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
@@ -106,5 +107,5 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, 0..1."""
+        """Blocks that requests hold, as a fraction of all blocks, 0..1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0

@@ -20,14 +20,14 @@ from nanovllm_core.execution.step_handle import StepHandle
 from nanovllm_core.grammar_types import GrammarMatcher
 from nanovllm_core.scheduling.plan import NewRow, StepPlan
 
-# After a call for all rows that takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row
-# in a separate call, to find the slow grammar.
+# If one call for all rows takes longer than _MAX_BATCH_CALL_S, the next _NUM_SEPARATE_STEPS steps match each row in a
+# separate call, to find the slow grammar.
 _MAX_BATCH_CALL_S = 0.02
 _NUM_SEPARATE_STEPS = 16
 
 
 class ConstrainedRequest(NamedTuple):
-    """A request of a step that samples and has a constraint. request_index: among the step's sampling requests."""
+    """A sampling request that has a constraint. request_index: its index among the step's sampling requests."""
 
     request_index: int
     constraint: Constraint
@@ -45,11 +45,11 @@ class _StepInFlight(NamedTuple):
 class Constraints:
     """The constraints of all rows.
 
-    A step with drafts samples a token after each token of a request. Entry j of a request is the token after j drafts.
-    The masks of entries after a draft assume that the draft will be accepted. So after a draft that is not allowed, no
-    entry needs a mask.
+    A step with drafts samples a token after each token of a request. Entry j of a request is the token that the step
+    samples after j drafts. Masks of entries after a draft assume that the draft will be accepted. If the draft is not
+    allowed, these entries need no masks.
 
-    num_masks: maximum number of masks of a step; 0: `num_rows`.
+    num_masks: maximum number of masks of a step; 0 means `num_rows`.
     failures: entries that have no mask because the constraint failed, set by `fill_masks`.
     mask_buffer: the masks of the current step.
     """
@@ -72,7 +72,7 @@ class Constraints:
     def begin_step(self, plan: StepPlan) -> int:
         """Begin a step. Returns the number of masks; if it is not 0, call `fill_masks` before sampling.
 
-        Each request that may need masks counts once, or in a step with drafts once per entry.
+        Each request that may need masks counts once. In a step with drafts, it counts once per entry.
         """
         for new in plan.new_rows:
             self._replace_constraint(new)
@@ -145,7 +145,8 @@ class Constraints:
         """Fill the masks of one entry of each request, after the output and the drafts before the entry.
 
         masks: int32 [n, words], which allow every token.
-        Returns (requests in the order of their masks, index of the masked entry among all entries of the step or -1).
+        Returns (requests in the order of their masks, for each request the index of its entry among all entries of the
+            step; -1 if the entry is not masked).
         """
         grammar_requests = [x for x in requests if x.constraint.matcher is not None and x.constraint.failure is None]
         other_requests = [x for x in requests if x.constraint.matcher is None or x.constraint.failure is not None]
@@ -171,7 +172,8 @@ class Constraints:
     ) -> list[ConstrainedRequest]:
         """Append the draft after `entry` to each request. Returns the requests whose next entry may need a mask.
 
-        The constraints of the result follow the drafts. masks: int32 [n, words], masks of `entry`.
+        Constraints that depend on the output become forks, advanced by the drafts. masks: int32 [n, words], masks of
+            `entry`.
         """
         continued_requests: list[ConstrainedRequest] = []
         matched_drafts: list[tuple[Constraint, int]] = []
@@ -179,7 +181,7 @@ class Constraints:
             constraint = request.constraint
             if request.num_drafts <= entry or constraint.failure is not None:
                 continue
-            # The host may not know the drafts of other rows, because the step did not wait for the previous step.
+            # Other constraints ignore drafts. The host may not know these drafts, because it need not wait for them.
             if constraint.depends_on_output:
                 draft = _find_draft(request, entry)
                 if not allows_token(mask, draft):

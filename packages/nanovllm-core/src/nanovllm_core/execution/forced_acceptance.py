@@ -10,12 +10,12 @@ _SEED = 0
 
 
 class ForcedAcceptance:
-    """Decides which drafts are kept, whether right or wrong.
+    """Decides at random which drafts are kept, whether they are right or wrong.
 
-    Steps without drafts also get their tokens from here, because such a token tells the planner whether a draft that
-    was not used would have been kept.
+    Samples of steps without drafts are replaced too: they tell the planner whether an unused draft would have been
+    kept.
 
-    acceptance_length: mean number of tokens per request and step with `max_drafts` drafts, 1..1 + max_drafts.
+    acceptance_length: mean number of new tokens of a request in a step with `max_drafts` drafts, 1..1 + max_drafts.
     """
 
     def __init__(self, acceptance_length: float, table: RequestTable):
@@ -24,12 +24,13 @@ class ForcedAcceptance:
         probability = find_probability(acceptance_length, table.max_drafts)
         # Whether the draft of each row at each position is kept.
         self._is_kept = torch.rand(table.tokens.shape, generator=generator, device=table.device) < probability
-        # The tokens that stand in a row are its drafts. Equal tokens would all choose the same experts.
+        # The tokens after a row's last token are its drafts. Make them random: equal tokens choose the same experts.
         table.tokens.random_(table.vocab_size, generator=generator)
 
     def replace_samples(self, samples: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:
-        """Replace samples by the drafts that are kept. Replace a sample that equals another draft by the next token id.
+        """Replace samples by their drafts if the drafts are kept.
 
+        If a sample equals a draft that is not kept, the next token id replaces the sample.
         samples, table_rows, positions: int32 [num_samples], see `ForwardOutput`.
         """
         # Padding and finished requests may have positions outside the table.
@@ -41,7 +42,8 @@ class ForcedAcceptance:
 
 
 def find_probability(acceptance_length: float, max_drafts: int) -> float:
-    """The probability of keeping a draft, if all drafts before it are kept, for a mean of kept drafts plus one."""
-    # Draft i is kept with all drafts before it with probability p ** i. The polynomial has one root p >= 0.
+    """The probability of keeping each draft, so that a request gets `acceptance_length` tokens per step on average."""
+    # Drafts 1 to i are all kept with probability p ** i, so `acceptance_length` is 1 + p + ... + p ** max_drafts.
+    # This equation has one solution p >= 0.
     roots = np.roots([1.0] * max_drafts + [1.0 - acceptance_length])
     return float(roots.real[abs(roots.imag) < 1e-9].max())

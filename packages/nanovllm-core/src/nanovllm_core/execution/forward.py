@@ -61,8 +61,8 @@ class ForwardOutput(NamedTuple):
     The step samples a token after the last token of each request, or after each token if the step has drafts. Padding
     has samples too.
 
-    logits: [n, vocab], logits of the samples that this rank chooses (`own_requests`); empty if the step samples no
-        token.
+    logits: [n, vocab], logits of the samples that this rank chooses (`ParallelContext.own_requests`); empty if the
+        step samples no token.
     table_rows: int32 [num_samples], row of each sample's request in the request table.
     positions: int32 [num_samples], position of each sample.
     seq_lens: int32 [num_reqs], context lengths.
@@ -113,7 +113,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # With `launch_attention`, each replay plans attention again. This plan may assume no decodes, which saves time.
+        # With `launch_attention`, each replay plans attention again. So this plan may assume no decodes, to save time.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         requests = (batch.block_tables, batch.seq_lens, rows.query_start_loc)
         attention_batch = plan_attention(cache, self._config, requests, planned_bounds)
@@ -144,7 +144,7 @@ class ForwardPass:
         """Compute the logits after the last token of each request, or after each token of a step with drafts.
 
         hidden: [num_tokens, hidden].
-        has_samples: whether the step samples a token; otherwise no logits are computed.
+        has_samples: whether the step samples a token. If False, no logits are computed.
         """
         step = StepTokens(hidden, batch, bounds) if self._config.max_drafts else None
         if bounds.has_drafts:
@@ -159,7 +159,7 @@ class ForwardPass:
         return ForwardOutput(logits, table_rows, positions, batch.seq_lens, batch.block_tables, step)
 
     def compute_logits_of_own_rows(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab] of this rank's share of the rows of `hidden`, which is equal on all ranks.
+        """Logits [n, vocab] of this rank's share of the rows of `hidden`. All ranks pass equal `hidden`.
 
         The ranks exchange logits, so that each rank has all columns of its rows. A rank can therefore choose the tokens
         of its rows alone, with the same kernels as a single rank.
@@ -219,7 +219,7 @@ def plan_attention(
 
 
 def find_requests(rows: DeviceRows, num_tokens: int) -> Tensor:
-    """The request of each token of a step, int64 [num_tokens]. Padding tokens belong to the last request."""
+    """Index in `rows` of each token's request, int64 [num_tokens]. Padding tokens belong to the last request."""
     ends = rows.query_start_loc[1:]
     indices = torch.arange(num_tokens, device=ends.device, dtype=torch.int32)
     return torch.searchsorted(ends, indices, right=True).clamp_(max=len(ends) - 1)

@@ -249,7 +249,7 @@ class StepGraphs:
         with torch.cuda.stream(stream):
             # The first measurement includes the memory of the pool and of libraries.
             total = capture_bytes(self._shapes[0])
-            # In the same order on all ranks, because captured steps wait for the other ranks.
+            # Capture in the same order on all ranks, because captured steps wait for the other ranks.
             for mode in dict.fromkeys(shape.mode for shape in self._shapes):
                 mode_shapes = [shape for shape in self._shapes if shape.mode == mode]
                 total += len(mode_shapes) * max(capture_bytes(shape) for shape in mode_shapes[:2])
@@ -261,11 +261,11 @@ class StepGraphs:
 
 
 class _Pools:
-    """Memory of graphs.
+    """Memory pools of graphs, and the graphs that propose drafts, which several shapes may share.
 
-    steps, proposals: memory pools. Proposals that several shapes share may run after any step, so they can't use the
-        memory of a step.
-    proposing: shared graphs that propose drafts, by number of requests and `SamplingOps`.
+    steps, proposals: memory pools. A shared graph may run after any step, so it can't use the memory of a step.
+    proposing: graphs that propose drafts, by (shape or number of requests, `SamplingOps`). A graph has a shape in its
+        key if `Proposer.reads_step`.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class HostCopyRing:
         self._index = 0
 
     def next_slot(self) -> HostCopySlot:
-        """The slot for the next step, which is used again `max_steps_in_flight` + 2 steps later."""
+        """The slot for the next step. The slot is used again `max_steps_in_flight` + 2 steps later."""
         self._index = (self._index + 1) % len(self._slots)
         return self._slots[self._index]
 

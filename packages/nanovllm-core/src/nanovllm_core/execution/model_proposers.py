@@ -1,7 +1,7 @@
 """Proposes drafts with a draft model, or with the model's head for multi-token prediction (MTP).
 
-Both have a cache entry for each token, in the blocks of the model's own cache. A head computes the entries of a step in
-the step. A draft model computes the entries only when it proposes (see `DraftPlanner`).
+Both have a cache entry for each token, in the blocks of the model's own cache. A head computes the entries of a step's
+tokens during the step. A draft model computes entries only when it proposes (see `DraftPlanner`).
 """
 
 from abc import abstractmethod
@@ -21,7 +21,7 @@ from nanovllm_core.execution.proposers import NO_DRAFTS, NgramProposer, Proposer
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.model import CausalLM, ForwardContext, ModelSpec, MultiTokenModel
 from nanovllm_core.parallel import ParallelContext
-from nanovllm_core.scheduling.plan import EntryRange
+from nanovllm_core.scheduling.plan import CacheEntryRange
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
 # Rows with penalties have no drafts. Masks of grammars do not exist yet when drafts are proposed.
@@ -29,10 +29,10 @@ _IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
 
 
 class _CachingProposer(Proposer):
-    """Draws drafts one after the other. The random numbers are those of the model, so that equal logits agree.
+    """Draws drafts one after the other, with the model's random numbers, so that equal logits give equal tokens.
 
     entry_offset: distance between the position of a token and the position of its cache entry.
-    forward, compute_logits: see `PredictionHead`. cache: of the layers that `forward` runs.
+    forward, compute_logits: see `PredictionHead`. cache: caches of the layers that `forward` runs.
     """
 
     entry_offset = 0
@@ -56,13 +56,17 @@ class _CachingProposer(Proposer):
 
     def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
         """See `Proposer.captured_ops`."""
-        # A set of operations without RANDOM would save little time, because running the model takes most of it.
+        # A set of operations without RANDOM would save little, because running the model takes most of the time.
         proposing_ops = (_IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
         return (*proposing_ops, NO_DRAFTS) if may_propose else (NO_DRAFTS,)
 
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
-        table, num_proposed, hidden = self._table, torch.zeros_like(rows.is_sampled), self._follow(rows, step)
+        table, num_proposed, hidden = (
+            self._table,
+            torch.zeros_like(rows.is_sampled),
+            self._compute_step_entries(rows, step),
+        )
         if ops != NO_DRAFTS:
             self._draw(rows, step, hidden, ops, sample, num_proposed)
         position = table.num_computed.index_select(0, rows.table_rows) + 1
@@ -72,7 +76,7 @@ class _CachingProposer(Proposer):
     def _draw(
         self, rows: DeviceRows, step: StepTokens, hidden: Tensor, ops: int, sample: SampleTokens, num_proposed: Tensor
     ) -> None:
-        """Write drafts to the table, and add them to `num_proposed`. hidden: result of `_follow`."""
+        """Write drafts to the table, and add them to `num_proposed`. hidden: result of `_compute_step_entries`."""
         table, (table_rows, _, is_sampled) = self._table, rows
         num_reqs = len(table_rows)
         max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
@@ -86,9 +90,9 @@ class _CachingProposer(Proposer):
         position = table.num_computed.index_select(0, table_rows) + 1
         for index in range(table.max_drafts):
             logits = self._parallel.exchange_columns(self._compute_logits(hidden))[:, : table.vocab_size]
-            # Logits of padding may be NaN, whose token may be no valid index.
+            # Logits of padding may be NaN. A token that is drawn from NaN may be an invalid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
-            # Drafts without a cache entry are not written, because the entry would be missing if they were accepted.
+            # Write a draft only if the token before it has a cache entry, which an accepted draft needs.
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
             num_proposed += is_proposed
             if index + 1 < table.max_drafts:
@@ -103,7 +107,7 @@ class _CachingProposer(Proposer):
     ) -> BatchInputs:
         """The inputs of a batch whose first positions are `num_computed`.
 
-        Blocks that a request does not have yet are null blocks: what is written there is never needed.
+        Blocks that a request does not have yet are null blocks, whose contents are never needed.
         """
         tables = TokenTables(self._table.tokens, num_computed)
         block_size = self._cache.layout.block_size
@@ -113,7 +117,7 @@ class _CachingProposer(Proposer):
         )
 
     def _limit_starts(self, num_computed: Tensor, bounds: BatchBounds) -> Tensor:
-        """Positions in the table, because rows of padding and of finished requests may have any position."""
+        """Limit first positions to the table. Rows of padding and of finished requests may have any position."""
         return num_computed.clamp(0, self._config.max_model_len - bounds.max_query_len)
 
     def _run(self, inputs: BatchInputs, query_start_loc: Tensor, bounds: BatchBounds, hidden: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ class _CachingProposer(Proposer):
         context = ForwardContext(batch, inputs.slot_mapping, cache.kv_caches, cache.kv_scales)
         return self._forward(inputs.input_ids, inputs.positions, hidden, context)
 
-    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+    def _compute_step_entries(self, rows: DeviceRows, step: StepTokens) -> Tensor:
         """Compute the cache entries that can't be computed after this step.
 
         Returns hidden states [num_tokens, hidden] after the step's tokens.
@@ -135,8 +139,8 @@ class _CachingProposer(Proposer):
     def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
         """Compute the cache entries up to each request's last token.
 
-        hidden: result of `_follow`.
-        bounds: of a batch with one token per request.
+        hidden: result of `_compute_step_entries`.
+        bounds: bounds of a batch with one token per request.
         Returns hidden states [B, hidden] that predict the first drafts, and whether the cache has space for the entries
         of the last tokens, bool [B].
         """
@@ -150,7 +154,7 @@ class DraftModelProposer(_CachingProposer):
 
     can_lag = True
 
-    def compute_late_draft_entries(self, entries: Sequence[EntryRange]) -> None:
+    def compute_late_draft_entries(self, entries: Sequence[CacheEntryRange]) -> None:
         """See `Proposer.compute_late_draft_entries`."""
         # Attention expects requests with one token first.
         rows, firsts, lengths = np.array(sorted(entries, key=lambda entry: entry.num_tokens != 1), np.int32).T
@@ -162,12 +166,13 @@ class DraftModelProposer(_CachingProposer):
         bounds = BatchBounds(num_tokens, num_decodes, *max_lens, has_only_whole_prompts=False)
         num_computed = table.num_computed.index_copy(0, table_rows.long(), starts)
         inputs = self._build_inputs(table_rows, query_start_loc, num_computed, bounds)
-        # A draft model ignores the hidden states, so any tensor serves.
+        # A draft model ignores the hidden states, so pass any tensor.
         self._run(inputs, query_start_loc, bounds, table.tokens)
 
     def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
         del step
-        # The entries of earlier tokens exist: of accepted drafts since they were proposed, others were late entries.
+        # Only the last two tokens lack entries. Proposing computed the entries of accepted drafts. All other entries
+        # were late entries.
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
@@ -182,14 +187,14 @@ class DraftModelProposer(_CachingProposer):
 class HeadProposer(_CachingProposer):
     """Proposes the tokens of the model's head for multi-token prediction.
 
-    The cache entry of a token stands at the position before the token, where the head takes the hidden state. The last
-    entry of a block in the prefix cache may therefore belong to another next token, which costs acceptance only.
+    The cache entry of a token is at the position before the token, where the head takes the hidden state. So the last
+    entry of a block in the prefix cache may be of another request's next token. This only lowers acceptance.
     """
 
     entry_offset = 1
     reads_step = True
 
-    def _follow(self, rows: DeviceRows, step: StepTokens) -> Tensor:
+    def _compute_step_entries(self, rows: DeviceRows, step: StepTokens) -> Tensor:
         table, positions = self._table, step.inputs.positions
         token_rows = rows.table_rows.index_select(0, find_requests(rows, len(positions)))
         inputs = step.inputs._replace(input_ids=table.tokens[token_rows, positions + 1])
@@ -198,7 +203,7 @@ class HeadProposer(_CachingProposer):
     def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
         del bounds
         positions = step.inputs.positions
-        # The last token of the step that was kept stands before the request's last token.
+        # The last kept token of the step is at the position before the request's last token.
         starts = rows.query_start_loc[:-1].clamp(max=len(positions) - 1)
         last_kept = self._table.num_computed.index_select(0, rows.table_rows) - 1
         indices = (starts + last_kept - positions.index_select(0, starts)) * rows.is_sampled
@@ -228,7 +233,7 @@ def make_proposer(
     config: ResolvedConfig,
     parallel: ParallelContext,
 ) -> Proposer | None:
-    """The proposer for `config.speculate`. Raises ConfigError if the model has no head for multi-token prediction."""
+    """The proposer for `config.speculate`; None without speculation. Raises ConfigError if the MTP head is missing."""
     if not config.max_drafts:
         return None
     arguments = table, config, parallel

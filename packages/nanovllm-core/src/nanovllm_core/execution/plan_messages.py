@@ -1,4 +1,4 @@
-"""Encodes step plans and copies, with which rank 0 tells the other ranks what to do."""
+"""Encodes step plans and batches of cache copies, which rank 0 sends to the other ranks."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from nanovllm_core.parallel.plan_ring import PlanWriter
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.plan import (
     BatchShape,
-    EntryRange,
+    CacheEntryRange,
     NewBlocks,
     NewRow,
     NewState,
@@ -37,7 +37,7 @@ class RowMessage(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_row(cls, new: NewRow) -> "RowMessage":
-        """The message for `new`, without grammar, budget and allowed ids: rank 0 makes the masks of all ranks."""
+        """The message for `new`, without grammar, budget and allowed ids. Rank 0 makes the masks of all ranks."""
         sampling = new.sampling
         if sampling.grammar is not None or sampling.reasoning_budget is not None or sampling.allowed_token_ids:
             sampling = replace(sampling, grammar=None, reasoning_budget=None, allowed_token_ids=())
@@ -83,7 +83,7 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange]
     num_masks: int
-    late_draft_entries: list[EntryRange]
+    late_draft_entries: list[CacheEntryRange]
 
 
 class CopyMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):

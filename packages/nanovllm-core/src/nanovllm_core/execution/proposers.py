@@ -1,4 +1,4 @@
-"""Proposes drafts after the last token of each request, with the request's own tokens."""
+"""Defines the interface of draft proposers, and a proposer that finds drafts in the request's own tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from torch import Tensor
 from nanovllm_core.execution.forward import StepTokens
 from nanovllm_core.execution.inputs import DeviceRows
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps
-from nanovllm_core.scheduling.plan import EntryRange
+from nanovllm_core.scheduling.plan import CacheEntryRange
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 
-# Drafts are proposed if the last tokens equal an earlier part of the request: at least and at most this many tokens.
+# Drafts are proposed if the last n tokens of the request also occur earlier in it. Minimum and maximum of n.
 _MIN_MATCH, _MAX_MATCH = 3, 8
 
-# In place of `SamplingOps`: no request needs drafts.
+# Value of `ops`, in place of `SamplingOps`, if no request needs drafts.
 NO_DRAFTS = -1
 
 # (logits of this rank's share of n requests, rows of the n requests in the request table int32 [n], positions of the
@@ -25,7 +25,7 @@ SampleTokens = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 class Proposer(ABC):
     """Proposes drafts, after the tokens of a step have been written to the request table.
 
-    CUDA graphs capture `propose`. So it never waits for a GPU, and does the same for any requests of one shape.
+    CUDA graphs capture `propose`. So `propose` never waits for a GPU, and does the same work for all steps of a shape.
 
     uses_cache: whether the proposer has cache entries of tokens and drafts, so that proposing takes time and space.
     can_lag: whether steps may leave out cache entries, which `compute_late_draft_entries` computes later.
@@ -44,23 +44,23 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
-        """Write drafts after the last token of each request that samples. Returns the results of `propose_ngrams`.
+        """Write drafts after the last token of each request that samples. Returns the same values as `propose_ngrams`.
 
         ops: `SamplingOps` of the requests, combined; NO_DRAFTS to do only what later calls need.
         """
 
     def warm_up(self, num_tokens: int) -> None:
-        """Compile what graphs do not contain. num_tokens: maximum number of late entries of a step."""
+        """Compile the code that graphs do not contain. num_tokens: maximum number of late entries of a step."""
         if self.can_lag:
-            self.compute_late_draft_entries([EntryRange(0, 0, num_tokens)])
+            self.compute_late_draft_entries([CacheEntryRange(0, 0, num_tokens)])
 
-    def compute_late_draft_entries(self, entries: Sequence[EntryRange]) -> None:
+    def compute_late_draft_entries(self, entries: Sequence[CacheEntryRange]) -> None:
         """Compute the cache entries of earlier tokens, see `StepPlan.late_draft_entries`. Never captured."""
         raise NotImplementedError(f"{type(self).__name__} cannot lag, so it has no late entries")
 
 
 class NgramProposer(Proposer):
-    """Proposes the tokens that followed the last tokens earlier in the request or in its prediction."""
+    """Finds the request's last tokens earlier in the request or its prediction, and proposes the tokens after them."""
 
     def __init__(self, table: RequestTable):
         self._table = table

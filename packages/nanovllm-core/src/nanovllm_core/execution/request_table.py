@@ -28,7 +28,7 @@ _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6  # kernels need a positive top-p
-# Only the first tokens of a longer prediction are searched for drafts. A multiple of 16, so that rows stay aligned.
+# Only the first tokens of a longer prediction are searched for drafts. Multiples of 16 keep the rows aligned.
 _MAX_PREDICTION_TOKENS = 16_384
 _NO_TOKEN = -1
 
@@ -38,7 +38,7 @@ class SamplingOps(IntFlag):
 
     GREEDY: argmax. RANDOM: draw at a temperature. FILTER: top-k, top-p or min-p. PENALTY: presence, frequency or
         repetition penalty. BIAS: `logit_bias` or `min_tokens`. MASK: token masks of grammars, reasoning budgets and
-        allowed token ids; never set in this file. FORBID: `forbidden_sequences`.
+        allowed token ids; set by `TokenChooser` only. FORBID: `forbidden_sequences`.
     """
 
     GREEDY = 0
@@ -99,8 +99,8 @@ class RequestTable:
         -1 on the left), then `tokens`.
     tokens: int32 [rows, max_model_len + 1 + max_drafts], the last columns of `search_tokens`: the request's tokens and
         drafts.
-    num_computed: int32 [rows], number of tokens that the cache holds. block_table: KV block ids, [rows, blocks];
-        0 beyond the request's last block.
+    num_computed: int32 [rows], number of tokens that the cache holds.
+    block_table: int32 [rows, blocks], KV block ids; 0 beyond the request's last block.
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
     bias_until: first position at which a bias no longer applies.
     num_prompt_tokens: only valid for rows with forbidden sequences.
@@ -288,8 +288,8 @@ class RequestTable:
         rows, num_computed, top_k, seeds, floats, token_indices, token_ids = row_tensors
         rows = rows.long()
         self.num_computed[rows] = num_computed
-        # Drafts may be written beyond a request's last block: to the null block, not to a block of the row's previous
-        # request.
+        # Cache entries of drafts may be written beyond a request's last block. They must go to the null block, not to a
+        # block of the row's previous request.
         self.block_table.index_fill_(0, rows, 0)
         if self.num_pending is not None:
             self.num_pending.index_fill_(0, rows, 0)

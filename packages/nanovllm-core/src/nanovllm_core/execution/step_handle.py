@@ -23,8 +23,8 @@ class ChosenTokens(NamedTuple):
 
     samples: [num_samples], see `ForwardOutput`; None if no request samples.
     num_new: [num_reqs], number of new tokens of each request; None for a step without drafts.
-    proposals: [num_reqs, 1 + max_drafts]. The first column is the number of drafts that are proposed now. Then come the
-        tokens after the request's last token, proposed now or earlier. None without speculation.
+    proposals: [num_reqs, 1 + max_drafts]. The first column is the number of drafts that this step proposes. The other
+        columns are the tokens after the request's last token, proposed now or earlier. None without speculation.
     """
 
     samples: Tensor | None = None
@@ -91,7 +91,7 @@ class StepHandle:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """New tokens of the requests that sample in a finished step, int32 [m]; `num_tokens` of each request."""
+        """New tokens of a finished step, int32 [m]. Each request that samples has `num_tokens` of these tokens."""
         if self._samples is None:
             return np.zeros(0, np.int32)
         if self._num_new is None:
@@ -137,7 +137,8 @@ class StepHandle:
     def _read_logprobs(self) -> Sequence[tuple[int, TokenLogprobs]]:
         if self._logprobs is None:
             return ()
-        # The samples of the requests that ask: number of top tokens, and index among the new tokens or -1.
+        # For each sample: number of top tokens to report (-1: no log-probabilities), and index among new tokens (-1:
+        # the sample is not a new token).
         num_top, output_indices = self._num_logprobs, np.arange(len(self._num_logprobs))
         if self._num_new is not None:
             num_top = np.repeat(num_top, self._query_lens)

@@ -148,9 +148,9 @@ class TokenChooser:
         return mask_buffer.share(num_masks, self._parallel)
 
     def choose_padded(self, ops: int, output: ForwardOutput, has_drafts: bool) -> SampledTokens:
-        """Choose tokens for all rows of the step buffer, including padding, and all ranks. Graphs capture this method.
+        """Choose tokens for all rows of the step buffer and all ranks, including padding. Graphs capture this method.
 
-        Returns the first fields of `ChosenTokens`.
+        Returns `samples` and `num_new` of `ChosenTokens`.
         """
         masks = None
         if ops & _MASK:
@@ -221,7 +221,7 @@ def _update_pending(num_pending: Tensor, rows: DeviceRows, num_new: Tensor | Non
     num_pending: see `RequestTable`.
     num_new: int32 [n], number of new tokens of each request; None without drafts.
     """
-    # Requests without tokens are padding in row 0, so add differences: several entries of one row do not conflict.
+    # All padding entries have row 0 and no tokens. Add differences (0 for padding), so equal rows do not conflict.
     num_tokens = rows.query_start_loc.diff()
     target = 0 if num_new is None else num_new - 1
     difference = (target - num_pending.index_select(0, rows.table_rows)).masked_fill_(num_tokens == 0, 0)

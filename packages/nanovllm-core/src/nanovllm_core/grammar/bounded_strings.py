@@ -10,7 +10,7 @@ Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per charac
 # The tail allows these tokens: each run is optional, so a tail can begin wherever a block begins.
 #
 # `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives whose blocks
-# end at different characters, so that one alternative allows each token of up to HALF_BLOCK_LENGTH characters.
+# end at different characters. At least one alternative then allows a token of up to HALF_BLOCK_LENGTH characters.
 
 import re
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
 # Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# Maximum `low` of a string of few different characters. xgrammar's automaton compiles these fast.
+# xgrammar's automaton compiles a string fast if `low` is above MAX_REQUIRED_LENGTH, `high` is at most
+# MAX_AUTOMATON_LENGTH, and its class has at most MAX_FEW_CHARACTERS characters. Such a string gets no rules.
 MAX_REQUIRED_LENGTH = 32
 MAX_FEW_CHARACTERS = 64
-# Maximum `high` of a string in xgrammar's automaton.
 MAX_AUTOMATON_LENGTH = 128
 
 _CHARACTER = r"(?:\\u\{[0-9a-f]{1,6}\}|\\[!-/:-@\[-`{-~]|[ !#%&',:;<=>@_`~\"a-zA-Z0-9])"
@@ -59,7 +59,7 @@ class BoundedString:
     high: int | None
 
 
-# Strings whose rules most bounded strings share: of up to 47 characters, of blocks, and with few required characters.
+# Most bounded strings share rules with these strings: tails of up to 47 characters, blocks, and short chains.
 _USUAL_STRINGS = [
     BoundedString(_ANY_CHARACTER, low, high)
     for low, high in ((0, MIN_TAIL_LENGTH + BLOCK_LENGTH - 1), (0, 1000), (4, 1000), (4, None))
@@ -135,7 +135,10 @@ def write_usual_strings() -> str:
 
 
 class _SharedRules:
-    """Rules that all strings of one character class share. prefix: beginning of the rules' names."""
+    """Rules that all strings of one character class share. prefix: beginning of the rules' names.
+
+    A chain is a rule for required characters and their end: the rule of a tail, or of unlimited characters (`rest`).
+    """
 
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
@@ -143,7 +146,7 @@ class _SharedRules:
         self._run_lengths: set[int] = set()  # Lengths of the runs, in blocks.
         self._max_tail_length = 0
         self._max_part_length = 0  # Length of the longest part of a block.
-        # The longest chain of required characters before each end, by the end's name.
+        # Number of characters in the longest chain before each end, by the end's name.
         self._chain_lengths: dict[str, int] = {}
         self._has_unlimited = False
 
@@ -165,7 +168,7 @@ class _SharedRules:
         return " | ".join(f"({' '.join(option)})" for option in options)
 
     def _write_optional(self, length: int | None) -> tuple[list[str], str]:
-        """Returns (elements for up to `length` characters, name of the end of a chain before these elements)."""
+        """Returns (elements for up to `length` characters, name of the end of a chain). length: None for no limit."""
         if length is None:
             self._has_unlimited = True
             return [f"{self._prefix}rest"], "rest"
@@ -210,7 +213,7 @@ class _SharedRules:
             rules.append(f'{prefix}part1 ::= {prefix}last (= "\\x01")')
             rules += [f'{name} ::= {character} {after} (= "\\x01")' for after, name in pairwise(names[1:])]
         if self._run_lengths or self._max_part_length:
-            # xgrammar inlines rules without references and drops their lookahead. So others refer to `last`.
+            # xgrammar inlines rules without references and drops their lookahead. So other rules refer to `last`.
             rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules
 

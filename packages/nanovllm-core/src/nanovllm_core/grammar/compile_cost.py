@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nanovllm_core.grammar.bounded_strings import write_usual_strings
 
-# Maximum number of steps of one grammar. The vetting process and the engine both compile a grammar.
+# Maximum number of steps of one compilation. A grammar is compiled twice: by the vetting process and by the engine.
 MAX_COMPILE_STEPS = 320_000
 
 STEPS_PER_LITERAL_CHARACTER = 4
@@ -35,7 +35,7 @@ _RULE = re.compile(rf"^({_NAME}) ::= (.*)$", re.MULTILINE)
 _LITERAL = re.compile(r'"((?:\\.|[^"\\])*)"')
 # A character class (group 1), and whether a loop repeats it (group 2).
 _CLASS = re.compile(r"\[((?:\\.|[^\]\\])*)\](\*)?")
-# A class with one of these has many characters.
+# A class in which this pattern occurs has many characters.
 _WIDE_CLASS = re.compile(r"^\^|\\U\{?0*10|\\u\{?(?:d7ff|ffff|7ff)|\\u\{10ffff|\\U000007ff")
 _REFERENCE = re.compile(_NAME)
 _FIRST_REFERENCE = re.compile(rf"^\(\(({_NAME})\) \|")
@@ -48,7 +48,7 @@ class CompileCost:
 
     literals: characters of property names, enums and constants.
     strings: states of patterns, length limits and names of undeclared properties.
-    rules: rules, pairs of rules, and pairs of a rule and a character.
+    rules: rules, pairs of rules, pairs of a rule and a character, and visits (see `_count_visits`).
     """
 
     literals: int
@@ -64,7 +64,7 @@ class CompileCost:
 
 
 def check_compile_cost(grammar: str) -> None:
-    """Raises ValueError if compiling xgrammar's printed rules would cost more than `MAX_COMPILE_STEPS`."""
+    """Raises ValueError if compiling `grammar`, xgrammar's printed rules, would take over `MAX_COMPILE_STEPS`."""
     cost = estimate_compile_cost(grammar)
     if cost.total <= MAX_COMPILE_STEPS:
         return
@@ -99,7 +99,10 @@ def estimate_compile_cost(grammar: str) -> CompileCost:
 
 
 def _count_visits(bodies: dict[str, str]) -> int:
-    """The number of rules that xgrammar visits before all rules: chains of rules that begin with an optional rule."""
+    """The number of rules that xgrammar visits: the total length of the chains of all rules.
+
+    A rule's chain is the rule, then the rule that is its first alternative, and so on.
+    """
     chain_lengths: dict[str, int] = {}
     for name in bodies:
         chain: list[str] = []
@@ -117,7 +120,7 @@ def _count_visits(bodies: dict[str, str]) -> int:
 
 
 def _count_string_steps(bodies: dict[str, str]) -> int:
-    """Steps of the states that allow many characters. Equal rules count once, because xgrammar's cache shares them."""
+    """Steps of rules with character classes. Equal rules count once, because xgrammar's cache shares them."""
     usual_rules = dict(_RULE.findall(write_usual_strings()))
     find_key = _make_key_finder(bodies)
     steps_by_key: dict[int | str, int] = {}

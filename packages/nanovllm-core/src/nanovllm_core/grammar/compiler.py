@@ -31,7 +31,7 @@ MAX_WHITESPACE = 1
 # Size of xgrammar's cache of compiled rules, in which grammars find rules that they share. Rules of bounded strings and
 # of undeclared properties take 7 ms each.
 RULE_CACHE_BYTES = 48 << 20
-# Maximum number of characters of a rule in this cache. xgrammar's search in the cache is linear in a rule's states.
+# Maximum number of characters of a rule in this cache. The time of a search in the cache is linear in a rule's states.
 MAX_CACHED_RULE_LENGTH = 20_000
 # Longer error messages of xgrammar, which may quote the whole grammar, are cut.
 _MAX_REASON_LENGTH = 500
@@ -156,7 +156,7 @@ class Compiler:
     def _xgrammar_compiler(self) -> "xgrammar.GrammarCompiler":
         import xgrammar
 
-        # Use one thread, because other grammars compile in parallel. No cache is needed, because `Grammars` has one.
+        # Use one thread, because other grammars compile in parallel. `Grammars` has a cache, so disable xgrammar's.
         return xgrammar.GrammarCompiler(self._tokenizer_info, max_threads=1, cache_enabled=False)
 
     @cached_property

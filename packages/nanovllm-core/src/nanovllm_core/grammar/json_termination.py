@@ -1,4 +1,4 @@
-"""Ends JSON strings, numbers and nesting that a small model would continue forever, as soon as the grammar allows.
+"""Ends JSON strings, numbers and nesting that a small model would continue forever, once the grammar allows the end.
 
 The grammar itself has no length limits, because length limits make xgrammar slow.
 """
@@ -14,9 +14,9 @@ MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.
 MAX_PERIOD_TOKENS = 64
-# Maximum number of tokens of a string, where the grammar allows the string to end.
+# Maximum number of tokens of a string, if the grammar allows the string to end.
 MAX_STRING_TOKENS = 8_192
-# Maximum number of tokens of a string that repeats itself, where the grammar does not allow the string to end.
+# If the grammar does not allow a repetitive string to end, the repetition must stop after this number of tokens.
 MAX_STUCK_TOKENS = 512
 # Maximum number of characters of an integer of 64 bits.
 MAX_INTEGER_LENGTH = 20
@@ -48,7 +48,7 @@ class JsonTokenClasses:
     numeric_ids: ids of tokens that consist of characters of numbers.
 
     The other fields are masks, int32 [num_words]:
-    whitespace_mask: tokens of whitespace.
+    whitespace_mask: tokens that consist of whitespace.
     opening_mask: tokens that contain an opening bracket or brace.
     quote_mask: the token `"`, which closes a string.
     letter_mask: the token `a`, which may occur in a string, but can't begin a JSON value.
@@ -83,7 +83,7 @@ class JsonTokenClasses:
 class JsonTerminator:
     """Tracks the tokens of one output, and restricts masks to tokens that end an overlong string, number or nesting.
 
-    Quotation marks in text before the JSON can falsify the tracked depth of nesting. Other tracked values stay correct.
+    Quotation marks and brackets in text before the JSON can falsify `_is_in_string` and the depth of nesting.
     """
 
     def __init__(self, token_classes: JsonTokenClasses):

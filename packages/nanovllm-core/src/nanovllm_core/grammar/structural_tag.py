@@ -33,7 +33,7 @@ def ebnf(grammar: str) -> TagFormat:
 def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
     """JSON that `schema`, a result of `convert_schema`, allows.
 
-    excludes: texts that no string without a pattern may contain.
+    excludes: texts that strings may not contain, except strings for which `schema` has a pattern.
     """
     return {"type": "json_schema", "json_schema": schema, "excludes": [*excludes]}
 
@@ -55,7 +55,7 @@ def sequence(*formats: TagFormat) -> TagFormat:
             if element == EMPTY_TEXT:
                 continue
             previous = joined[-1] if joined else None
-            # Fewer elements make a smaller grammar.
+            # Join adjacent literals, because fewer elements make a smaller grammar.
             if previous is not None and previous["type"] == element["type"] == "const_string":
                 joined[-1] = literal(f"{previous['value']}{element['value']}")
             else:

@@ -1,7 +1,8 @@
 """Gives property values in a JSON grammar a short lookahead, so that xgrammar compiles large objects fast.
 
-xgrammar 0.2.8 derives a lookahead for rules with one use: everything that may follow. For a property's value, that is a
-choice of all later optional properties. The time to test tokens against it grows with the cube of their number.
+For each rule with one use, xgrammar 0.2.8 derives a lookahead, which covers all texts that may follow. For the value of
+a property, the lookahead is a choice of all later optional properties. The time to test tokens against the lookahead
+grows with the cube of the number of these properties.
 """
 
 import re
@@ -19,7 +20,7 @@ _VALUE_LOOKAHEAD = r" (=([ \n\r\t,}]))"
 
 
 def shorten_value_lookaheads(grammar: str) -> str:
-    """Return an equal grammar in which property values have a lookahead of one character.
+    """Return an equivalent grammar in which property values have a lookahead of one character.
 
     grammar: xgrammar's printed EBNF after `merge_whitespace_rules`.
     """
@@ -27,7 +28,7 @@ def shorten_value_lookaheads(grammar: str) -> str:
     if not values:
         return grammar
     num_uses = Counter(_ANY_NAME.findall(grammar))
-    # Neither the definition of a rule nor a lookahead counts as use.
+    # A lookahead does not count as a use. The name of a rule with one use occurs twice: in the definition and the use.
     num_uses.subtract(_LOOKAHEAD_NAME.findall(grammar))
     with_one_use = {name for name in values if num_uses[name] == 2}
     return _RULE.sub(lambda match: match[0] + _VALUE_LOOKAHEAD if match[1] in with_one_use else match[0], grammar)

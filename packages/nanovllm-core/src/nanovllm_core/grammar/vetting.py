@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanovllm_core.model import Vocabulary
 
 # Limits on the CPU time, the wall-clock time and the additional memory of converting and compiling one grammar. On a
-# busy machine, a grammar takes many times its CPU time.
+# busy machine, the wall-clock time is many times the CPU time.
 MAX_SECONDS = 10.0
 MAX_WALL_SECONDS = 60.0
 MAX_BYTES = 512 << 20
@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<I")
 
 
 class VettingSetup(msgspec.Struct, frozen=True):
-    """The first message to the vetting process: the vocabulary and the limits. max_seconds: of CPU time."""
+    """The first message to the vetting process: the vocabulary and the limits. max_seconds limits the CPU time."""
 
     tokens: list[bytes]
     end_ids: tuple[int, ...]

@@ -129,7 +129,7 @@ def _compile_and_exit(compiler: Compiler, spec: GrammarSpec, setup: VettingSetup
     try:
         os.nice(_NICE)
         seconds = math.ceil(setup.max_seconds)
-        # At the first limit the process gets SIGXCPU, from which the parent knows the cause; at the second, SIGKILL.
+        # At the first limit, the child gets SIGXCPU, which tells the parent the cause. At the second, it gets SIGKILL.
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if (address_space := _address_space()) is not None:

@@ -1,7 +1,7 @@
 """Merges the whitespace rules of a JSON grammar, so that xgrammar compiles large schemas several times faster.
 
-xgrammar 0.2.8 writes a rule for each position that allows whitespace. Its time grows with the square of the number of
-rules.
+xgrammar 0.2.8 writes a rule for each position that allows whitespace. The time to compile a grammar grows with the
+square of the number of rules.
 """
 
 import re
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 WHITESPACE_BODY = r'("" | ([ \n\r\t]))'
 # A rule's name and the first line of the rule's body. The bodies of some structural tags have several lines.
 _RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
-# Group 1 is the name of a rule. Literals and character classes may contain names, so they match as a whole.
+# Group 1 is the name of a rule. A literal or character class matches as a whole, because it may contain names.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|([A-Za-z_][\w.-]*)|[()]')
 # A name (group 1), and the element after it: the beginning of a literal (group 2) or a name (group 3).
-# A repeated element may be absent, so it does not match.
+# Groups 2 and 3 do not match a repeated element, because the element may be absent.
 _NAME_AND_NEXT = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|'
     r'([A-Za-z_][\w.-]*)(?: (?:(?="(\\?[ -~])(?:\\.|[^"\\])*"(?![{*+?]))|(?=([A-Za-z_][\w.-]*)(?![\w.{*+?(-]))))?'
@@ -24,9 +24,9 @@ _SHORT_ESCAPES = frozenset(['\\"', "\\\\"])
 
 
 def merge_whitespace_rules(grammar: str) -> str:
-    """Return an equal grammar in which positions before the same element share a whitespace rule.
+    """Return an equivalent grammar in which positions before the same element share a whitespace rule.
 
-    A shared rule has that element as its lookahead, because xgrammar derives lookaheads only for rules with one use.
+    The lookahead of a shared rule is that element, because xgrammar derives lookaheads only for rules with one use.
 
     grammar: xgrammar's printed EBNF.
     """
@@ -60,7 +60,7 @@ def merge_whitespace_rules(grammar: str) -> str:
 
 
 def _first_character(body: str) -> str | None:
-    """Return the character with which every text of a rule begins; None if several are possible or it is unknown."""
+    """Return the character with which every text of a rule begins; None if it is unknown or texts begin differently."""
     elements = set(_first_elements(body))
     characters = {element[1 : 3 if element[1] == "\\" else 2] for element in elements if element[0] == '"'}
     # Bodies without alternatives in parentheses are calls, such as `Regex("a+")`.

@@ -27,8 +27,9 @@ from nanovllm_core.grammar.structural_tag import (
     sequence,
 )
 
-# Maximum number of elements if the schema does not declare the properties, and maximum length of declared names.
+# Maximum number of elements if the schema does not declare the properties.
 MAX_UNNAMED_ELEMENTS = 16
+# Maximum number of characters of a declared name.
 MAX_NAME_LENGTH = 256
 # Maximum number of characters of a property's name in an error.
 MAX_SHOWN_NAME_LENGTH = 80
@@ -43,7 +44,7 @@ class XmlParameters(msgspec.Struct, frozen=True, tag_field="type", tag="xml_para
 
     An element is `begin`, the property's name, `key_end`, the value, `end` and a line break.
     wraps_values_in_line_breaks: a line break precedes and follows the value.
-    json_schema: schema of the object; None: properties have any names and any text as values.
+    json_schema: schema of the object; None if properties may have any names, and any text as values.
     place: JSON pointer to the schema, for errors; None if errors give the schema's position in the structural tag.
     """
 
@@ -149,7 +150,7 @@ class _ElementBuilder:
         return json_value(value, self._parameters.tags)
 
     def _text_formats(self, schema: JSON, place: str) -> list[TagFormat]:
-        """Formats of the strings that `schema` allows. Omits other values: parsers would take them for strings."""
+        """Formats of the strings that `schema` allows. Omits other values: parsers would read them as strings."""
         tags = self._parameters.tags
         match resolve_references(schema, self._root):
             case {"anyOf": list(branches)}:

@@ -25,7 +25,8 @@ class LinearPart(NamedTuple):
     name: name in the checkpoint without the parent's path.
     num_groups: number of groups of equal size in the output, such as heads. A rank gets whole groups, see
         `ParallelContext.own_groups`. None: the ranks split the rows evenly.
-    splits_groups: if there are more ranks than groups, the ranks split all rows evenly, instead of sharing a group.
+    splits_groups: matters if there are more ranks than groups. True: the ranks split all rows evenly. False: several
+        ranks have the same group.
     """
 
     name: str

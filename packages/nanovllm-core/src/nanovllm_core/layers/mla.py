@@ -39,7 +39,7 @@ class LatentAttentionConfig:
     query_rank: size of compressed queries; None for queries without compression.
     latent_dim: size of a latent.
     scale: factor that multiplies the attention scores before the softmax.
-    interleaved: checkpoints store the two dimensions of a rotated pair in adjacent rows.
+    interleaved: whether checkpoints store the two dimensions of a rotated pair in adjacent rows.
     """
 
     num_heads: int

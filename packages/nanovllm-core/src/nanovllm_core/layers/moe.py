@@ -78,7 +78,8 @@ def can_fuse_shared(width: int, shared_width: int, build: BuildContext, *, same_
     same_format: whether routed and shared experts have the same quantisation.
     """
     if build.parallel.has_whole_experts:
-        # One rank would compute the shared expert of all tokens. Beside the experts, the ranks can split it.
+        # A fused shared expert would be on one rank, which would compute it for all tokens. The ranks can split a
+        # separate shared expert.
         return False
     return same_format and shared_width == width and width // build.parallel.size <= MAX_FUSED_SHARED_WIDTH
 
@@ -128,7 +129,7 @@ class Router(WeightedModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (float32 weights, int32 ids) of the chosen experts of x, each [T, k].
 
-        With a fused shared expert, which every token chooses, each is [T, k + 1].
+        If a shared expert is fused, every token chooses this expert too, and each result is [T, k + 1].
         """
         scores = logits(x, self._packed, self._all_rows, self._bf16_parts)[:, : self._num_logits]
         return route(scores, self._routing, self.bias)
@@ -238,7 +239,8 @@ class Experts(WeightedModule):
 
         shape: shape of the tensor in the checkpoint.
         expert: id of the expert. The slot ignores the tensor, without reading it, if another rank has the expert.
-        dim: dimension that the ranks share.
+        part: index of the part in the expert's slice of `target`; () for the whole slice.
+        dim: dimension that the ranks split.
         """
         dtype = DTYPE if target.dtype == DTYPE else None
         if expert not in self._own_ids:

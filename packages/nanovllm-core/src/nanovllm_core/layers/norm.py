@@ -46,8 +46,8 @@ class RMSNorm(WeightedModule):
     def resolve(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
         """Add the ranks' partial results to a residual stream, and return the input of the next layer.
 
-        Returns (residual stream [T, size], input [T, size], norm). The next layer must still apply `norm` to the input;
-        None if the input is already normalised.
+        Returns (residual stream [T, size], input [T, size], norm). The next layer must apply `norm` to the input.
+        `norm` is None if the input is already normalised.
         """
         parallel = self._parallel
         if stream.partial is None or parallel.splits_requests:
@@ -61,9 +61,9 @@ class RMSNorm(WeightedModule):
         return residual, rows, None
 
     def resolve_for_all_ranks(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
-        """Like `resolve`, but for a layer that computes the requests of all ranks: a feed-forward layer.
+        """Like `resolve`, but for a feed-forward layer, which computes the requests of all ranks.
 
-        The rows are [size * T, size] if ranks have different requests, see `ParallelContext.gather_requests`.
+        The input is [ranks * T, size] if ranks have different requests, see `ParallelContext.gather_requests`.
         """
         residual, rows, norm = self.resolve(stream)
         if norm is None or not self._parallel.splits_requests:

@@ -15,7 +15,7 @@ class ResidualStream(NamedTuple):
 
     residual: equal on all ranks, unless the ranks have different requests.
     partial: this rank's part of the results since the last norm; None if there are no such results. A layer that
-        computes its results alone adds them to `residual` at once. If ranks have different requests, `partial` has
+        is not split over ranks adds its results to `residual` at once. If ranks have different requests, `partial` has
         the rows of all ranks' requests (`ParallelContext.gather_requests`).
     """
 

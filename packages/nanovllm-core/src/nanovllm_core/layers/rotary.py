@@ -30,7 +30,8 @@ class YarnScaling:
     factor: divisor of the frequencies with fewer than `beta_slow` turns in the original context. Frequencies with more
         than `beta_fast` turns are unchanged. A linear ramp connects both ranges.
     attention_factor: multiplies cosines and sines.
-    mscale_all_dim: MLA multiplies attention scores by yarn_mscale(factor, mscale_all_dim) ** 2; 0 for no scaling.
+    mscale_all_dim: coefficient for `yarn_mscale`. MLA multiplies attention scores by the square of that function's
+        result. 0 for no scaling.
     truncate: whether the ramp starts and ends at whole dimensions.
     """
 
@@ -73,7 +74,7 @@ class RotaryEmbedding:
         self._table = rotary_table(config, rotary_dim, max_position, device)
 
     def plan(self, positions: Tensor) -> Rotation:
-        """Plan the rotation of a step's tokens, which all layers share. positions: int64 [T]."""
+        """Plan the rotation of a step's tokens. All layers use the same plan. positions: int64 [T]."""
         return plan_rotation(self._table, positions)
 
 

@@ -14,7 +14,7 @@ from nanovllm_core.errors import ConfigError
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.collective import Communicator
 
-# A rank may wait this long for ranks that still load weights or compile. The process of rank 0 detects ended ranks.
+# A rank may wait this long for ranks that still load weights or compile. Rank 0 detects ranks that have ended.
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 LEAVING_THREAD_NAME = "nanovllm-engine-leaving"

@@ -9,7 +9,7 @@ from nanovllm_core.anonymous_memory import AnonymousMemory
 
 # Bytes per position. Each position has its own cache line, so that readers do not slow each other down.
 _POSITION_BYTES = 64
-# Header of a piece: length of the payload in bytes, CRC-32 of the payload, and whether the message has more pieces.
+# Header of a piece of a message: length in bytes and CRC-32 of the payload, and whether the message has more pieces.
 _PIECE_HEADER = struct.Struct("<IIQ")
 RING_BYTES = 1 << 22
 # A message is cut into pieces of at most this size, so that a message may be larger than the ring.
@@ -23,7 +23,7 @@ WRITER_POLL_S = 0.0001
 class PlanRing:
     """The shared memory of a ring with one writer and `num_readers` readers. Can be an argument of a new process.
 
-    Each reader receives every message. Positions count all bytes ever written, and never wrap.
+    Each reader receives every message. A position counts all bytes that its owner wrote or read, and never wraps.
     """
 
     def __init__(self, num_readers: int):

@@ -93,7 +93,8 @@ class StepBudget:
     def size_chunk(self, start: int, end: int) -> int:
         """The number of tokens of a prompt's next chunk. start: number of computed tokens. end: length of the prompt.
 
-        The first chunk of a step may have `chunk_unit` tokens in any case: otherwise slow decodes could starve prompts.
+        The first chunk of a step may exceed the time limit up to `chunk_unit` tokens, so that slow decodes can't starve
+        prompts.
         """
         if self.is_full:
             return 0

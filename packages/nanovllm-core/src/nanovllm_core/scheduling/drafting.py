@@ -1,7 +1,7 @@
 """Decides how many drafts each decode has in a step, from the measured acceptance and the predicted step times.
 
-A draft is a proposed token. A step with drafts computes them after the request's last token, and keeps the drafts that
-equal the tokens it samples.
+A draft is a proposed token. A step computes drafts after the request's last token, and keeps the drafts that equal the
+sampled tokens. A late entry is an entry of the proposer's cache that earlier steps left out.
 """
 
 from typing import NamedTuple
@@ -9,22 +9,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm_core.scheduling.plan import DraftResults, EntryRange, RowIndices, ScheduledRows
+from nanovllm_core.scheduling.plan import CacheEntryRange, DraftResults, RowIndices, ScheduledRows
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# The acceptance of all requests is a moving average over the steps that measure acceptance: its first value, the weight
-# of a new step, and its limits.
+# The acceptance is the share of drafts that are accepted. For all requests, it is a moving average over the steps that
+# measure it: the first value, the weight of a new step, and the limits of the acceptance of one step.
 _FIRST_ACCEPTANCE = 0.7
 _STEP_WEIGHT = 0.2
 _MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.01, 0.99
-# The acceptance of one request is estimated as if one more draft had been accepted with the acceptance of all requests.
-# Each step that measures it multiplies the weights of the request's earlier drafts by this factor.
+# The acceptance of one request is (accepted drafts + acceptance of all requests) / (tested drafts + 1). Each step that
+# tests a draft of the request multiplies the numbers of earlier accepted and tested drafts by this factor.
 _ACCEPTANCE_DECAY = 0.9
-# A probe is a step that proposes drafts although they are not expected to pay, to measure their acceptance. Probes take
-# at most this share of the time.
+# Drafts pay if they raise the number of output tokens per second. A probe is a step that measures the acceptance by
+# proposing drafts that are not expected to pay. Probes take at most this share of the time.
 _PROBE_SHARE = 0.005
-# The time of late entries is weighed against the gain in this number of steps.
+# To decide whether late entries pay, their time is spread over this number of steps.
 _LATE_ENTRY_STEPS = 64
 
 
@@ -54,42 +54,43 @@ class DraftPlanner:
         self._limits = limits
         self._model = step_time_model
         self.num_verified, self.num_accepted = np.zeros((2, limits.max_drafts), np.int64)
-        # The acceptance of all requests: the moving average, and in the last step that measured it.
+        # The acceptance of all requests: its moving average, and its value in the last step that measured it.
         self._mean_acceptance, self._last_acceptance = _FIRST_ACCEPTANCE, _MAX_ACCEPTANCE
         # The time that probes may take now.
         self._spare_s = 0.0
 
     def plan_proposals(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], work: StepWork, *, has_prompts: bool
-    ) -> tuple[bool, list[EntryRange], NDArray[np.bool_]]:
-        """Choose whether a step proposes drafts: if they should pay, or as a probe. Updates `RowTable.draft_lag`.
+    ) -> tuple[bool, list[CacheEntryRange], NDArray[np.bool_]]:
+        """Choose whether a step proposes drafts, because they should pay or as a probe. Updates `RowTable.draft_lag`.
 
         num_computed_tokens: see `ScheduledStep`.
-        work: of the step without drafts.
+        work: work of the step without drafts.
         Returns `BatchShape.proposes`, `StepPlan.late_draft_entries` and `ScheduledStep.has_proposals`.
         """
         table, limits, (rows, num_tokens, is_sampled) = self._rows, self._limits, scheduled
         lag = np.zeros_like(rows)
         if limits.can_lag:
-            # Drafts that are rejected after a step without proposals stay counted, so the lag may exceed all tokens.
+            # Drafts that were rejected after a step without proposals still count, so limit the lag to all tokens.
             lag = np.minimum(table.draft_lag[rows] + num_tokens, num_computed_tokens)
-        # The entries of accepted drafts exist. Proposing computes the entries of the last two tokens.
+        # If the last step proposed drafts (lag < num_tokens), the entries of accepted drafts exist, so none is late.
+        # Proposing itself computes the entries of the last two tokens.
         num_late = np.where(lag < num_tokens, 0, np.maximum(lag - 1, 0))
         proposes, num_now = not limits.uses_cache, np.zeros_like(rows)
-        # Steps that may verify no drafts afterwards need no proposals.
+        # Propose nothing if the next step may not verify drafts.
         if limits.uses_cache and not has_prompts and 2 * len(rows) <= limits.max_step_tokens:
             proposes, num_now = self._choose_proposals(rows, num_late, work)
         has_proposals = is_sampled & table.can_draft[rows] & (num_now == num_late) & proposes
         table.draft_lag[rows] = np.where(has_proposals, -1, lag - num_now)
         ranges = np.stack((rows, num_computed_tokens - lag, num_now), 1)[num_now > 0]
-        return proposes, [EntryRange(*entries) for entries in ranges.tolist()], has_proposals
+        return proposes, [CacheEntryRange(*entries) for entries in ranges.tolist()], has_proposals
 
     def _choose_proposals(
         self, rows: RowIndices, num_late: NDArray[np.int64], work: StepWork
     ) -> tuple[bool, NDArray[np.int64]]:
         """Whether a step proposes drafts, and the number of late entries that it computes for each row, int64 [n].
 
-        num_late: int64 [n], number of entries without which drafts of a row are not usable.
+        num_late: int64 [n], number of late entries of each row, without which the row's drafts are not usable.
         """
         table, limits, costs = self._rows, self._limits, self._model.coefficients
         num_now = np.zeros_like(num_late)
@@ -106,12 +107,12 @@ class DraftPlanner:
             num_before = num_wanted[order].cumsum() - num_wanted[order]
             num_now[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
             return self._pays(num_drafts * (num_now == num_late), acceptance, work, costs.per_proposal), num_now
-        # A probe completes the entries of the row that lacks the fewest.
+        # A probe computes the late entries of the row that has the fewest.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
         late_s = costs.per_late_entry * float(num_late[index])
         self._spare_s += _PROBE_SHARE * self._model.predict(work)
         if self._spare_s < costs.per_proposal + late_s:
-            # Wait, unless drafts pay if they are accepted like those of the last probe.
+            # Wait, unless drafts pay with the acceptance of the last step that measured it.
             acceptance = np.full(len(rows), self._last_acceptance)
             num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work)
             if not self._pays(num_drafts, acceptance, work, costs.per_proposal + late_s / _LATE_ENTRY_STEPS):
@@ -126,7 +127,7 @@ class DraftPlanner:
         """The number of drafts of each of `decode_rows`, int64 [n]; None if the step should have no drafts.
 
         Maximizes the expected number of output tokens per second.
-        work: of the step without drafts.
+        work: work of the step without drafts.
         """
         table, limits = self._rows, self._limits
         num_left_tokens = table.max_total_tokens[decode_rows] - table.num_tokens[decode_rows]
@@ -147,7 +148,7 @@ class DraftPlanner:
         """Learn from a finished step.
 
         Returns the numbers of each row's verified and accepted drafts, int64 [n]. A step may have tokens in the place
-        of drafts that were never proposed; these do not count.
+        of drafts that were never proposed. These tokens do not count.
 
         rows: int64 [n], the rows that sampled.
         num_drafts: int64 [n], number of drafts in the step.

@@ -55,7 +55,7 @@ class RequestLifecycle:
         self.counters = SchedulerCounters()
         self.num_finished_unreleased = 0
         self.num_preempted_unreleased = 0
-        # Loads in flight by request key.
+        # Loads of prefixes that are in flight, by request key.
         self._loads: dict[int, PrefixLoad] = {}
         self._unfinished_by_key: dict[int, RequestState] = {}
 
@@ -90,7 +90,7 @@ class RequestLifecycle:
     def start_load(self, request: RequestState, group: int) -> bool:
         """Load more of the prefix of a request that `CacheManager.admit` has admitted to `group`.
 
-        Returns False if the request need not wait. Otherwise it waits again when the load has ended.
+        Returns False if no load was started. If True, the request waits for the load, and then returns to the queue.
         """
         load = self.caches[group].start_load(request)
         if load is None:
@@ -138,7 +138,7 @@ class RequestLifecycle:
         self.release_when_idle(request)
 
     def release_when_idle(self, request: RequestState) -> None:
-        """Release row and blocks unless a step or a load in flight refers to them. Call again when it has finished."""
+        """Release row and blocks unless a step or load in flight uses them. Call again after the step or load."""
         if request.row >= 0:
             if self.rows.num_steps_in_flight[request.row] > 0:
                 return

@@ -22,10 +22,10 @@ class BatchShape(NamedTuple):
 
     num_reqs: number of requests in the group with the most requests (see `Scheduler`).
     num_tokens: number of tokens in the group with the most tokens.
-    query_len: number of tokens per request if equal for all requests; else None. None for a step with drafts.
+    query_len: number of tokens per request; None if requests have different numbers, or if the step has drafts.
     has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
-    has_drafts: whether each request decodes, and its tokens after the first are drafts. The step then samples a token
-        after every token.
+    has_drafts: whether the step consists of decodes with drafts. A request's tokens after the first are then drafts,
+        and the step samples a token after every token.
     proposes: with speculation, whether the step proposes drafts for the next step.
     """
 
@@ -40,9 +40,9 @@ class BatchShape(NamedTuple):
 class ScheduledRows(NamedTuple):
     """The rows that a step computes. Rows with one token come first. Prompts that start at position 0 come last.
 
-    rows: int64 [n].
+    rows: int64 [n], indices into `RowTable`.
     num_tokens: int64 [n], number of tokens that the step computes for each row.
-    is_sampled: bool [n], whether the step samples a token for the row, or several tokens if the step has drafts.
+    is_sampled: bool [n], whether the step samples a token for the row. A step with drafts may sample several tokens.
     """
 
     rows: RowIndices
@@ -66,7 +66,7 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """State slot of a new row, and the checkpoints to save.
+    """State slot of a new row, and the checkpoints to save. Only recurrent models have states.
 
     source_slot: slot of the checkpoint from which the row starts; 0 if its state starts from zeros.
     """
@@ -99,7 +99,7 @@ class NewRow:
     prediction_ids: TokenIds = field(default_factory=lambda: as_token_ids(()))
 
 
-class EntryRange(NamedTuple):
+class CacheEntryRange(NamedTuple):
     """Consecutive tokens of a row. start: position of the first token."""
 
     row: int
@@ -139,7 +139,7 @@ class StepPlan:
     shape: BatchShape
     max_seq_len: int
     prompt_logprobs_ranges: list[PromptLogprobsRange] = field(default_factory=list[PromptLogprobsRange])
-    late_draft_entries: list[EntryRange] = field(default_factory=list[EntryRange])
+    late_draft_entries: list[CacheEntryRange] = field(default_factory=list[CacheEntryRange])
 
 
 class RequestColumns(NamedTuple):
@@ -154,11 +154,11 @@ class RequestColumns(NamedTuple):
 class ScheduledStep(NamedTuple):
     """A step in flight: the plan for the runner, and the scheduler's data for applying the results.
 
-    num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step, if no draft of this
-        step and of earlier steps in flight is rejected.
+    num_computed_tokens: int64 [n], number of computed tokens of each scheduled row after the step, if neither this
+        step nor an earlier step in flight rejects a draft.
     decode_columns: the rows and requests of a step without prompts; None for a step with prompts.
-    predicted_s: predicted time; 0 for a step without prompts.
-    has_proposals: bool [n], whether drafts that the step proposes for a scheduled row are usable.
+    predicted_s: predicted time of the step; 0 for a step without prompts.
+    has_proposals: bool [n], whether later steps may use the drafts that this step proposes for each scheduled row.
     """
 
     plan: StepPlan
@@ -170,11 +170,11 @@ class ScheduledStep(NamedTuple):
 
 
 class DraftResults(NamedTuple):
-    """What an engine with speculation knows about the sampled rows of a finished step, in the plan's order.
+    """Results of a finished step with speculation, for the sampled rows in the plan's order.
 
     num_tokens: int64 [n], number of new tokens of each row: the accepted drafts and one token.
     num_proposed: int64 [n], number of drafts that are proposed for the row's next step.
-    draft_ids: int32 [n, max_drafts], tokens that stand after the row's last token, proposed now or earlier.
+    draft_ids: int32 [n, max_drafts], tokens after the row's last token: drafts of this step or of earlier steps.
     """
 
     num_tokens: NDArray[np.int64]
@@ -185,13 +185,13 @@ class DraftResults(NamedTuple):
 class StepResults(NamedTuple):
     """The results of a step.
 
-    tokens: int32 [m], the new tokens of the sampled rows, in the plan's order. Each row has one token, unless `drafts`
-        says otherwise.
+    tokens: int32 [m], the new tokens of the sampled rows, in the plan's order. Each row has one token
+        if `drafts` is None, else `drafts.num_tokens` tokens.
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that ask for log-probabilities.
     grammar_failures: pairs (index among the sampled rows, reason). The tokens of a row whose grammar failed are
         meaningless.
     prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
-    drafts: None without speculation, and if no row samples.
+    drafts: None without speculation, or if no row samples.
     """
 
     tokens: NDArray[np.int32]

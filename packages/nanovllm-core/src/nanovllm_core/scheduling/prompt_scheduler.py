@@ -16,16 +16,16 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search considers
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
-# A request that lacked blocks is retried after this many steps, because its prefix may be cached by then.
-RETRY_INTERVAL_STEPS = 16
+# Requests that lacked blocks are retried in every RETRY_INTERVAL_SEARCHES-th search: their prefix may be cached by then.
+RETRY_INTERVAL_SEARCHES = 16
 # On average the oldest prompt of the first service class (see `request_class`) gets at least this share of the
 # time for prompts.
 MIN_OLDEST_SHARE = 0.25
-# After this many admissions of other requests, only requests of earlier service classes may still overtake a request
-# that waits for free blocks.
+# Once this many other requests have been admitted while a request waits for free blocks, only requests of earlier
+# service classes may overtake the waiting request.
 MAX_BYPASSES = 32
-# A request starts in the group that has cached the longest part of its prompt, unless this group runs more than this
-# number of requests in addition to those of the emptiest group. Steps take as long as the largest group needs.
+# A request starts in the group that has cached the longest part of its prompt, unless this group runs over
+# MAX_GROUP_IMBALANCE more requests than the emptiest group. Steps take as long as the largest group needs.
 MAX_GROUP_IMBALANCE = 4
 
 
@@ -47,8 +47,8 @@ class ScheduledPrompts(NamedTuple):
 class _Candidate(NamedTuple):
     """A prompt that the step may compute.
 
-    start: number of computed tokens; for a waiting request, the estimated number of cached tokens in the group with the
-        most.
+    start: number of computed tokens; for a waiting request, the estimated number of cached tokens in the group with
+        the most cached tokens.
     end: number of tokens of the prompt.
     """
 
@@ -67,12 +67,12 @@ class PromptScheduler:
         self._rows = lifecycle.rows
         self._step_time_model = step_time_model
         self._chunk_unit = min(self._caches[0].block_size, CHUNK_UNIT_TOKENS)
-        # Estimated numbers of cached tokens of waiting requests in each group, by request key.
+        # For each waiting request: the estimated number of cached tokens in each group, by request key.
         self._cached_tokens_by_key: dict[int, list[int]] = {}
         # For each request that lacked blocks: the number of free blocks that its admission needs, by request key.
         self._needed_blocks_by_key: dict[int, int] = {}
         self._num_candidate_searches = 0
-        # The first request that lacked blocks, and the number of requests admitted since.
+        # The first request that lacked blocks, and the number of requests that were admitted since then.
         self._blocked_request: RequestState | None = None
         self._num_bypasses = 0
         # Number of consecutive steps in which the oldest prompt got less than its share.
@@ -122,7 +122,7 @@ class PromptScheduler:
                 break
 
     def _schedule_chunk(self, candidate: _Candidate, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
-        """Add a chunk of the candidate if possible, and return the chunk's predicted seconds."""
+        """Add a chunk of the candidate if possible. Return the chunk's predicted seconds; 0 without a chunk."""
         request, start, end = candidate
         if request.row < 0:
             return self._start(request, budgets, prompts)
@@ -134,7 +134,7 @@ class PromptScheduler:
         return budget.add_chunk(start, end, num_tokens)
 
     def _start(self, request: RequestState, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
-        """Admit a waiting request if possible, and return the predicted seconds of its first chunk."""
+        """Admit a waiting request if possible. Return the predicted seconds of its first chunk; 0 without a chunk."""
         num_needed_blocks: list[int] = []
         for group in self._rank_groups(request, budgets):
             num_cached_tokens = self._cached_tokens_by_key[request.key][group]
@@ -170,7 +170,7 @@ class PromptScheduler:
 
     def _running_candidates(self) -> list[_Candidate]:
         rows = self._rows
-        # A request with one remaining token decodes.
+        # A request with only one token left to compute decodes, so it is no candidate.
         prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
         starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
         return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))
@@ -190,7 +190,7 @@ class PromptScheduler:
             for request in requests
         }
         self._num_candidate_searches += 1
-        if self._num_candidate_searches % RETRY_INTERVAL_STEPS == 0:
+        if self._num_candidate_searches % RETRY_INTERVAL_SEARCHES == 0:
             self._needed_blocks_by_key.clear()
         # If a request's number of cached tokens has changed, its number of needed blocks has changed too.
         self._needed_blocks_by_key = {
@@ -227,7 +227,7 @@ class PromptScheduler:
     def _admit(
         self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts
     ) -> float | BlockShortage:
-        """Admit a waiting request to `group` if possible, and return the predicted seconds of its first chunk."""
+        """Admit a waiting request to `group` if possible. Return the predicted seconds of its first chunk, or 0."""
         cache = self._caches[group]
         if cache.awaits_load(request):
             return 0.0

@@ -20,19 +20,20 @@ class RowTable:
     requests: the request of each row; None for a free row.
     is_running: bool [rows], whether the request may be scheduled.
     is_finished: bool [rows], whether the request has finished.
-    can_draft: bool [rows], whether the request may have drafts. Penalties count the tokens before a token, so the token
-        after a draft could not be chosen before the draft is verified.
+    can_draft: bool [rows], whether the request may have drafts; False for a request with penalties. Penalties depend on
+        all earlier tokens, so the token after a draft cannot be sampled before the draft is verified.
 
-    The other columns are int64 [rows]. keys: ids of requests. num_prompt_tokens, max_total_tokens: see `RequestState`.
+    The other columns are int64 [rows]. keys: request keys. num_prompt_tokens, max_total_tokens: see `RequestState`.
     num_host_tokens: tokens that have reached the host.
-    num_tokens: tokens on the host plus tokens that steps in flight sample, if they reject no draft.
-    num_computed_tokens: tokens that are computed once all steps in flight have finished, if they reject no draft; at
-        most num_tokens.
+    num_tokens: tokens on the host plus tokens that steps in flight sample, if these steps reject no draft.
+    num_computed_tokens: tokens that are computed once all steps in flight have finished, if these steps reject no
+        draft; at most num_tokens.
     capacity: number of tokens that the request's blocks hold.
-    draft_lag: number of tokens, at most, by which the proposer of drafts lags behind `num_computed_tokens`; -1 if the
-        last step proposed drafts for the request, so that the proposer knows the token after the computed tokens too.
-    num_proposed, first_drafts: number and first of the drafts that the last finished step proposed.
-    draft_trials, draft_successes: float64 [rows], numbers of tested and of accepted drafts, weighted by age.
+    num_steps_in_flight: number of unfinished steps that compute the row.
+    draft_lag: upper bound on the number of computed tokens that the proposer of drafts has not processed. -1 if the
+        last step proposed drafts for the request: the proposer then also knows the token after the computed tokens.
+    num_proposed, first_drafts: number of drafts that the last finished step proposed, and the first of these drafts.
+    draft_trials, draft_successes: float64 [rows], numbers of verified and of accepted drafts. Older drafts weigh less.
     """
 
     def __init__(self, num_rows: int, num_eos_tokens: int, num_groups: int = 1):
@@ -46,7 +47,7 @@ class RowTable:
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Largest number of stop tokens of any request so far.
         self._max_stop_ids = 1
-        # For each token id, whether any request so far had this stop token. The last entry, False, is for larger ids.
+        # For each token id, whether any request so far had this stop id. The last entry, False, is for all larger ids.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
         self._rows_per_group = num_rows // num_groups
@@ -70,7 +71,7 @@ class RowTable:
         return row // self._rows_per_group
 
     def split_by_group(self, rows: RowIndices) -> list[RowIndices]:
-        """The rows of each group. rows: rising."""
+        """Split `rows`, which are in ascending order, by group."""
         num_groups = len(self._free_rows_by_group)
         if num_groups == 1:
             return [rows]
@@ -137,7 +138,7 @@ class RowTable:
         return self._last_decode_batch
 
     def draft_batch(self, rows: RowIndices, num_drafts: NDArray[np.int64]) -> tuple[ScheduledRows, RequestColumns]:
-        """The batch in which each of `rows` decodes with `num_drafts` drafts."""
+        """The batch in which rows[i] decodes with num_drafts[i] drafts, for each i."""
         order = np.argsort(num_drafts > 0, kind="stable")
         rows, num_tokens = rows[order], 1 + num_drafts[order]
         return ScheduledRows(rows, num_tokens, np.ones(len(rows), np.bool_)), self.columns_of(rows)

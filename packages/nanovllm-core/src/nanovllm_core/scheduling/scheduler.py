@@ -17,7 +17,7 @@ from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
-    EntryRange,
+    CacheEntryRange,
     NewBlocks,
     PromptLogprobsRange,
     RowIndices,
@@ -32,19 +32,19 @@ from nanovllm_core.scheduling.result_applier import ResultApplier
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# A row gets its next block before the row needs the block, if at least this many blocks are free per early block.
+# Rows get their next block early, before they need it, if at least this many blocks are free per early block.
 MIN_FREE_BLOCKS_PER_EARLY_BLOCK = 4
 
 
 class Scheduler:
     """Schedules requests from arrival to the last token. A step may contain prompt chunks and decodes.
 
-    Each running request belongs to a group with its own cache and its own rows. There are several groups if ranks have
-    different requests: one group per rank. A step takes as long as the largest group needs, so that the limits of a
-    step apply to each group.
+    Each running request belongs to a group with its own cache and its own rows. If ranks have different requests, there
+    is one group per rank; else there is one group. A step takes as long as the largest group needs. Therefore the
+    limits of a step apply to each group.
 
     Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
-    tier: the tier below the caches; None without such a tier.
+    tier: the tier below the caches, in host memory; None without such a tier.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Scheduler:
         return loads
 
     def take_copies(self, *, has_plan: bool) -> Sequence[CopyBatch]:
-        """Copies that the ranks must execute now. has_plan: whether the last plan is not launched yet."""
+        """Copies that the ranks must execute now. has_plan: whether a planned step has not been launched yet."""
         if self.tier is None:
             return ()
         return self.tier.take_loads() + ([] if has_plan else self.tier.take_stores())
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks and checkpoints, in all tiers. Running requests keep theirs."""
+        """Forget all cached blocks and checkpoints, in all tiers. Running requests keep their blocks."""
         for cache in self.caches:
             cache.forget()
         if self.tier is not None:
@@ -149,7 +149,7 @@ class Scheduler:
             StepWork(len(rows), int(self.rows.num_computed_tokens[rows].sum()) + len(rows))
             for rows in self.rows.split_by_group(decode_rows)
         ]
-        # Free blocks go to preempted requests first, so admit no request while a preempted row is unreleased.
+        # Free blocks go to preempted requests first, so admit no request while a preempted request holds a row.
         has_preempted = self.counters.num_preemptions > num_preemptions_before
         has_preempted |= self._lifecycle.num_preempted_unreleased > 0
         self._prompt_scheduler.schedule(decode_works, prompts, may_admit=not has_preempted)
@@ -206,7 +206,7 @@ class Scheduler:
         return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
 
     def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
-        """Whether each row's blocks lack space for the tokens of a step and the cache entries of its proposals."""
+        """For each row, whether its blocks lack space for a step's tokens and the cache entries of its proposals."""
         rows, limits = self.rows, self._draft_limits
         num_needed = rows.num_tokens[decode_rows] + num_drafts
         if limits.uses_cache:
@@ -284,8 +284,8 @@ class Scheduler:
     ) -> ScheduledStep:
         """Make the plan, and count its tokens as computed and sampled.
 
-        decode_works: of each group, without drafts.
-        num_drafts: of each of `decode_rows`; None for a step without drafts.
+        decode_works: work of each group's decodes, without drafts.
+        num_drafts: number of drafts of each of `decode_rows`; None for a step without drafts.
         """
         rows = self.rows
         chunks, new_rows, new_blocks = prompts
@@ -304,7 +304,7 @@ class Scheduler:
         rows.num_tokens[row_indices] += is_sampled if num_drafts is None else tokens_per_row
         rows.num_steps_in_flight[row_indices] += 1
         max_group_reqs, work = self._measure_largest_group(decode_works, chunks, chunk_ranges)
-        proposes, late_draft_entries, has_proposals = False, list[EntryRange](), is_sampled
+        proposes, late_draft_entries, has_proposals = False, list[CacheEntryRange](), is_sampled
         if self.draft_planner is not None:
             proposes, late_draft_entries, has_proposals = self.draft_planner.plan_proposals(
                 scheduled, num_computed_tokens, decode_works[0], has_prompts=bool(chunks)
@@ -337,7 +337,7 @@ class Scheduler:
     def _measure_largest_group(
         self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
     ) -> tuple[int, StepWork]:
-        """The number of requests, and each number of `StepWork` without padding, in the group where it is largest.
+        """The maximum over groups of the number of requests, and of each number in `StepWork`, without padding.
 
         chunk_ranges: (first position, number of tokens) of each chunk.
         """

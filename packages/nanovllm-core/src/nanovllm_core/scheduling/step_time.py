@@ -30,7 +30,7 @@ class StepWork(NamedTuple):
     num_tokens: tokens of decodes and prompts, including padding.
     decode_context: sum of the decodes' context lengths, in tokens.
     prompt_pairs: number of pairs of a prompt's query token and a key token, see `AttentionEstimator.estimate_pairs`.
-    num_proposals: 1 if the step proposes drafts at a cost, else 0.
+    num_proposals: 1 if the step proposes drafts with a draft model or with heads, else 0.
     num_late_draft_entries: number of cache entries of the draft model that the step computes for earlier tokens.
     """
 
@@ -57,8 +57,8 @@ _COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8, 1.0, 1e3])
 # Chunks of these lengths are measured at start-up, until a step takes longer than _MAX_CALIBRATION_STEP_S.
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
-# Then one more chunk is measured, after cached tokens. The chunk has at most _CONTEXT_CHUNK_TOKENS tokens. The cached
-# tokens are at most _CONTEXT_RATIO times as many.
+# Then one more chunk, which follows cached tokens, is measured. The chunk has at most _CONTEXT_CHUNK_TOKENS tokens.
+# The cached tokens are at most _CONTEXT_RATIO times as many.
 _CONTEXT_CHUNK_TOKENS = 512
 _CONTEXT_RATIO = 32
 # Initial `mean_excess`. Under load the device's clock rate falls, so steps take longer than the measurements predict.
@@ -115,7 +115,7 @@ class StepTimeModel:
         return self._coefficients
 
     def predict(self, work: StepWork) -> float:
-        """Predicted seconds of a step of `work`."""
+        """Predicted seconds of a step with this work."""
         fixed, *rates = self.coefficients
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
@@ -142,7 +142,7 @@ class StepTimeModel:
         self.mean_error, self.mean_excess = 0.0, expected_excess
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Add a step of `work` that took `seconds` to the fit."""
+        """Add a finished step to the fit. work: the step's work. seconds: the step's time."""
         if seconds > 0:
             (self._observe_prompts if work.prompt_pairs else self._observe_decodes)(work, seconds)
 

@@ -55,7 +55,7 @@ def weigh_scaled_scores(scores, running_max, running_sum, value_exponents):
 
 @triton.jit
 def power_of_2_from_biased(biased_exponents):
-    """Return 2 ** (biased_exponents - 127): the biased exponents are those of float32. Exponent 0 gives 0."""
+    """Return float32 2 ** (biased_exponents - 127). A biased exponent of 0 gives 0."""
     return (biased_exponents << 23).to(tl.float32, bitcast=True)
 
 

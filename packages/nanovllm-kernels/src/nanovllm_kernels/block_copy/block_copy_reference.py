@@ -19,7 +19,7 @@ def scatter_blocks(caches: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> No
 
 
 def _pair_with_rows(caches: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs (cache as bytes [num_blocks, n], the part of the rows [n, n] with the cache's blocks)."""
+    """Yield pairs (cache as bytes [num_blocks, num_bytes], the cache's part of the rows [n, num_bytes])."""
     first = 0
     for cache in caches:
         num_bytes = cache[0].numel() * cache.itemsize

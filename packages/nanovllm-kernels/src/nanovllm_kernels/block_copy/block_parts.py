@@ -1,4 +1,4 @@
-"""Describes the caches of which a block consists."""
+"""Describes the parts of a block: each cache holds one part of every block."""
 
 import math
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Words per program of the kernel. A chunk is a contiguous range of at most this many words within one cache's block.
+# A program of the kernel copies one chunk: a contiguous range of at most this many words within one cache's block.
 CHUNK_WORDS = 2048
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class BlockParts:
-    """The caches of which each block consists. A row has the bytes of one block in all caches, in the order of caches.
+    """Caches that each hold one part of every block. A row is the bytes of a block's parts, in the order of caches.
 
     caches: [num_blocks, ...] each, on one device, with contiguous blocks. Shapes and dtypes may differ.
     row_bytes: number of bytes of a row.
-    word_dtype: dtype of the widest words, of up to 8 bytes, of which all blocks consist.
-    chunks: on CUDA, int64 [n, 4], the parts of a block that the programs of a kernel copy: address in block 0, words
-        between blocks, first word in the row, number of words. Empty on a CPU.
+    word_dtype: widest integer dtype, of up to 8 bytes, in which all parts of blocks can be copied.
+    chunks: on CUDA, int64 [n, 4], one row per chunk of a block: the chunk's address in block 0, words from a block to
+        the next block, the chunk's first word in a row of bytes, number of words. Empty on a CPU.
 
     Raises ValueError if the blocks of a cache are not contiguous.
     """
@@ -40,7 +40,7 @@ class BlockParts:
             self.chunks = self.make_chunks()
 
     def make_chunks(self) -> Tensor:
-        """The value of `chunks` on CUDA."""
+        """Return the value of `chunks` on CUDA."""
         word_bytes, chunks, first_word = self.word_dtype.itemsize, list[tuple[int, int, int, int]](), 0
         for cache in self.caches:
             stride, num_words = cache.stride(0) * cache.itemsize // word_bytes, _block_bytes(cache) // word_bytes

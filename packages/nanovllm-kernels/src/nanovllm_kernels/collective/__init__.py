@@ -22,8 +22,8 @@ class Communicator:
     """The collectives of one rank among the `size` ranks (processes) of a process group on one host.
 
     All ranks call the same methods in the same order, with tensors of equal shapes and dtypes. Tensors are contiguous
-    and on the communicator's device. On CUDA this is the current device, and all calls use one stream, or streams that
-    wait for each other. Calls can be captured in CUDA graphs, and work under torch.compile(fullgraph=True).
+    and on the communicator's device. On CUDA it is also the current device, and all calls use one stream, or streams
+    that wait for each other. Calls can be captured in CUDA graphs, and work under torch.compile(fullgraph=True).
 
     Sums have the same bits on every rank. They are computed in float32 in rank order and rounded once, except by NCCL:
     see `all_reduce`.
@@ -36,9 +36,9 @@ class Communicator:
         """Allocate the buffers of the rank. All ranks of `group` construct their communicator at the same time.
 
         group: needs gloo for a CPU, and NCCL for CUDA. A group has at most one open communicator.
-        device: device of all tensors. On CUDA each rank has another device, with an index.
-        use_peer_memory: use kernels that write to the memory of other GPUs. Otherwise CUDA uses only NCCL, which also
-            works if the GPUs can't access each other's memory.
+        device: device of all tensors. On CUDA each rank has its own device, with an index.
+        use_peer_memory: use kernels that write to the memory of other GPUs. False: CUDA uses only NCCL, which works
+            even if the GPUs can't access each other's memory.
         Raises: ValueError if the group has one rank or an open communicator, or if a CUDA device has no index.
             RuntimeError if the GPUs can't access each other's memory.
         """
@@ -56,9 +56,9 @@ class Communicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Overwrite `x` with the sum of the ranks' `x`, and return `x`.
 
-        NCCL, which computes large sums, rounds after each addition. NCCL's results have the same bits on every rank
-        too: for two ranks because addition commutes, and for more ranks because its rings and trees compute each sum on
-        one rank and copy it.
+        NCCL, which computes large sums, rounds after each addition. NCCL's results also have the same bits on every
+        rank. With two ranks, the reason is that addition commutes. With more ranks, NCCL's rings and trees compute each
+        sum on one rank and copy the sum.
 
         x: any shape; float32, bfloat16, float16, int32 or int64.
         """
@@ -110,7 +110,7 @@ class Communicator:
 
 
 class Collectives(Protocol):
-    """What the operators call. Methods are documented in `Communicator`; those without a result overwrite `x`."""
+    """The implementation that the operators call. See `Communicator`. Methods that return None overwrite `x`."""
 
     rank: int
     size: int
@@ -134,7 +134,7 @@ def _open(group: ProcessGroup, device: torch.device, *, use_peer_memory: bool) -
     return PeerCollectives(group, open_peer_memory(group, device))
 
 
-# By the name of the process group. Custom operators take only tensors and plain values, so they take the name.
+# Keys: names of process groups. Custom operators take only tensors and plain values, so they take the name.
 _open_collectives: dict[str, Collectives] = {}
 
 

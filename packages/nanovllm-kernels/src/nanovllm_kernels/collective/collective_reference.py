@@ -37,7 +37,7 @@ class TorchCollectives:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return all ranks' `x` [n, ...], concatenated: [size * n, ...]."""
         gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        # Bytes, because torch.distributed does not support all dtypes.
+        # Send bytes, because torch.distributed does not support all dtypes.
         dist.all_gather_into_tensor(_as_bytes(gathered), _as_bytes(x), group=self.group)
         return gathered
 

@@ -1,4 +1,7 @@
-"""Sums the partial sums of GPUs, adds the residual, and normalizes the rows (RMSNorm), in one kernel."""
+"""Sums the partial sums of GPUs, adds the residual, and normalizes the rows (RMSNorm), in one kernel.
+
+Ranks send units of 16 bytes. `gluon_peer_memory` describes units and slots, and `PeerMemory` describes phases.
+"""
 
 import triton
 from torch import Tensor
@@ -32,7 +35,7 @@ def all_reduce_norm(
 def add_norm(
     peers: PeerMemory, partial: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, normed: Tensor
 ) -> None:
-    """Do the same after `partial` has been summed."""
+    """Do what `all_reduce_norm` does, but without the sum: `partial` is already the sum over the ranks."""
     _launch(peers, partial, residual, norm_weight, eps, normed, partial.shape[0], 0, 1)
 
 
@@ -86,7 +89,7 @@ def _all_reduce_norm(
     num_rows,
     eps,
     RANK: gl.constexpr,
-    SIZE: gl.constexpr,  # 1: `partial` is the sum
+    SIZE: gl.constexpr,  # 1: `partial` is already the sum
     REGION_BYTES: gl.constexpr,
     ROW_SIZE: gl.constexpr,
     ROW_UNITS: gl.constexpr,  # units of a row, padded to a power of two
@@ -112,25 +115,25 @@ def _all_reduce_norm(
             slots = gl.where(units < SLOTS_PER_ROW, row // num_programs * SLOTS_PER_ROW + units, -1)
             own_terms = gl.load(partial_ptr + gl.cast(row, gl.int64) * ROW_SIZE + columns, mask, 0)
             for step in gl.static_range(1, SIZE):
-                # Each rank starts with another receiver, so that the ranks share the links evenly.
+                # Each rank starts with a different receiver, so that the ranks share the links evenly.
                 receiver = (RANK + step) % SIZE
                 put(own_terms, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
     for row in range(program, num_rows, num_programs):
         slots = gl.where(units < SLOTS_PER_ROW, row // num_programs * SLOTS_PER_ROW + units, -1)
         elements = gl.cast(row, gl.int64) * ROW_SIZE + columns
         own_terms = gl.load(partial_ptr + elements, mask, 0)
-        # Loaded while the units travel.
+        # Load the residual while the units travel.
         residual = gl.load(residual_ptr + elements, mask, 0)
         sums = take_sum(own_terms, addresses_ptr, slots, phase, RANK, SIZE, REGION_BYTES)
         if RESIDUAL:
             sums += residual.to(gl.float32)
         residual = sums.to(residual_ptr.dtype.element_ty)
         gl.store(residual_ptr + elements, residual, mask)
-        # Rounded, like the input of a norm that is a kernel of its own.
+        # Norm the rounded residual, as a separate norm kernel would.
         x = residual.to(gl.float32)
         scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / ROW_SIZE + eps)
         gl.store(normed_ptr + elements, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask)
     if SIZE > 1:
-        # All threads have read the phase.
+        # All threads must have read the phase before it changes.
         gl.thread_barrier()
         gl.store(phases_ptr + program, 1 - phase)

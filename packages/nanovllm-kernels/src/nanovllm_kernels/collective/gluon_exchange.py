@@ -17,7 +17,7 @@ def sum_all(peers: PeerMemory, x: Tensor, out: Tensor, launch: ExchangeLaunch, *
     Sums are computed in float32, in rank order.
 
     x: contiguous; float32, bfloat16 or float16.
-    sends_parts: sum this rank's part of each `x` [size, ...]. Otherwise sum all of `x`; then `out` may be `x`.
+    sends_parts: sum this rank's part of each `x` [size, ...]. False: sum whole `x`, and `out` may be `x`.
     """
     part_size = out.numel()
     _launch(peers, x, out, part_size, part_size, launch, sends_parts=sends_parts, sums=True, is_exact=False)
@@ -38,7 +38,7 @@ def concatenate(
     x: int32 [row, column], or [size, row, column] if `sends_parts` is set; contiguous.
     out: int32 [row, size, column], contiguous.
     row_size: number of columns.
-    is_exact: send all bits. Otherwise the words contain floating-point values, and a NaN may become another NaN.
+    is_exact: send all bits. False: the words contain floating-point values, and a NaN may become another NaN.
     """
     part_size = out.numel() // peers.size
     _launch(peers, x, out, part_size, row_size, launch, sends_parts=sends_parts, sums=False, is_exact=is_exact)
@@ -113,7 +113,7 @@ def _exchange(
         elements = first_elements + lanes
         slots = gl.where(first_elements < part_size, chunk // num_programs * CHUNK_UNITS + units, -1)
         for step in gl.static_range(1, SIZE):
-            # Each rank starts with another receiver, so that the ranks share the links evenly.
+            # Each rank starts with a different receiver, so that the ranks share the links evenly.
             receiver = (RANK + step) % SIZE
             part = gl.load(x_ptr + receiver * part_stride + elements, elements < part_size, 0)
             put(part, find_region(addresses_ptr, receiver, RANK, phase, SIZE, REGION_BYTES), slots)
@@ -133,6 +133,6 @@ def _exchange(
                     region = find_region(addresses_ptr, RANK, sender, phase, SIZE, REGION_BYTES)
                     part = take(own_part, region, slots)
                 gl.store(out_ptr + sender * row_size + out_elements, part, elements < part_size)
-    # All threads have read the phase.
+    # All threads must have read the phase before it changes.
     gl.thread_barrier()
     gl.store(phases_ptr + program, 1 - phase)

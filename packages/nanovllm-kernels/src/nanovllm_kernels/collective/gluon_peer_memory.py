@@ -1,11 +1,11 @@
 """Device functions that send units of 16 bytes to slots in the receive buffers of peers, and receive units.
 
-A slot is empty while all its bits are set. `put` fills an empty slot of the receiver. `take` reads a slot until no word
-is empty, and empties the slot again. The data itself signals its arrival, so there are no flags, barriers and fences.
-Each word arrives as a whole; PTX does not promise more.
+A word is empty while all its bits are set. `put` fills an empty slot of the receiver. `take` reads a slot until no word
+is empty, and empties the slot again. The data itself signals its arrival, so no flags, barriers or fences are needed.
+PTX promises only that each word arrives as a whole.
 
 Floating-point units have four words of 32 bits. A word with all bits set is NaN, which `put` sends as another NaN.
-Other units have only two elements of 32 bits. Each is sent in a word of 64 bits, whose upper half is 0.
+Other units have only two elements of 32 bits. Each element is sent in a word of 64 bits, whose upper half is 0.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from nanovllm_kernels.collective.policy import SLOT_BYTES
 
 _SLOT_BYTES = gl.constexpr(SLOT_BYTES)
 
-# An asm block handles one slot. Each element of a unit passes the slot's address, and the block uses the first address.
+# An asm block handles one slot. Triton passes the slot's address once per element, and the block uses the first copy.
 # Address 0 means that there is no slot. Operands: outputs, words of the unit, addresses.
 _PUT = gl.constexpr("""{
     .reg .pred valid, empty<4>;
@@ -81,7 +81,7 @@ _TAKE_EXACT = gl.constexpr("""{
     st.relaxed.sys.global.v2.b64 [$2], {-1, -1};
     DONE:
 }""")
-# By the number of elements in a unit. Two elements of 2 bytes share a register.
+# A name ends with the number of elements in a unit. Two elements of 2 bytes share a register.
 _PUT_CONSTRAINTS_2 = gl.constexpr("=&r,=&r,r,r,l,l,~{memory}")
 _PUT_CONSTRAINTS_4 = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,l,l,l,l,~{memory}")
 _PUT_CONSTRAINTS_8 = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,l,l,l,l,l,l,l,l,~{memory}")

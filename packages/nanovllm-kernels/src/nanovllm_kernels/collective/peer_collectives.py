@@ -26,7 +26,7 @@ def open_peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemo
     phases = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
     # Programs wait for each other, so all programs of a kernel must run at the same time: at most one per SM.
     num_sms = torch.tensor(describe_device(device).num_sms, dtype=torch.int32, device=device)
-    # The host gets the result after all ranks have emptied the slots of their buffers.
+    # When the host has the result, all ranks have emptied the slots of their buffers.
     dist.all_reduce(num_sms, dist.ReduceOp.MIN, group)
     num_programs = min(MAX_PROGRAMS, int(num_sms))
     return PeerMemory(group.rank(), size, addresses, phases, num_programs, region_bytes, buffer)
@@ -42,7 +42,7 @@ class PeerCollectives:
         policy: LaunchPolicy | None = None,
         fallback: TorchCollectives | None = None,
     ) -> None:
-        """policy: limits of the kernels. None: the default limits. fallback: for other tensors. None: NCCL."""
+        """policy: limits of the kernels. None: default limits. fallback: for tensors beyond the kernels. None: NCCL."""
         self.rank, self.size = peers.rank, peers.size
         self._peers = peers
         self._policy = policy or LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes)
@@ -110,7 +110,7 @@ class PeerCollectives:
         del self._peers
 
     def _concatenate(self, x: Tensor, out: Tensor, row_bytes: int, *, sends_parts: bool) -> bool:
-        """Concatenate rows of all ranks' `x`, or of this rank's part of each `x`. Returns False if NCCL has to do it.
+        """Concatenate rows of all ranks' `x`, or of this rank's part of each `x`. Returns False if NCCL must do this.
 
         Kernels copy words of 4 bytes.
         """

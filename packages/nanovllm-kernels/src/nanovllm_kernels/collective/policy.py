@@ -1,24 +1,26 @@
 """Chooses the kernels of the collectives by numbers of bytes.
 
-Only shapes and dtypes decide, so that all ranks choose alike. `python -m nanovllm_kernels.ladder.collectives` measures
-the limits.
+Choices depend only on shapes and dtypes, so that all ranks choose alike. In a one-shot kernel, each rank sends its
+tensor once. In a two-shot kernel, each rank sums one part, and then sends the sums. A unit is SLOT_BYTES bytes.
+`python -m nanovllm_kernels.ladder.collectives` measures the limits.
 """
 
 from dataclasses import dataclass
 
-MAX_PROGRAMS = 128  # of a kernel
+MAX_PROGRAMS = 128  # maximum number of programs of a kernel
 NUM_PHASES = 2
 SLOT_BYTES = 16
-EMPTY_BYTE = 0xFF  # of an empty slot
+EMPTY_BYTE = 0xFF  # value of each byte of an empty slot
 # One-shot kernels send at most this number of bytes to all peers together.
 ONE_SHOT_MAX_SENT_BYTES = 1 << 20
-# NCCL sums larger tensors.
+# Two-shot kernels sum tensors of at most this number of bytes. NCCL sums larger tensors.
 TWO_SHOT_MAX_BYTES = 8 << 20
 # Units of 16 bytes that a program sends at once, one per thread. Programs of large tensors have more threads.
 CHUNK_UNITS, LARGE_CHUNK_UNITS = 256, 512
-# A program norms a whole row. Threads have several units if a row has more units than this number of warps has threads.
+# Maximum number of warps of a program that norms a row. If a row has more units than these warps have threads, each
+# thread handles several units.
 MAX_NORM_WARPS = 32
-# A region holds a row of 8,192 float32.
+# A region holds at least a row of 8,192 float32.
 MIN_REGION_BYTES = 32 << 10
 
 
@@ -57,24 +59,24 @@ class LaunchPolicy:
     two_shot_max_bytes: int = TWO_SHOT_MAX_BYTES
 
     def choose_exchange(self, part_bytes: int) -> ExchangeLaunch | None:
-        """Choose the launch that sends `part_bytes` to each peer. None: NCCL or two shots are faster."""
+        """Choose the launch that sends `part_bytes` to each peer. None: use a two-shot kernel or NCCL."""
         if part_bytes * (self.size - 1) > self.one_shot_max_sent_bytes:
             return None
         return self._choose_chunks(part_bytes, self.region_bytes)
 
     def choose_two_shot(self, num_elements: int, element_bytes: int) -> TwoShotLaunch | None:
-        """Choose the launch that sums tensors of `num_elements` in two shots. None: NCCL is faster."""
-        # A multiple of 16 elements, so that a part begins with a whole unit.
+        """Choose the launch that sums tensors of `num_elements` in two shots. None: use NCCL."""
+        # Round up to a multiple of 16 elements, so that a part begins with a whole unit.
         part_size = -(-num_elements // (16 * self.size)) * 16
         is_last_part_empty = part_size * (self.size - 1) >= num_elements
         if num_elements * element_bytes > self.two_shot_max_bytes or is_last_part_empty:
             return None
-        # Half of a region receives the terms of sums, the other half sums.
+        # Half of a region receives the terms of sums, and the other half receives sums.
         chunks = self._choose_chunks(part_size * element_bytes, self.region_bytes // 2)
         return None if chunks is None else TwoShotLaunch(chunks.num_programs, chunks.chunk_units, part_size)
 
     def choose_norm_programs(self, num_rows: int, row_bytes: int) -> int | None:
-        """Choose the number of programs that sum and norm `num_rows` rows. None: a sum and a norm are faster."""
+        """Choose the number of programs that sum and norm `num_rows` rows. None: norm in a second kernel."""
         row_slots_bytes = -(-row_bytes // SLOT_BYTES) * SLOT_BYTES
         is_large = num_rows * row_bytes * (self.size - 1) > self.one_shot_max_sent_bytes
         if is_large or -(-num_rows // self.num_programs) * row_slots_bytes > self.region_bytes:

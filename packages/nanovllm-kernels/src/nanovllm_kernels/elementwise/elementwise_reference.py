@@ -1,6 +1,6 @@
 """Elementwise operators in plain torch: the reference for the kernels' tests, and the CPU path.
 
-Each operator makes few torch calls. For one token, a call takes longer than the arithmetic.
+Each operator makes few torch calls, because for one token a call takes longer than the arithmetic.
 """
 
 import torch
@@ -59,7 +59,7 @@ def rope_and_cache(
         kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, qkv.narrow(1, num_q_heads, num_cached_heads))
         return qkv
     values, scale_exponents = fp8.quantize(qkv.narrow(1, num_q_heads, num_cached_heads))
-    # On a CPU torch cannot index float8 rows: copy bytes.
+    # Copy bytes, because torch cannot index float8 rows on a CPU.
     kv_cache.view(torch.uint8).flatten(0, 1).index_copy_(0, slot_mapping, values.view(torch.uint8))
     kv_scales[slot_mapping // page_size, :, slot_mapping % page_size] = scale_exponents
     return qkv

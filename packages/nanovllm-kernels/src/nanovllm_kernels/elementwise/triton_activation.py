@@ -1,4 +1,4 @@
-"""Multiplies by the gates of SwiGLU and of attention on CUDA."""
+"""Multiplies by a SiLU gate (SwiGLU) or by a sigmoid gate (of attention) on CUDA."""
 
 import torch
 import triton

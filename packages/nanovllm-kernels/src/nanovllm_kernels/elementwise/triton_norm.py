@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Elements per program. Several short rows share a program.
+# Minimum number of elements per program, including padding. Several short rows share a program.
 ELEMENTS_PER_PROGRAM = 2048
 
 

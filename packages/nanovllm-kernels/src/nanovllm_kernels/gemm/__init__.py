@@ -15,7 +15,7 @@ from torch.nn import functional
 from nanovllm_kernels.elementwise import rms_norm, silu_and_mul
 from nanovllm_kernels.gemm import block_fp8, tiles
 from nanovllm_kernels.gemm.block_fp8_weight import BlockFP8Weight
-from nanovllm_kernels.platform import can_pack_bf16, computes_rows_in_float32, has_numba
+from nanovllm_kernels.platform import computes_rows_in_float32, has_numba, prefers_packed_bf16
 
 # Maximum number of rows for which this package's Triton kernels are used on CUDA. More rows use cuBLAS.
 MAX_TRITON_KERNEL_ROWS = tiles.MAX_SPLIT_ROWS
@@ -57,7 +57,7 @@ class PackedWeight(NamedTuple):
 def pack_linear(weight: Tensor) -> PackedWeight:
     """Prepare `weight` [N, K] for `linear`. The weight is copied only if it is bf16 on a CPU."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        in_onednn_layout = can_pack_bf16()
+        in_onednn_layout = prefers_packed_bf16()
         panels = None
         if has_numba() and (not in_onednn_layout or min(weight.shape) <= MAX_SMALLER_DIM_OF_PANELS):
             from nanovllm_kernels.gemm import numba_panels
@@ -140,7 +140,7 @@ def _linear_on_cpu(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None
     if isinstance(weight, PackedWeight) and weight.in_onednn_layout:
         return _multiply_in_onednn(x, weight.data, bias)
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
-    if matrix.dtype == torch.bfloat16 and not can_pack_bf16():
+    if matrix.dtype == torch.bfloat16 and not prefers_packed_bf16():
         # torch would emulate bf16 element by element.
         return functional.linear(x.float(), matrix.float(), None if bias is None else bias.float()).to(x.dtype)
     return functional.linear(x.to(matrix.dtype), matrix, bias)

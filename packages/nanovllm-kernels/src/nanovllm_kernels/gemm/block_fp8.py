@@ -34,7 +34,7 @@ COLUMNS_MULTIPLE = 16
 
 
 def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.device) -> BlockFP8Weight:
-    """Allocate a weight [num_rows, depth], one scale per block of `block_rows` x 128.
+    """Allocate a weight [num_rows, depth] with one scale per block of `block_rows` x 128.
 
     Raises ValueError on a GPU without FP8.
     """
@@ -53,8 +53,8 @@ def empty_weight(num_rows: int, depth: int, block_rows: int, device: torch.devic
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows `x` [T, K] to e4m3 in groups of 128. A group's scale is its largest magnitude / 448, never 0.
 
-    Returns: float8_e4m3fn [T, K], contiguous, and float32 scales [T, ceil(K / 128)], stored column by column. A
-        non-finite element makes elements of its group NaN.
+    Returns: float8_e4m3fn [T, K], contiguous, and float32 scales [T, ceil(K / 128)], stored column by column. If a
+        group has a non-finite element, some values of the group are NaN.
     """
     return _quantize_groups_op(x) if x.is_cuda else reference.quantize_groups(x)
 
@@ -132,7 +132,7 @@ def _block_fp8_linear_op(
     """Norm rows `x` [M, K], quantise, multiply by a weight [N, K], add `bias`, gate, and add `residual`.
 
     data, scales, block_rows, counters: fields of the weight. gated: see `norm_gate_up`.
-    Returns: dtype of `residual`, else of `norm_weight`, else of `x`. cuBLAS rounds products to bf16.
+    Returns: a tensor with the dtype of `residual`, else of `norm_weight`, else of `x`. cuBLAS rounds products to bf16.
     """
     from nanovllm_kernels.gemm import triton_block_fp8
 

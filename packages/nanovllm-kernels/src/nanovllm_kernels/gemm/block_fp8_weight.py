@@ -14,7 +14,7 @@ class BlockFP8Weight(NamedTuple):
     data: float8_e4m3fn [N, K], contiguous.
     scales: float32 [ceil(N / block_rows), ceil(K / 128)], one per block of `block_rows` rows and 128 columns.
     block_rows: 128, or less if the weight is a concatenation of weights with partial blocks.
-    counters: int32, one per output tile of a launch that splits K. 0 between launches. None: launches do not split K.
+    counters: int32, one per output tile of a launch that splits K; 0 between launches. None: no launch splits K.
     """
 
     data: Tensor

@@ -1,7 +1,7 @@
 """Multiplies rows by a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
-A panel is PANEL_WIDTH columns of the weight, a group is GROUP_WIDTH columns of a panel, and a tile is up to TILE_ROWS
-rows. Each sum runs over K in order, so that a row's result does not depend on the other rows.
+A panel is the weight for PANEL_WIDTH columns of the product. A group is GROUP_WIDTH columns of a panel. A tile is up to
+TILE_ROWS rows. Each sum runs over K in order, so that a row's result does not depend on the other rows.
 """
 
 import numba
@@ -35,7 +35,7 @@ from nanovllm_kernels.numba_tiles import (
     make_multiplier,
 )
 
-# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds a float64's bits.
+# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds the bits of a float64.
 (
     _OPENMP_FUNCTIONS_PTR,
     _X_PTR,
@@ -53,8 +53,8 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block (a range of K). Sums over K run block by block, so that one block of a float32 panel fits the
-# first-level cache.
+# Maximum depth of a block (a range of K). Sums over K run block by block, so that one block of a float32 panel fits
+# into the first-level cache.
 MAX_BLOCK_DEPTH = 320
 # Maximum number of rows whose packed copies are in memory at once.
 MAX_PACKED_ROWS = 252
@@ -142,7 +142,7 @@ def _project(
     adds_to_out,
     num_threads,
 ):
-    """Pack and multiply up to MAX_PACKED_ROWS rows at once. pack_region, multiply_region: from `compile_region`."""
+    """Pack and multiply rows, up to MAX_PACKED_ROWS at a time. pack_region, multiply_region: from `compile_region`."""
     max_packed_rows = min(num_rows, MAX_PACKED_ROWS)
     scratch = np.empty(max_packed_rows * padded_depth + LINE_BYTES // 4, np.float32)
     packed_ptr = (np.int64(scratch.ctypes.data) + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
@@ -344,7 +344,7 @@ _multiply_float32_6 = make_multiplier(6, num_prefetches=1)
 
 @kernel
 def _multiply_bf16(num_rows, rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes):
-    """Multiply one tile by a bf16 panel. continues_sums: 0 to overwrite the sums, else products are added."""
+    """Multiply one tile by a bf16 panel. continues_sums: if 0, overwrite the sums; else add to the sums."""
     if num_rows == 1:
         _multiply_bf16_1(rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes)
     elif num_rows == 2:

@@ -5,7 +5,7 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# `triton_few_rows` is faster for weights with up to this number of elements. Keys: rows, rounded up to a power of two.
+# Up to this number of weight elements, `triton_few_rows` beats cuBLAS. Keys: rows, rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
@@ -114,7 +114,7 @@ class BlockFP8Config(NamedTuple):
 
 # Up to this number of rows, the product's kernel also quantises the rows, unless a norm comes first.
 MAX_FUSED_FP8_ROWS = 16
-# Maximum number of rows for which `triton_block_fp8` is faster than cuBLAS, up to MAX_NARROW_FP8_COLUMNS columns.
+# Up to this number of rows, `triton_block_fp8` is faster than cuBLAS for at most MAX_NARROW_FP8_COLUMNS columns.
 MAX_FP8_ROWS = 128
 MAX_NARROW_FP8_COLUMNS = 4096
 # Like MAX_FP8_ROWS, for more than MAX_NARROW_FP8_COLUMNS columns.
@@ -137,7 +137,7 @@ FP8_CONFIGS = {
 }
 # Wider tiles for launches that still have enough CTAs with such tiles. Keys: maximum number of rows.
 WIDE_FP8_CONFIGS = {MAX_FUSED_FP8_ROWS: BlockFP8Config(16, 128, 1, 4, 4), 64: BlockFP8Config(64, 128, 1, 4, 3)}
-FP8_CONFIG_OF_MORE_ROWS = BlockFP8Config(128, 128, 1, 8, 4)
+MANY_ROWS_FP8_CONFIG = BlockFP8Config(128, 128, 1, 8, 4)
 
 
 def block_fp8_config(
@@ -148,7 +148,7 @@ def block_fp8_config(
     may_split: whether the sum over K may be split among CTAs.
     """
     if num_rows > MAX_FP8_ROWS:
-        return FP8_CONFIG_OF_MORE_ROWS._replace(block_n=64) if gated else FP8_CONFIG_OF_MORE_ROWS
+        return MANY_ROWS_FP8_CONFIG._replace(block_n=64) if gated else MANY_ROWS_FP8_CONFIG
     max_rows = next(max_rows for max_rows in FP8_CONFIGS if num_rows <= max_rows)
     is_fused = max_rows == MAX_FUSED_FP8_ROWS
     config, min_ctas = FP8_CONFIGS[max_rows], MIN_FUSED_FP8_CTAS if is_fused else MIN_FP8_CTAS

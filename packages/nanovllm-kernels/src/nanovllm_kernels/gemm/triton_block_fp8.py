@@ -19,7 +19,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 # Number of groups of a row that one program quantises. With a norm, one program quantises a whole row.
 GROUPS_PER_PROGRAM = 8
-# The left operand of Hopper's e4m3 products has 64 rows. In tiles with fewer rows, the weight is the left operand.
+# The left operand of Hopper's e4m3 products has at least 64 rows. For smaller tiles, the weight is the left operand.
 MIN_LEFT_ROWS = 64
 # Number of weight tiles that a program prefetches before the previous kernel ends.
 NUM_PREFETCHED_TILES = 4

@@ -1,7 +1,7 @@
 """Multiplies a few rows by a weight on CUDA, with norm, gate and residual in one kernel.
 
-Loads of the weight take most of the time. The lanes of a warp split K, without tensor cores. The kernel loads its first
-weights before the previous kernel ends, so a previous kernel that writes weights must not launch its dependents early.
+Loads of the weight take most of the time. The lanes of a warp split the sum over K, without tensor cores. The kernel
+loads weights before the previous kernel ends. A kernel that writes weights must therefore not launch dependents early.
 """
 
 import triton
@@ -24,7 +24,10 @@ def project_few_rows(
     *,
     gated: bool,
 ) -> None:
-    """Norm rows `x` [M, K], multiply by `weight` [N, K], add `bias`, gate, add `residual`, and write `out` [M, N]."""
+    """Normalize rows `x` [M, K], multiply by `weight`, add `bias`, gate, add `residual`, and write `out` [M, N].
+
+    weight: [N, K]. If `gated`: [2 N, K], rows of the gate, then of the up projection.
+    """
     num_rows, depth = x.shape
     num_columns = out.shape[1]
     config = few_rows_config(num_rows, num_columns, depth, gated=gated)
@@ -80,7 +83,7 @@ def _project_few_rows(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS vectors has its own sums until the loop over K ends."""
+    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS vectors has its own sums until the loop ends."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     ks = (tl.arange(0, NUM_VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]

@@ -1,7 +1,7 @@
 """Multiplies tens or hundreds of rows by a weight with few columns on CUDA.
 
-A product with fewer tiles than SMs would leave SMs idle. Several CTAs share a tile, and each CTA sums a part of K. The
-CTA that finishes last adds up the parts in a fixed order.
+With fewer tiles than SMs, SMs would be idle. Therefore several CTAs share a tile, and each CTA sums over a part of K.
+The CTA of a tile that finishes last adds up the parts in a fixed order.
 """
 
 import torch
@@ -49,7 +49,7 @@ def project_split_k(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_SPLITS=config.num_splits,
-        STAGES=config.num_stages,  # of the pipelined loop over K
+        STAGES=config.num_stages,  # stages of the pipelined loop over K
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         OVERLAP=overlap,
@@ -73,8 +73,8 @@ def _project_split_k(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    partial_ptr,  # sums per part of K: [tile, split, BLOCK_M, BLOCK_N]
-    counter_ptr,  # finished parts of K, per tile
+    partial_ptr,  # sums of each part of K: [tile, split, BLOCK_M, BLOCK_N]
+    counter_ptr,  # number of finished parts of K, for each tile
     num_rows,
     num_columns,
     x_stride,
@@ -89,7 +89,7 @@ def _project_split_k(
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sum one of NUM_SPLITS parts of K for one tile. The last program of the tile writes the output."""
+    """Sum one of NUM_SPLITS parts of K for one tile. The tile's last program writes the output."""
     split_depth: tl.constexpr = K // NUM_SPLITS  # size of a part of K
     # Weight elements per cache line.
     line_elements: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)

@@ -40,7 +40,7 @@ def ladder() -> Iterator[BenchmarkCase]:
     for widths in MODEL_WIDTHS:
         for num_rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             yield from linear_cases(widths, num_rows)
-    yield from delta_net_cases()  # A recurrent layer.
+    yield from delta_net_cases()  # Gated DeltaNet, a recurrent layer.
     for num_rows in (1, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 4096):
         yield from block_fp8_cases(num_rows)
     yield from mixture_cases()  # Mixtures of experts.

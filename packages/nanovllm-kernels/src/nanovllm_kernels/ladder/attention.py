@@ -1,7 +1,7 @@
 """Benchmark cases of paged attention, for decodes and for prompts: grouped-query and latent (MLA) attention.
 
-The cost of most decodes is the bytes of the cache. The cost of prompts, and of latent decodes with many heads, is
-operations.
+For most decodes, a case's cost is the number of bytes of the cache. For prompts, and for latent decodes with many
+heads, the cost is the number of operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ from nanovllm_kernels.ladder.inputs import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HE
 from nanovllm_kernels.ladder.timing import COLD_BYTES, BenchmarkCase
 from nanovllm_kernels.platform import has_cute, has_flash_attention
 
-# Numbers of elements in DeepSeek-V3: unrotated and rotated part of a head's key, a head's value, and a latent.
+# Numbers of elements in DeepSeek-V3: unrotated and rotated part of a head's key, a head's value, and a latent (the
+# cached vector from which the keys and values of all heads are expanded).
 KEY_DIM, ROPE_DIM, VALUE_DIM, LATENT_DIM = 128, 64, 128, 512
 
 
@@ -165,7 +166,7 @@ def latent_prefill_case(batch: int, length: int, num_heads: int, backend: Backen
 
 
 def latent_chunk_case(length: int, context: int, num_heads: int) -> BenchmarkCase:
-    """Make a case of a prompt's last `length` tokens. The cost is the operations of attention directly over latents."""
+    """Make a case of a prompt's last `length` tokens. The cost is the operations of attention on latents."""
     query_key_pairs = length * (context - length) + length * (length + 1) / 2
     cost = 2 * num_heads * (query_key_pairs * (2 * LATENT_DIM + ROPE_DIM) + length * (KEY_DIM + VALUE_DIM) * LATENT_DIM)
     return latent_attention_case(f"MLA chunk of {length}", 1, length, context, num_heads, cost, "TFLOP/s")

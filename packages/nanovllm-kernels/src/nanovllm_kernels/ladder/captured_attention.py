@@ -1,4 +1,4 @@
-"""Benchmark cases of attention in steps captured as CUDA graphs. The host knows only bounds on the lengths.
+"""Benchmark cases of attention in steps captured as CUDA graphs. The host knows only upper bounds on the lengths.
 
 A case's cost is its operations. If the case's name contains "by bytes", the cost is the bytes of cached tokens.
 """
@@ -28,7 +28,7 @@ RequestLengths = tuple[int, int]
 
 
 def make_step_tables(requests: Sequence[RequestLengths], num_entries: int, page_size: int) -> tuple[torch.Tensor, ...]:
-    """Return (block tables, seq_lens, query_start_loc) for `num_entries` entries: the requests, then empty entries."""
+    """Return (block tables, seq_lens, query_start_loc) with `num_entries` rows: the requests, then empty rows."""
     page_counts = [-(-seq_len // page_size) for _, seq_len in requests]
     page_numbers = torch.randperm(max(1, sum(page_counts)), device="cuda").int()
     tables = torch.zeros((num_entries, MAX_SEQ_LEN // page_size), dtype=torch.int32, device="cuda")
@@ -161,7 +161,7 @@ def captured_cases() -> Iterator[BenchmarkCase]:
         for context in (8192, 32_768, MAX_SEQ_LEN):
             name, requests = f"chunk of {length} over {context}", [(length, context)]
             for backend in backends:
-                # For 16 queries, the loads of keys limit the speed. Report bytes per second too.
+                # With 16 queries, the loads of keys limit the speed: report bytes per second too.
                 for counts_bytes in (False, True) if length == 16 else (False,):
                     yield captured_attention_case(
                         name, requests, num_entries=256, num_tokens=512, backend=backend, counts_bytes=counts_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm_kernels.collective import Communicator
 from nanovllm_kernels.ladder.inputs import DTYPE
 
-# Few and many rows, for every kernel. The operators on the last shape also use NCCL.
+# (rows, hidden size): few and many rows, so that every kernel runs. On the last shape, some operators use NCCL.
 SHAPES = ((1, 4096), (8, 8192), (64, 2048), (3, 7168), (130, 3072), (256, 4096))
 REPLAYS_PER_CHECK = 1000
 MAX_SKEW_S = 0.002
@@ -21,7 +21,7 @@ MAX_SKEW_S = 0.002
 class GraphInputs:
     """Inputs that change in every replay. Every rank can compute the inputs of every rank.
 
-    Values are integers, so small that bf16 holds the sums of all ranks exactly.
+    Values are small integers, so that bf16 holds sums over all ranks exactly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,13 +53,13 @@ class GraphInputs:
 def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum: Tensor) -> None:
     """Call the collectives on inputs of all shapes, and count wrong elements.
 
-    normed_sum: float64 scalar; the sum of all normed rows is added, to compare ranks.
+    normed_sum: float64 scalar, to which the sum of all normed rows is added. It must be equal on all ranks.
     """
     rank, size = communicator.rank, communicator.size
     inputs.advance()
     for num_rows, hidden_size in SHAPES:
         shape = (num_rows, hidden_size)
-        # Not right before the norm, which may load its weight before the previous kernel ends.
+        # Do not fill the weight right before the norm: the norm may load it before the previous kernel ends.
         weight = torch.ones(hidden_size, dtype=DTYPE, device=normed_sum.device)
         parts = inputs.make_all(shape)
         total = torch.stack(parts).sum(0)
@@ -78,8 +78,8 @@ def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum:
 def replay_collectives(device: torch.device, num_replays: int, timeout_s: float) -> None:
     """Replay the graph `num_replays` times.
 
-    timeout_s: limit of REPLAYS_PER_CHECK replays.
-    Raises: RuntimeError if a result is wrong or differs between ranks. A rank that hangs ends its process.
+    timeout_s: time limit of REPLAYS_PER_CHECK replays. A rank that takes longer ends its process.
+    Raises: RuntimeError if a result is wrong or differs between ranks.
     """
     torch.set_grad_enabled(False)
     communicator = Communicator(dist.group.WORLD, device)
@@ -93,12 +93,12 @@ def replay_collectives(device: torch.device, num_replays: int, timeout_s: float)
         run_collectives(communicator, inputs, normed_sum)
     begin = time.monotonic()
     for first in range(0, num_replays, REPLAYS_PER_CHECK):
-        # The ranks do not start together.
+        # A random delay, so that the ranks do not start together.
         time.sleep(random.uniform(0, MAX_SKEW_S))
         count = min(REPLAYS_PER_CHECK, num_replays - first)
         for _ in range(count):
             graph.replay()
-        end_or_exit(timeout_s, f"rank {communicator.rank}: replays {first + 1} to {first + count} did not end")
+        wait_or_exit(timeout_s, f"rank {communicator.rank}: replays {first + 1} to {first + count} did not end")
         check_results(inputs, normed_sum, first + count)
     if communicator.rank == 0:
         seconds = time.monotonic() - begin
@@ -107,7 +107,7 @@ def replay_collectives(device: torch.device, num_replays: int, timeout_s: float)
     communicator.close()
 
 
-def end_or_exit(timeout_s: float, message: str) -> None:
+def wait_or_exit(timeout_s: float, message: str) -> None:
     """Wait for the device. If it does not finish in time, end this process, because nothing can stop the kernels."""
     end = torch.cuda.Event()
     end.record()
@@ -120,7 +120,7 @@ def end_or_exit(timeout_s: float, message: str) -> None:
 
 
 def check_results(inputs: GraphInputs, normed_sum: Tensor, num_replays: int) -> None:
-    """Raise RuntimeError if an element was wrong, or if the ranks have other normed rows."""
+    """Raise RuntimeError if an element was wrong, or if the normed rows differ between ranks."""
     if num_errors := int(inputs.num_errors):
         raise RuntimeError(f"{num_errors} wrong elements after {num_replays} replays")
     sums = [torch.empty_like(normed_sum) for _ in range(inputs.size)]

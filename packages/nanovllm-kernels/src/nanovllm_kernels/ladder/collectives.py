@@ -27,17 +27,18 @@ from nanovllm_kernels.platform import describe_device, has_cuda
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 HIDDEN_SIZES = (4096, 8192)
-# Calls in a graph, on so many copies of the inputs. Many calls, because ranks do not start a replay at the same time.
+# Calls in a graph, copies of the inputs, and timed replays. A graph has many calls, because ranks do not start a replay
+# at the same time.
 NUM_CALLS, NUM_COPIES, NUM_REPLAYS = 320, 16, 11
 UNLIMITED = 1 << 40
-# Greatest number of bytes of the one-shot and of the two-shot kernels, by column.
+# For each column: maximum number of bytes for the one-shot kernels, and for the two-shot kernels.
 LIMITS = {"one-shot": (UNLIMITED, 0), "two-shot": (0, UNLIMITED), "NCCL": (0, 0)}
 OPERATORS = ("all_reduce_norm", "all_reduce", "all_gather", "reduce_scatter", "exchange_columns")
 
 
 @dataclass(frozen=True)
 class CollectiveFigure:
-    """Microseconds per call of an operator on [num_rows, hidden_size], by column. None: there is no kernel."""
+    """Microseconds per call of an operator on [num_rows, hidden_size], by column. None: no kernel of this column."""
 
     operator: str
     num_rows: int
@@ -46,11 +47,11 @@ class CollectiveFigure:
 
 
 class NoKernelError(Exception):
-    """No kernel can do a call."""
+    """Says that no kernel of the measured column can do a call."""
 
 
 class NoFallback(TorchCollectives):
-    """Takes the place of NCCL if a kernel is measured."""
+    """Replaces NCCL in the columns that measure our kernels: a call that would use NCCL fails."""
 
     def __getattribute__(self, name: str) -> object:
         """Raise NoKernelError."""

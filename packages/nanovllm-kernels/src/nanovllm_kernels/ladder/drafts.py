@@ -1,4 +1,7 @@
-"""Benchmark cases of drafts: the search for n-grams, whose cost is the bytes of all known tokens, and verification."""
+"""Benchmark cases of drafts: proposal by a search for n-grams, and verification.
+
+The cost of a proposal is the bytes of all known tokens.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +11,7 @@ from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams, verify_drafts
 
 NUM_DRAFTS, MIN_MATCH, MAX_MATCH = 4, 3, 8
-# Places in a row after the known tokens, enough for the tokens of all replays.
+# Number of free places in a row after the known tokens. They suffice for the tokens of all replays.
 NUM_PLACES = 1024
 
 
@@ -19,7 +22,7 @@ def _make_tables(batch: int, context: int, num_token_ids: int) -> TokenTables:
 
 
 def _proposal_case(batch: int, context: int, num_token_ids: int) -> BenchmarkCase:
-    """Make a case of requests with `context` known tokens of `num_token_ids` ids. With one id, everything matches."""
+    """Make a case with `context` known tokens per request, of `num_token_ids` ids. With one id, all tokens match."""
 
     def make_call() -> Callable[[], object]:
         tables = _make_tables(batch, context, num_token_ids)
@@ -56,7 +59,7 @@ def draft_cases() -> Iterator[BenchmarkCase]:
     for context in (1024, 8192, 131_072):
         for batch in (1, 8, 64, 512):
             yield _proposal_case(batch, context, 50_000)
-    # Equal tokens are the most work.
+    # The search takes longest if all tokens are equal.
     yield _proposal_case(64, 8192, 1)
     for batch in (1, 64, 512):
         yield _verification_case(batch)

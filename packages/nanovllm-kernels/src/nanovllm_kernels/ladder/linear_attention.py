@@ -17,7 +17,7 @@ def delta_net_case(
     """Make a case of Qwen3-Next's recurrent layer, without its projections.
 
     lengths: number of new tokens of each request. context: number of tokens of each request before its new tokens.
-    max_drafts: 0 for caches without drafts. Otherwise all new tokens of a request after the first are drafts.
+    max_drafts: 0 for caches without drafts. If positive, all new tokens of a request after the first are drafts.
     num_pending: number of accepted drafts of each request's previous step.
     """
     batch, num_tokens, values_per_key, dim = len(lengths), sum(lengths), DELTA_V_HEADS // DELTA_K_HEADS, DELTA_DIM
@@ -43,8 +43,8 @@ def delta_net_case(
         ones = torch.ones(DELTA_V_HEADS, device="cuda")
         weights = DeltaWeights(random(4, conv_channels).float(), ones, ones, torch.ones(dim, device="cuda"), 1e-6)
         recurrent_states = torch.randn((batch + 1, DELTA_V_HEADS, dim, dim), device="cuda").to(state_dtype)
-        # ba: the inputs of each value head's two gates.
         conv_states = random(batch + 1, *conv_state_shape(4, conv_channels, DELTA_V_HEADS, max_drafts))
+        # ba: the inputs of each value head's two gates.
         ba = random(num_tokens, 2 * DELTA_V_HEADS)
         qkvz = random(num_tokens, conv_channels + DELTA_V_HEADS * dim)
         return lambda: gated_delta_net(qkvz, ba, weights, recurrent_states, conv_states, state_batch)

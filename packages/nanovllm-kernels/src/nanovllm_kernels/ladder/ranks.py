@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Limit of a wait for other ranks on the host.
+# Maximum time for which the host waits for other ranks.
 GROUP_TIMEOUT = timedelta(seconds=120)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -24,12 +24,12 @@ def run_ranks(
 
     function: module-level, so that a new process can import it.
     device_type: "cpu" (gloo) or "cuda" (NCCL; rank r has GPU r).
-    timeout_s: limit of the call. None: no limit.
+    timeout_s: time limit of the call. None: no limit.
     Raises: ProcessRaisedException with the traceback of a rank that failed, or TimeoutError. No process is left behind.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as directory:
-        # Ranks meet in a file, and talk over loopback.
+        # Ranks find each other through a file, and communicate over loopback.
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
         context = mp.spawn(_run_rank, (function, size, device_type, rendezvous, arguments), size, join=False)
         try:
@@ -63,9 +63,10 @@ def _run_rank(
         device_id=None if device.type == "cpu" else device,
     )
     function(device, *arguments)
-    # Not after an exception: other ranks may wait, and the parent terminates them.
+    # Not reached after an exception: other ranks may still wait for this rank, and the parent terminates them.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # While Python 3.11 shuts down, it ends threads that wait for its lock. A process with such a gloo thread aborts.
+    # Skip Python's shutdown: in Python 3.11, it ends threads that wait for the interpreter lock. If a gloo thread
+    # waits, the process aborts.
     os._exit(0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 # A graph calls the kernel on several copies of the inputs, so that no input is in the L2 cache. The copies together
-# exceed COLD_BYTES, unless MAX_COPIES are too few.
+# exceed COLD_BYTES, unless this takes more than MAX_COPIES copies.
 COLD_BYTES, MAX_COPIES, NUM_REPLAYS = 256 << 20, 32, 20
 
 
@@ -59,5 +59,5 @@ def measure(case: BenchmarkCase) -> Figure:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / num_copies)
     microseconds = statistics.median(times)
-    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]  # Cost per microsecond at rate 1.
+    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]  # Cost per microsecond at a rate of 1.
     return Figure(case.name, microseconds, case.cost / microseconds / unit_per_microsecond, case.unit)

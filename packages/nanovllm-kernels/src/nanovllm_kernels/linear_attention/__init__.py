@@ -54,18 +54,19 @@ def plan_states(
     seq_lens: int32 [B], number of each request's tokens, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
         request may have no tokens.
-    num_decodes: number of requests with one token in this step. They come first. None: unknown. A captured graph then
+    num_decodes: number of requests with one token in this step. These come first. None: unknown. A captured graph then
         supports any query lengths up to `max_query_len`. "torch" does not allow None.
     max_query_len: maximum number of tokens of a request in the step.
     num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
-        never waits.
+        and never waits.
     num_pending: int32 [B], for caches with drafts (see `gated_delta_net`): number of accepted drafts of the request's
         previous step, 0 if that step had no drafts. Must be 0 for a request with several tokens in a step without
         drafts. None: the caches have no drafts.
     has_drafts: whether each request is a decode whose tokens after the first are drafts. `num_decodes` is then ignored.
 
-    Raises ValueError if `has_drafts` is set without `num_pending`, or if "torch" does not get `num_decodes`.
+    Raises ValueError if `has_drafts` is set without `num_pending`, or if `num_decodes` is None for
+    "torch" without `has_drafts`.
     """
     if has_drafts and num_pending is None:
         raise ValueError("has_drafts is set, but num_pending is None: pass the accepted drafts of the previous step")
@@ -98,10 +99,10 @@ def gated_delta_net(
         holds the inputs at position p.
     Returns: [T, Hv * Dv] in the dtype of `qkvz`.
 
-    With caches for drafts (R > W), a decode has one token that counts, and drafts. The stored state then includes the
-    decode's first token, but no drafts, whose inputs are in `conv_states`. The next step of the request first applies
-    the drafts that have been accepted (`StateBatch.num_pending`), with the arithmetic and rounding of a first token.
-    Prompts are computed in chunks and leave no pending tokens.
+    With caches for drafts (R > W), a decode is one accepted token, followed by drafts. The stored state then includes
+    this first token, but no drafts. `conv_states` holds the inputs of the drafts. The request's next step first applies
+    the accepted drafts, called pending tokens (`StateBatch.num_pending`). Their arithmetic and rounding are the same as
+    for a first token. Prompts are computed in chunks and leave no pending tokens.
     Raises ValueError if the caches do not fit the step's drafts.
     """
     check_drafts(layer_sizes(weights, states, conv_states), batch)

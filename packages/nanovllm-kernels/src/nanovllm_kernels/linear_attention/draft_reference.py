@@ -1,4 +1,7 @@
-"""Computes decodes of Gated DeltaNet in plain torch, for caches with drafts: pending tokens, first tokens, drafts."""
+"""Computes decodes of Gated DeltaNet in plain torch, for caches with drafts.
+
+A decode applies its pending tokens (accepted drafts of the previous step), then one new token, then drafts.
+"""
 
 import torch
 from torch import Tensor
@@ -41,9 +44,9 @@ def decode(
     plan: TorchPlan,
     drafts: DraftPlan,
 ) -> Tensor:
-    """Compute the results of all decodes before norm and gate, float32 [t, Hv, Dv], and update their caches.
+    """Compute the results of all decodes without norm and gate, float32 [t, Hv, Dv], and update the decodes' caches.
 
-    inputs: [t, C + 2 Hv], rows of the decodes' tokens for `conv_states`.
+    inputs: [t, C + 2 Hv], the rows to store in `conv_states` for the t tokens of all decodes.
     """
     window_inputs = _update_inputs(inputs, sizes, conv_states, plan, drafts)
     first_column = window_inputs.shape[1] - drafts.max_query_len
@@ -59,7 +62,7 @@ def decode(
         if offset >= 0:
             outs[rows] = out
         if offset == 0:
-            # Later rounds apply drafts. The next step knows which of them count, and applies these drafts again.
+            # Do not store later states, which include drafts. The next step applies the accepted drafts again.
             states[plan.slots] = rounded
             states[plan.checkpoint_slots] = rounded[plan.checkpoint_rows]
     return outs
@@ -68,9 +71,9 @@ def decode(
 def _update_inputs(
     inputs: Tensor, sizes: LayerSizes, conv_states: Tensor, plan: TorchPlan, drafts: DraftPlan
 ) -> Tensor:
-    """Store `inputs` in `conv_states`. Returns earlier and new inputs by position, [n, positions, C + 2 Hv].
+    """Store `inputs` in `conv_states`. Returns each decode's earlier and new inputs, [n, positions, C + 2 Hv].
 
-    The last columns are the positions of the longest decode in this step. Inputs before a request's first token are 0.
+    The last `drafts.max_query_len` positions are for new inputs. Inputs before a request's first token are 0.
     """
     offsets = torch.arange(1 - sizes.num_taps - sizes.max_drafts, 0, device=inputs.device)
     old_positions = plan.positions.unsqueeze(1) + offsets

@@ -29,9 +29,9 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head. The other fields are counts.
+    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head. num_*: counts.
 
-    ring_rows, ring_width: shape of a slot of `conv_states`, see `conv_state_shape`.
+    ring_rows, ring_width: shape of a slot of `conv_states`, a ring of rows. See `conv_state_shape`.
     """
 
     num_k_heads: int
@@ -71,9 +71,9 @@ def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_dra
     """
     if not max_drafts:
         return num_taps, num_channels
-    # A step at position f reads inputs from f - pending - (num_taps - 1) on, and writes inputs up to f + drafts. With
-    # at most `max_drafts` pending tokens and drafts, these positions have different rows. So reads and writes may
-    # happen in any order, and rejected drafts overwrite no input that a later step reads.
+    # A step with first position f reads positions f - pending - (num_taps - 1) and later, and writes up to f + drafts.
+    # Pending tokens and drafts are at most `max_drafts` each, so these positions have different rows. Therefore reads
+    # and writes may happen in any order, and rejected drafts overwrite no input that a later step reads.
     return num_taps + 2 * max_drafts, num_channels + 2 * num_v_heads
 
 
@@ -108,10 +108,10 @@ class TokenRound(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """Holds the t tokens of all decodes, which come first in the step, for caches with drafts (plain torch path).
+    """Holds the t tokens of a step's n decodes, for caches with drafts (plain torch path). Decodes come first.
 
     token_decodes: int64 [t], index of each token's decode.
-    token_offsets: int64 [t], number of the decode's tokens before the token in this step.
+    token_offsets: int64 [t], index of each token among its decode's tokens of this step.
     num_pending: int64 [n], number of pending tokens of each decode.
     rounds: pending tokens and the step's tokens, in the order in which the states change.
     """

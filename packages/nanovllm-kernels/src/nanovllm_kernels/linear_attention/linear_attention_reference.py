@@ -119,7 +119,7 @@ def _decode(
     conv_states: Tensor,
     plan: TorchPlan,
 ) -> Tensor:
-    """Compute the results of all decodes before norm and gate, float32 [t, Hv, Dv], and update their caches."""
+    """Compute the results of all decodes without norm and gate, float32 [t, Hv, Dv], and update the decodes' caches."""
     if plan.drafts is not None:
         num_tokens = len(plan.drafts.token_decodes)
         rows = torch.cat((inputs[:num_tokens], ba[:num_tokens].to(conv_states.dtype)), 1)

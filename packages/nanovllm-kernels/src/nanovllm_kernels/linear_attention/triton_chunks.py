@@ -29,7 +29,8 @@ class ChunkTensors(NamedTuple):
     convolved: [T, C], convolved queries, keys and values.
     wy_keys: [T, Hv, Dk], keys of the WY form.
     wy_values: [T, Hv, Dv], values of the WY form.
-    scores: [T, Hv, CHECKPOINT_INTERVAL], products of a token's query, the keys of its chunk and the decay between both.
+    scores: [T, Hv, CHECKPOINT_INTERVAL], products of a token's query and each key of its chunk, times the decay from
+        the key's token to the query's token.
     cumulative_log_decays: float32 [T, Hv], logarithm of the decay since the chunk's beginning.
     """
 
@@ -173,7 +174,7 @@ def _convolve_chunks(
     RING_ROWS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
 ):
-    """Apply convolution and SiLU to a query, key or value head of a chunk. Norm and scale queries, and norm keys."""
+    """Apply convolution and SiLU to a head's queries, keys or values in a chunk. Normalize q and k, and scale q."""
     request, first_token, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )
@@ -274,8 +275,8 @@ def _save_conv_inputs(
 def _invert_unit_lower(a):
     """Return (1 + a)^-1 for float32 a [CHUNK, CHUNK] that is 0 on and above its diagonal.
 
-    The diagonal blocks of 1 + a are inverted row by row, in parallel. D has these inverses on its diagonal. L holds
-    the blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. The inverse is
+    All diagonal blocks of 1 + a are inverted in parallel, row by row. D is block-diagonal and holds these inverses. L
+    holds the blocks of `a` below the diagonal. n = D L satisfies n^4 = 0, because there are four blocks. The result is
     therefore (1 + n)^-1 D = (1 - n) (1 + n^2) D.
     """
     num_blocks: tl.constexpr = CHUNK // BLOCK
@@ -321,7 +322,7 @@ def _solve_chunks(
     PADDED_V: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
 ):
-    """Compute one value head's scores, WY keys and WY values in one chunk. `ChunkTensors` refers to the formulas."""
+    """Compute one value head's scores, WY keys and WY values in one chunk. Formulas: see `ChunkTensors`."""
     _, first_token, first_position, seq_len, chunk_position = find_chunk(
         query_start_loc_ptr, seq_lens_ptr, num_reqs, tl.program_id(0)
     )

@@ -1,8 +1,9 @@
 """Computes Gated DeltaNet for requests with one token, on CUDA: convolution, recurrence and gated norm in one kernel.
 
-A program updates the state of one value head of one request. All programs that share a key head convolve its query and
-key. The convolution state is a ring of NUM_TAPS rows, one per token. The first of these programs stores the new query
-and key inputs in the oldest row, which the convolution no longer reads.
+A program updates the state of one value head of one request. Each program convolves the query and key of its key head,
+even if several value heads share the key head. The convolution state is a ring of NUM_TAPS rows, one per token. The
+program of a key head's first value head stores the new query and key inputs. They replace the oldest row, which the
+convolution no longer reads.
 """
 
 import triton
@@ -59,7 +60,7 @@ def decode(
 
 
 def choose_launch(sizes: LayerSizes, num_reqs: int, states: Tensor) -> tuple[dict[str, int], int]:
-    """Return the constants of the tiles of a program for one value head of one request, and the number of warps."""
+    """Return a program's tile constants and number of warps. A program computes one value head of one request."""
     padded_k, padded_v = triton.next_power_of_2(sizes.k_dim), triton.next_power_of_2(sizes.v_dim)
     is_large_launch = sizes.num_v_heads * num_reqs > 2 * (describe_device(states.device).num_sms or INTERPRETER_SMS)
     block_v = min(BLOCK_ROWS_BY_BYTES[states.element_size()], padded_v) if is_large_launch else padded_v
@@ -86,7 +87,7 @@ def _convolve(
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
 ):
-    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs to store in the state."""
+    """Apply convolution and SiLU to one token's inputs. write_mask: channels whose inputs are stored."""
     new_input = tl.load(new_input_ptrs, mask=mask, other=0.0).to(conv_state_ptr.dtype.element_ty)
     weight = tl.load(weight_ptr + (NUM_TAPS - 1) * NUM_CHANNELS + channels, mask=mask, other=0.0)
     total = new_input.to(tl.float32) * weight
@@ -144,7 +145,7 @@ def _decode_requests(
     """Compute one value head of one request.
 
     recurrent_ptr: `states`. conv_ptr: `conv_states`.
-    checkpoints_ptr: pairs (sequence length after which to copy the states, slot to copy them to) of each request.
+    checkpoints_ptr: each request's pairs (sequence length at which the states are copied, slot that receives the copy).
     """
     if OVERLAP:
         gdc_launch_dependents()

@@ -1,7 +1,8 @@
 """Computes decodes of Gated DeltaNet with caches for drafts, on CUDA.
 
-A program updates the state of one value head of one request. It applies pending tokens and the first token, stores the
-state, and continues with the drafts. Each token's arithmetic is the same wherever the token stands in this sequence.
+A program updates the state of one value head of one request. It applies the pending tokens (accepted drafts of the
+previous step) and the step's first token, stores the state, and then applies the step's drafts. Pending tokens, first
+tokens and drafts use the same arithmetic.
 """
 
 import torch
@@ -74,10 +75,10 @@ def _convolve(
 ):
     """Apply convolution and SiLU to one token's inputs.
 
-    step_ptrs: inputs at `first_position`; those of the next positions follow. ring_ptrs: inputs in row 0 of the ring.
+    step_ptrs: inputs at `first_position`. Inputs at the next positions follow. ring_ptrs: inputs in row 0 of the ring.
     """
     total = tl.zeros(mask.shape, dtype=tl.float32)
-    # The newest input first, then from the oldest on, like in `triton_decode`.
+    # Add the newest input first, then the others from the oldest on: the order of `triton_decode`.
     for index in tl.static_range(NUM_TAPS):
         lag = (NUM_TAPS - index) % NUM_TAPS
         input_position = position - lag
@@ -218,9 +219,9 @@ def _store_inputs(
     RING_ROWS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
 ):
-    """Store the inputs of the step's tokens in the ring. The first head of a group stores those of the whole group.
+    """Store the inputs of the step's tokens in the ring. A key head's first value head stores its query and key.
 
-    `conv_state_shape` says why this overwrites nothing that other programs still read.
+    `conv_state_shape` explains why this overwrites no inputs that other programs still read.
     """
     k_dims, v_dims = tl.arange(0, 2 * PADDED_K), tl.arange(0, PADDED_V)
     writes_qk = (k_dims < 2 * K_DIM) & (head_in_group == 0)
@@ -264,8 +265,8 @@ def _save_checkpoints(
 ):
     """Copy the head's state after the token at `first_position`, and the inputs that the next token needs.
 
-    state_ptr, ring_ptr: the request's slot. checkpoints_ptr: the request's pairs. Heads share the inputs as in
-    `_store_inputs`.
+    state_ptr, ring_ptr: the request's slot. checkpoints_ptr: the request's pairs. The first value head of a
+    key head also copies the inputs of the query and key.
     """
     k_dims, v_dims, rows = tl.arange(0, 2 * PADDED_K), tl.arange(0, PADDED_V), tl.arange(0, BLOCK_V)
     state_columns = tl.arange(0, PADDED_K)[None, :]
@@ -340,7 +341,7 @@ def _decode_requests(
     """Compute one value head of one request. Arguments are like those of `triton_decode._decode_requests`.
 
     raw_out_ptr: float32 [requests, max_tokens, Hv, Dv], results before the norm.
-    max_tokens: skip requests with more tokens, which are prompts.
+    max_tokens: requests with more tokens are prompts, and are skipped.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -457,15 +458,15 @@ def _decode_requests(
                 )
                 v_block = v if NUM_BLOCKS == 1 else tl.gather(v, block * BLOCK_V + rows, 0)
                 state, block_out = _apply_token(state, q, k, v_block, decay, beta, k_dot_q)
-                # The next token uses the state as it would be stored.
+                # The next token uses the state rounded to the stored dtype.
                 rounded = state.to(recurrent_ptr.dtype.element_ty)
                 tl.store(block_ptrs, rounded, mask=row_mask & k_mask & (position == first_position))
                 raw_ptrs = raw_out_ptr + (position - first_position) * (HEADS * V_DIM) + block * BLOCK_V + rows
                 is_row = (block * BLOCK_V + rows < V_DIM) & (position >= first_position)
                 tl.store(raw_ptrs, block_out, mask=is_row)
                 state = rounded.to(tl.float32)
-    # Below, this program's threads read results of other threads. Both branches above leave results in memory, because
-    # the norm must add their squares in the same order.
+    # Below, this program's threads read results of other threads. Both branches above leave their results in memory, so
+    # that the norm adds squares in the same order after either branch.
     tl.debug_barrier()
     for index in range(num_tokens):
         out = tl.load(raw_out_ptr + index * (HEADS * V_DIM) + dims, mask=dim_mask, other=0.0)

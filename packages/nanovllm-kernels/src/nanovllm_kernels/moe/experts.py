@@ -16,7 +16,8 @@ class Routing:
         2024, https://arxiv.org/abs/2412.19437).
     top_groups: number of best groups, from which a token's experts are chosen.
     scale: factor by which the chosen experts' weights are multiplied after renormalizing.
-    shared: weight of the expert that every token uses: 1 ("always") or the sigmoid of a gate logit ("gated").
+    shared: weight of the shared expert, which every token uses: 1 ("always") or the sigmoid of a gate logit ("gated").
+        "none": there is no shared expert.
     """
 
     top_k: int
@@ -35,7 +36,7 @@ class PackedExperts(NamedTuple):
     w2: [E, H, I], the down projection.
     scales13: scales of e4m3 `w13`, else None. scales2: scales of e4m3 `w2`, else None.
     counters: int32, one per column tile of a launch, all 0 between launches.
-        Concurrent launches must not share counters. None: on a CPU.
+        Concurrent launches must not share counters. None on a CPU.
     first_id: id of the first expert. The rank's experts have the ids from `first_id` to `first_id + E - 1`.
     num_all: number of experts of all ranks.
     """

@@ -26,7 +26,7 @@ from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# Rows of a tile per group of warps, columns of each of a tile's two blocks of columns, and depth of one step over K.
+# Rows of a tile that one group of warps multiplies, columns in each of a tile's two blocks, and elements of K per step.
 GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = SPECIALIZED_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
@@ -40,7 +40,7 @@ GATHER_ROWS, GATHER_BLOCK = 16, 1024
 def run_products(
     x: Tensor, x_scales: Tensor, experts: PackedExperts, weights: Tensor, pairs: SortedPairs, pair_results: Tensor
 ) -> None:
-    """Write the weight times the expert's result of each of `pairs` into 16-bit `pair_results` [T k, H].
+    """For each of `pairs`, write the expert's result times the pair's weight into 16-bit `pair_results` [T k, H].
 
     x: e4m3 [T, H]. The tiles of `pairs` have SPECIALIZED_TILE_ROWS rows.
     """
@@ -170,7 +170,7 @@ def _grouped_product(
     weight_desc,  # TMA descriptor
     x_scales_ptr,
     scales_ptr,
-    order_ptr,  # fields of `SortedPairs`, like the next two
+    order_ptr,  # `order_ptr`, `starts_ptr` and `tiles_ptr`: fields of `SortedPairs`
     starts_ptr,
     tiles_ptr,
     weights_ptr,
@@ -185,13 +185,13 @@ def _grouped_product(
     COPY_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Write quantised `silu(gate) * up` of each row if GATED, or else each pair's weighted down projection."""
+    """If GATED, write each row's quantised `silu(gate) * up`. If not, write each pair's weighted down projection."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], x_desc.layout)
     weight_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], weight_desc.layout)
-    # Barriers: a stage's copies have arrived, and both groups of warps have used them.
+    # One barrier of each kind per stage. full: copies have arrived. empty: both groups of warps have used the copies.
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -214,14 +214,14 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and first row of work item `work`, a tile of rows and columns. Past the end: the last item."""
+    """Return the expert and first row of work item `work` (a tile), or of the last item if `work` is past the end."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
 
 @gluon.jit
 def _copy_tiles(rings, sources, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr):
-    """Copy the rows and weights of each work item (tile) and step into the ring buffer. One warp runs this function."""
+    """For each work item (tile) and step, copy rows and weights to the ring buffer. One warp runs this function."""
     x_ring, weight_ring, full, empty = rings
     x_desc, weight_desc, starts_ptr, tiles_ptr = sources
     TILE_COLUMNS: gl.constexpr = 128 if GATED else 256

@@ -154,5 +154,5 @@ def grouped_config(num_pairs: int, num_all: int, *, is_float32: bool, is_block_f
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles. A tile holds up to `block_m` pairs of one of this rank's `num_experts`."""
+    """Return the maximum number of tiles. A tile has up to `block_m` pairs of one of this rank's experts."""
     return min(num_pairs, num_pairs // block_m + min(num_experts, num_pairs))

@@ -112,7 +112,7 @@ def _run_products(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,
-            STAGES=config.num_stages,  # of the pipelined loop over K
+            STAGES=config.num_stages,  # stages of the pipelined loop over K
             OVERLAP=overlap,
             num_warps=config.num_warps,
             launch_pdl=overlap,
@@ -125,7 +125,7 @@ def _grouped_product(
     x_scales_ptr,
     weight_ptr,
     scales_ptr,
-    order_ptr,  # fields of `SortedPairs`, like the next two
+    order_ptr,  # `order_ptr`, `starts_ptr` and `tiles_ptr`: fields of `SortedPairs`
     starts_ptr,
     tiles_ptr,
     pair_weights_ptr,

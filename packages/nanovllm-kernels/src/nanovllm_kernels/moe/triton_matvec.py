@@ -3,9 +3,9 @@
 Each program computes a few columns, and loads as many groups of K at once as its registers hold. Tensor cores would use
 only one of their 64 rows.
 
-The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. With this proof,
-ptxas 12.8 and 12.9 merge an uninitialised register into the packed word (F2FP.E4M3.PACK_AB_MERGE_C), which gives
-garbage or NaN. ptxas 12.8 to 13.0 turn the upper half of such a word into 0x0008.
+The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. If it can, ptxas
+12.8 and 12.9 merge an uninitialised register into the word that packs FP8 values (F2FP.E4M3.PACK_AB_MERGE_C). The
+results are garbage or NaN. ptxas 12.8 to 13.0 turn the upper half of such a word into 0x0008.
 """
 
 import torch
@@ -49,7 +49,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
         launch_pdl=overlap,
         **local_options,
     )
-    # Expected number of the token's experts that this rank has, padded. More experts take more passes.
+    # Expected number of the token's experts on this rank, rounded up to a power of two. More experts take more passes.
     slots_per_pass = triton.next_power_of_2(triton.cdiv(top_k * num_experts, experts.num_all))
     config = matvec_config(intermediate_size, slots_per_pass)
     _down[(triton.cdiv(hidden_size, config.block_n),)](
@@ -239,7 +239,7 @@ def _down(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute a few columns of the weighted sum over this rank's chosen experts, SLOTS of them at once."""
+    """Compute a few columns of the weighted sum over this rank's chosen experts. A pass handles SLOTS experts."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -251,7 +251,7 @@ def _down(
         ids = tl.load(ids_ptr + slots, mask=slot_mask, other=-1)
         is_local = to_local(ids, first_id, num_experts) >= 0
         num_local = tl.sum(is_local.to(tl.int32), 0)
-        # Index of each local slot among the local slots.
+        # Index of each local slot (of an expert on this rank) among the local slots.
         local_indices = tl.cumsum(is_local.to(tl.int32), 0) - 1
         total = tl.zeros((BLOCK_N,), tl.float32)
         for first_index in range(0, num_local, SLOTS):

@@ -33,7 +33,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
         NUM_GROUPS=num_groups,
         GROUP_SIZE=group_size,
         PADDED_GROUPS=triton.next_power_of_2(num_groups),
-        PADDED_SIZE=triton.next_power_of_2(group_size),  # of a group
+        PADDED_SIZE=triton.next_power_of_2(group_size),  # padded size of a group
         TOP_GROUPS=routing.top_groups if num_groups > 1 else 1,
         TOP_K=routing.top_k,
         SLOTS=num_slots,
@@ -117,7 +117,7 @@ def _route(
         chosen = tl.min(tl.min(tl.where((choice_scores == best) & is_expert, experts, num_experts), 1), 0)
         is_chosen = experts == chosen
         weights = tl.where(slots == slot, tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0), weights)
-        # NaN logits equal no maximum: choose the last expert, whose id is valid.
+        # NaN scores do not equal the maximum, so `chosen` may be `num_experts`: use the last expert's id instead.
         ids = tl.where(slots == slot, tl.minimum(chosen, num_experts - 1), ids)
         choice_scores = tl.where(is_chosen, minus_inf, choice_scores)
     if RENORMALIZE:

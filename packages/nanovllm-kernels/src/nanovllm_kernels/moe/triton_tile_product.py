@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_weight(weight_ptr, columns, ks, N: tl.constexpr, K: tl.constexpr):
-    """Load elements [n, k] of a weight [N, K], at `columns` [n] and `ks` [1, k]. Outside the weight: 0."""
+    """Load elements [n, k] of a weight [N, K], at `columns` [n] and `ks` [1, k]. Use 0 outside the weight."""
     mask = (columns < N)[:, None] & (ks < K)
     return tl.load(weight_ptr + columns[:, None].to(tl.int64) * K + ks, mask=mask, other=0.0)
 

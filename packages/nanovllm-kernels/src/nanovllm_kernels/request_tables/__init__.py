@@ -1,6 +1,7 @@
 """Builds a step's inputs on the device from tables of all requests, and records sampled tokens in the tables.
 
-For speculative decoding, a request's drafts stand in its row of the token table, after its last known token.
+For speculative decoding, a request's drafts (proposed tokens) stand in its row of the token table, after its last
+known token.
 """
 
 import torch
@@ -24,8 +25,8 @@ def build_inputs(
     """Gather the inputs of a step for B requests. Never waits for the device.
 
     table_rows: int32 [B], each request's row in the tables.
-    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
-        request may have no tokens.
+    query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens without
+        padding. A request may have no tokens.
     page_table: int32 [R, max_pages], page numbers of each table row.
     page_size: tokens per page.
     num_tokens: number of tokens in the step. May include padding tokens, which become token 0 at position 0 in cache
@@ -50,11 +51,11 @@ def commit_tokens(
     tables: TokenTables,
     token_counts: Tensor | None,
 ) -> None:
-    """Add each request's token count of the step to `num_computed`, and write sampled tokens after computed tokens.
+    """Add each request's number of tokens in the step to `num_computed`, then write its sampled token at this position.
 
     Never waits for the device. A sampled token is not written if the request's row of `tokens` is full.
 
-    table_rows: int32 [B], each request's row in the tables. Requests with tokens have different rows.
+    table_rows: int32 [B], each request's row in the tables. Requests with tokens in the step have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
     sampled: int32 [B], each request's new token.
     is_sampled: int32 [B], 0 to ignore the request's new token.
@@ -69,21 +70,21 @@ def commit_tokens(
 def verify_drafts(
     table_rows: Tensor, query_start_loc: Tensor, sampled: Tensor, tables: TokenTables, token_counts: Tensor | None
 ) -> Tensor:
-    """Accept each request's drafts up to the first that differs from the sampled token, and commit one more token.
+    """Accept the drafts before a request's first draft that differs from the sampled token, and commit one more token.
 
     The step computed q tokens of a request: the token at position `num_computed`, then q - 1 drafts. A draft is
-    accepted if it equals the token that was sampled after its predecessor, and if all earlier drafts are accepted.
-    `num_computed` grows by the number of accepted drafts and one. At the new `num_computed` stands the request's last
-    new token: the token that was sampled after the last accepted draft. It is not written if the request's row of
-    `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
+    accepted if it equals the token that was sampled after the preceding token, and if all earlier drafts are accepted.
+    `num_computed` grows by the number of accepted drafts plus 1. The request's last new token is the token that was
+    sampled after the last accepted draft. It is written at position `num_computed` (the new value), unless the
+    request's row of `tokens` is full. Rejected drafts stay in the row. Never waits for a GPU.
 
-    table_rows: int32 [B], each request's row in the tables. Requests with tokens have different rows.
+    table_rows: int32 [B], each request's row in the tables. Requests with tokens in the step have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
         request without tokens is padding, and changes nothing.
     sampled: int32 [T], the token that was sampled after each token of the step. T may include padding tokens.
     token_counts: int32 [R, V], occurrences of each token id, incremented for new tokens. None: nothing is counted.
 
-    Returns int32 [B], number of each request's new tokens: accepted drafts and one, or 0 for a request without tokens.
+    Returns int32 [B], number of each request's new tokens: accepted drafts plus 1; 0 for a request without tokens.
     """
     if table_rows.is_cuda:
         return _verify_drafts_op(table_rows, query_start_loc, sampled, *tables, token_counts)
@@ -93,21 +94,21 @@ def verify_drafts(
 def propose_ngrams(
     table_rows: Tensor, is_sampled: Tensor, tables: TokenTables, *, num_drafts: int, min_match: int, max_match: int
 ) -> tuple[Tensor, Tensor]:
-    """Write drafts after each request's last known token: the tokens that followed an earlier, equal sequence.
+    """Write drafts after each request's last known token: the tokens after an earlier occurrence of the last tokens.
 
     The last known token of a request stands at position n = `num_computed`. The operator takes the longest suffix of
     `min_match` to `max_match` known tokens that also ends at an earlier position e. The two occurrences may overlap.
-    If a suffix has several earlier occurrences, the last occurrence counts. Draft i is the token at position
-    e + 1 + i mod (n - e): after the last known token, drafts continue at e + 1 again. Drafts beyond the end of the
+    If a suffix has several earlier occurrences, the last occurrence counts. Draft i (from 0) is the token at position
+    e + 1 + (i mod (n - e)): after the last known token, drafts continue at e + 1 again. Drafts beyond the end of the
     request's row of `tokens` are dropped. Without a match nothing is written. Never waits for a GPU.
 
-    table_rows: int32 [B], each request's row in the tables. Requests with `is_sampled` have different rows.
+    table_rows: int32 [B], each request's row in the tables. Requests with nonzero `is_sampled` have different rows.
     is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.
     num_drafts: number of drafts per request, at least 1.
 
     Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the tokens that now stand after the last known token,
-    whether they are new or not; 0 beyond the end of the row and for skipped requests. num_proposed: int32 [B], number
-    of new drafts, 0 without a match.
+    even without a match; 0 beyond the end of the row and for skipped requests. num_proposed: int32 [B], number of
+    drafts that were written, 0 without a match.
 
     Raises ValueError if `num_drafts` < 1, or not 1 <= `min_match` <= `max_match`.
     Source: Saxena, "Prompt Lookup Decoding" (2023).

@@ -20,7 +20,7 @@ def verify_drafts(
     rows, query_lens = table_rows.numpy()[requests, None], query_lens[requests, None]
     num_computed = tables.num_computed.numpy()
     positions = num_computed[rows] + 1
-    # A request's columns from its query length on are computed, but not used.
+    # In a request's row, columns beyond the request's query length are computed but not used.
     steps = np.arange(query_lens.max())
     choices = choices[np.minimum(starts[requests, None] + steps, choices.shape[0] - 1)]
     is_accepted = choices == tokens[rows, np.minimum(positions + steps, tokens.shape[1] - 1)]
@@ -51,7 +51,7 @@ def propose_ngrams(
         last = int(num_computed[row])
         row_drafts = tokens[row, last + 1 : last + 1 + num_drafts]
         num_places = row_drafts.shape[0]
-        # An empty slice also means that a full row may lack the last known token.
+        # A full row has no place for drafts. Even the last known token may be missing in it.
         if num_places == 0:
             continue
         end = _find_last_occurrence(tokens[row, : last + 1], min_match, max_match)
@@ -63,10 +63,13 @@ def propose_ngrams(
 
 
 def _find_last_occurrence(known: np.ndarray, min_match: int, max_match: int) -> int | None:
-    """Return where the last earlier occurrence of the longest repeated suffix of `known` ends."""
+    """Return where the longest suffix of `known` that occurs earlier ends in its last earlier occurrence.
+
+    The suffix has `min_match` to `max_match` tokens. Returns None if no such suffix occurs earlier.
+    """
     last = known.shape[0] - 1
     longest_matches, longest_length = None, 0
-    # Element i says whether the `length` tokens from position i on equal the suffix of that length.
+    # Element i: whether the `length` tokens that begin at position i equal the last `length` tokens.
     is_equal = known[:last] == known[last]
     for length in range(1, min(max_match, last) + 1):
         if length > 1:

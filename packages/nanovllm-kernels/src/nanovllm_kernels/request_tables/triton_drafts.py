@@ -7,13 +7,13 @@ from torch import Tensor
 
 from nanovllm_kernels.request_tables.tables import TokenTables
 
-# Number of positions that a program of the search compares at a time.
+# Number of positions that a program of `_find_matches` compares at a time.
 SEARCH_BLOCK = 1024
-# Number of programs that the search divides among the requests: more than a GPU runs at a time.
+# Number of programs of `_find_matches`, divided among the requests: more than a GPU runs at a time.
 MAX_SEARCH_PROGRAMS = 2048
-# Number of pieces of which the copy of drafts reads the matches at a time.
+# Number of pieces whose matches `_copy_drafts` reads at a time.
 PIECE_BLOCK = 128
-# Number of drafts that a program of the verification compares at a time.
+# Number of drafts that a program of `_verify_drafts` compares at a time.
 VERIFY_BLOCK = 32
 
 
@@ -101,7 +101,7 @@ def _verify_drafts(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Verify the drafts of one request per program. Requests without tokens are skipped: they may share a row."""
+    """Verify the drafts of one request per program. Skip requests without tokens, which may share a row."""
     request = tl.program_id(0)
     start = tl.load(query_start_loc_ptr + request)
     num_drafts = tl.load(query_start_loc_ptr + request + 1) - start - 1
@@ -147,10 +147,11 @@ def _find_matches(
     MAX_MATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the last of the longest matches that end in one piece of a request's tokens.
+    """Find the longest match that ends in one piece of a request's tokens. Among equally long matches, the last counts.
 
-    With P pieces, piece p consists of the blocks p, p + P, p + 2P and so on. A match is stored as
-    length << 32 | position of its last token, so that the greatest number is the last of the longest matches.
+    A match is an earlier occurrence of the request's last known tokens. With P pieces, piece p consists of the blocks
+    p, p + P, p + 2P and so on. A match is stored as length << 32 | position of its last token, so that the greatest
+    number is the last of the longest matches.
     """
     piece, request = tl.program_id(0), tl.program_id(1)
     num_pieces = tl.num_programs(0)
@@ -159,7 +160,7 @@ def _find_matches(
     row = tl.load(rows_ptr + request).to(tl.int64)
     row_ptr = tokens_ptr + row * tokens_stride
     last = tl.load(num_computed_ptr + row)
-    # A full row may lack the last known token, and has no place for drafts.
+    # A full row has no place for drafts. Even the last known token may be missing in it.
     if last + 1 >= max_len:
         return
     lanes = tl.arange(0, BLOCK)
@@ -206,7 +207,7 @@ def _copy_drafts(
     num_places = tl.minimum(tl.maximum(max_len - 1 - last, 0), NUM_DRAFTS)
     num_places = tl.where(tl.load(is_sampled_ptr + request) != 0, num_places, 0)
     best = tl.zeros([BLOCK], dtype=tl.int64)
-    # Requests without places for drafts have no matches in memory.
+    # For requests without places for drafts, `_find_matches` stored no matches.
     for first_piece in tl.range(0, tl.where(num_places > 0, num_pieces, 0), BLOCK):
         pieces = first_piece + tl.arange(0, BLOCK)
         match_ptrs = matches_ptr + request.to(tl.int64) * num_pieces + pieces
@@ -216,7 +217,7 @@ def _copy_drafts(
     end = tl.where(is_match, match & 0x7FFFFFFF, last - 1).to(tl.int32)
     steps = tl.arange(0, PADDED_DRAFTS)
     targets = last + 1 + steps
-    # Without a match, the tokens that stand in the row are the drafts.
+    # Without a match, `drafts` are the tokens that already stand in the row.
     sources = tl.where(is_match, end + 1 + steps % (last - end), targets)
     drafts = tl.load(row_ptr + sources, mask=steps < num_places, other=0)
     tl.store(row_ptr + targets, drafts, mask=is_match & (steps < num_places))

@@ -18,8 +18,8 @@ class DrawSettings(NamedTuple):
 
     temperature: float32 [B]. Below MIN_TEMPERATURE the likeliest token is chosen, with the lowest id if tokens tie.
     top_k: int32 [B], 0 for off. Keeps logits that are at least the k-th largest logit.
-    top_p: float32 [B], 1 for off. Keeps the fewest likeliest tokens whose probabilities add up to `top_p`, and tokens
-        that tie with the least likely kept token (Holtzman et al. 2020).
+    top_p: float32 [B], 1 for off. Keeps the smallest set of likeliest tokens whose probabilities add up to at least
+        `top_p`, and tokens that tie with the least likely token of the set (Holtzman et al. 2020).
     min_p: float32 [B], 0 for off. Keeps tokens with probability >= min_p * largest probability (Nguyen et al. 2024).
     seeds: int64 [B].
     """

@@ -11,7 +11,7 @@ from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_L
 NUM_FIRST_CANDIDATES = 128
 # If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16
-# With top-k, number of candidates in addition to k. They may tie with the k-th largest logit.
+# With top-k, number of candidates in addition to k, because further logits may tie with the k-th largest logit.
 NUM_TIE_CANDIDATES = 64
 # Number of logits that `_draw` processes at once. These logits fit the CPU's cache.
 DRAW_ELEMENTS = 1 << 18

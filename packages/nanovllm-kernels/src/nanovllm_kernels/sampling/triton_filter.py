@@ -1,9 +1,9 @@
-"""Draws the token with the largest noisy logit (Gumbel noise) among those that a row's filters keep, without sorting.
+"""Draws the token with the largest noisy logit (Gumbel noise) of the tokens that a row's filters keep. Does not sort.
 
 The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the largest noisy logit if
-the filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. Candidates
-are the tokens of segments (adjacent tokens) with a large maximum. If the filters may keep other tokens too, all tokens
-of the row are candidates. A token's value is its logit divided by the temperature.
+the filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. A segment
+is a group of adjacent tokens. Candidates are the tokens of the segments with the largest maxima. If the filters may
+keep other tokens too, all tokens of the row are candidates. A token's value is its logit divided by the temperature.
 """
 
 import triton
@@ -11,8 +11,8 @@ import triton.language as tl
 
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
-# Lower bound of a row's maximum logit: a row without finite logits would give infinity minus infinity. The bound stays
-# finite when divided by a temperature.
+# Lower bound of a row's maximum logit. Without a bound, a row without finite logits would give infinity minus infinity.
+# This bound stays finite when divided by a temperature.
 MIN_MAX_LOGIT = tl.constexpr(-1.0e30)
 NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than every token id
 
@@ -39,7 +39,7 @@ def _pivot_between(low, max_value):
 
 @triton.jit
 def _raise_threshold(values, low, max_value, min_count, max_count):
-    """Raise the threshold `low` by bisection until `min_count` to `max_count` of `values` are at least `low`.
+    """Raise the threshold `low` by bisection until the number of `values` >= `low` is from `min_count` to `max_count`.
 
     If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
     `values`: with other bounds, ties could prolong the search.
@@ -145,7 +145,10 @@ def _draw_from_row(
 
 @triton.jit
 def _draw_from_candidates(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
-    """Draw from candidates, like `_draw_from_row`. values: -inf for other tokens. weights: the masses of `tokens`."""
+    """Draw from candidates, like `_draw_from_row`.
+
+    values: -inf for tokens that are not candidates. weights: the mass of each of `tokens`.
+    """
     token = NO_TOKEN
     is_rejected = True
     while is_rejected:

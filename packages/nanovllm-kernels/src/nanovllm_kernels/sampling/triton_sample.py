@@ -1,4 +1,4 @@
-"""Draws tokens on CUDA. One program per chunk of a row stores its best token. Then one program per row chooses a token.
+"""Draws tokens on CUDA. One program per chunk of a row stores the chunk's best token. Then one per row chooses a token.
 
 Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """

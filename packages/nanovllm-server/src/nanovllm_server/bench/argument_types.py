@@ -1,4 +1,4 @@
-"""Parsers of flag values. If a parser raises ValueError, argparse shows the parser's name to the user."""
+"""Parsers of flag values, named after the values: argparse answers a ValueError with `invalid NAME value`."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The entry point of `nanovllm-bench`. Imports commands late, which keeps --help fast."""
+"""The entry point of `nanovllm-bench`. Imports the module of a command late, which keeps --help fast."""
 
 import argparse
 import importlib.util
@@ -193,7 +193,7 @@ def _load_models(flags: argparse.Namespace, load_format: "LoadFormat") -> "tuple
 
 
 def _set_threads(num_threads: int | None) -> None:
-    """Sets the number of torch's threads, of this process and its child processes. None for torch's default."""
+    """Sets how many threads torch uses in this process and its child processes. None keeps torch's default."""
     if num_threads is not None:
         # Torch reads these variables when it is imported. `torch.set_num_threads` would affect only the calling thread.
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)

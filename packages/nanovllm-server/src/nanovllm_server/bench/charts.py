@@ -13,7 +13,7 @@ DPI = 150
 def draw_grouped_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], values_by_series: Mapping[str, Sequence[float]]
 ) -> None:
-    """Draws groups of vertical bars. groups: names of the groups. values_by_series: one value per group."""
+    """Draws groups of vertical bars. groups: names of the groups. values_by_series: per series, one value per group."""
     num_series = len(values_by_series)
     figure = _make_figure(max(5, 1.5 + 1.5 * len(groups) * num_series), 4)
     axes = figure.subplots()
@@ -51,9 +51,9 @@ def draw_curves(
     x_name: str,
     x_values: Sequence[float],
     point_labels: Sequence[str],
-    lines_by_panel: Mapping[str, Mapping[str, Sequence[float]]],  # From y axis label to line name to y values.
+    lines_by_panel: Mapping[str, Mapping[str, Sequence[float]]],  # By y axis label, then by line name: the y values.
 ) -> None:
-    """Draws panels of lines side by side. point_labels: one text for each point of a panel's first line."""
+    """Draws panels of lines side by side. point_labels: texts beside the points of each panel's first line."""
     figure = _make_figure(4.5 * len(lines_by_panel), 4)
     panels = figure.subplots(1, len(lines_by_panel), squeeze=False)
     for axes, (y_name, values_by_line) in zip(panels[0], lines_by_panel.items(), strict=True):

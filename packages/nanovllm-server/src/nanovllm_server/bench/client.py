@@ -51,8 +51,8 @@ class TimedAnswer:
     """The times and token counts of one answer. Times come from `time.perf_counter`.
 
     start_time: time before the connection was opened.
-    piece_times: arrival time of each delta with content; only the end of the answer if no delta has content.
-    accepted_drafts, rejected_drafts: tokens that speculative decoding proposed; 0 if the server does not report them.
+    piece_times: arrival time of each delta with content; `(end_time,)` if no delta has content.
+    accepted_drafts, rejected_drafts: numbers of tokens proposed by speculative decoding; 0 if the server reports none.
     """
 
     start_time: float
@@ -212,7 +212,7 @@ async def _open_exchange(
 async def _send_request(
     endpoint: Endpoint, reader: StreamReader, writer: StreamWriter, method: str, path: str, body: bytes
 ) -> AsyncGenerator[bytes, None]:
-    """Returns the parts of the response's body. Raises ExchangeError if the status is not 200."""
+    """Sends a request. Returns an iterator over the response's body. Raises ExchangeError if the status is not 200."""
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     head_lines = [
         f"{method} {endpoint.path_prefix}{path} HTTP/1.1",
@@ -237,7 +237,7 @@ async def _send_request(
 
 
 async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the parts of a body. Without chunks and Content-Length, the body ends when the server disconnects."""
+    """Yields the parts of a body. If it has no chunks and no Content-Length, it ends when the server disconnects."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]

@@ -30,7 +30,7 @@ class BenchError(RuntimeError):
 
 
 class InvalidSettingsError(BenchError):
-    """The engine refuses the model, the engine's configured limits or a request."""
+    """The engine refuses the model, a limit or a request, or the flags contradict each other."""
 
     exit_status = 2
 

@@ -34,10 +34,10 @@ class ServeOptions:
     """Options of a run.
 
     model: None for the first model that the server lists.
-    rates: requests per second; None for all at once. Every rate with every concurrency is a load.
+    rates: requests per second; None for all at once. Each pair of a rate and a concurrency is one load.
     concurrencies: maximum numbers of simultaneous requests; None for no limit.
     repeat: number of runs of each load. Results are medians of the runs.
-    seed: selects the words of the prompts. The server may have cached the prompts of a run with the same seed.
+    seed: selects the words of the prompts. The server may still cache the prompts of an earlier run with this seed.
     """
 
     endpoint: Endpoint
@@ -69,12 +69,12 @@ class LoadResult:
     concurrency: maximum number of simultaneous requests; None for no limit.
     failed: number of requests without a complete answer. The other fields exclude these requests.
     seconds: time from the start of the first request to the end of the last answer.
-    accepted_drafts, rejected_drafts: tokens that speculative decoding proposed; 0 if the server does not report them.
-    tokens_per_step: mean number of output tokens of a request per step. Steps without drafts also count.
+    accepted_drafts, rejected_drafts: numbers of tokens proposed by speculative decoding; 0 if the server reports none.
+    tokens_per_step: mean number of output tokens that a request gets per step, with or without drafts.
     busy: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.
     itl: time between two consecutive pieces. A piece may have several tokens.
-    tpot: time per token after the first piece.
+    tpot: time from the first piece to the last piece, divided by the number of output tokens minus 1.
     e2e: time from the start of a request to the end of the answer.
     """
 
@@ -209,7 +209,7 @@ def _summarize(
         output_tokens=output_tokens,
         accepted_drafts=accepted_drafts,
         rejected_drafts=sum(answer.rejected_drafts for answer in answers),
-        # A step of a request has the accepted drafts and one other token.
+        # Each step gives a request its accepted drafts and one other token.
         tokens_per_step=output_tokens / max(output_tokens - accepted_drafts, 1),
         busy=busy,
         ttft=latency_stats(answer.ttft_s for answer in answers),

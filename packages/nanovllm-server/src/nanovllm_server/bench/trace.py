@@ -11,9 +11,9 @@ import msgspec
 from nanovllm_server.bench.report import BenchError, percentile, print_tables, write_json
 from nanovllm_server.bench.workload import IntegerRange
 
-# A track is one activity of the host, such as planning, or the device. A track has one span of time per step.
+# A track is either the device or one activity of the host, such as planning. A track has one time span per step.
 DEVICE_TRACK = "device"
-# The name of an additional row, `TrackTimes.track`. It sums each step's times over all tracks except the device.
+# `TrackTimes.track` of an additional row, which sums each step's times over all tracks except the device.
 HOST_SUM = "host"
 # `IdleTimes.long` counts the idle times above this limit.
 LONG_IDLE_US = 50.0
@@ -113,7 +113,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
 
 
 def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
-    """Yields the sums over all host tracks, only for steps that each host track has. Then yields each track's times."""
+    """First yields the sums over all host tracks, for steps that all of them have. Then yields each track's times."""
     host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
     if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
         yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])
@@ -123,7 +123,7 @@ def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
 
 
 def measure_idle_times(device_events: EventByStep) -> IdleTimes | None:
-    """Computes the idle times between consecutive steps. Returns None for fewer than two steps."""
+    """Computes the device's idle times between consecutive steps. Returns None for fewer than two steps."""
     events = [device_events[step] for step in sorted(device_events)]
     idle_us = sorted(later.ts - event.ts - event.dur for event, later in pairwise(events))
     if not idle_us:

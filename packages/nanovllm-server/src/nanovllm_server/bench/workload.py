@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-# Largest token id of a prompt. Another project, nano-vllm, has this value in its benchmark. The default workload of our
-# command `throughput` is the workload of that benchmark.
+# Largest token id of a prompt. The benchmark of another project, nano-vllm, uses this value. Our command `throughput`
+# has the workload of that benchmark by default.
 MAX_TOKEN_ID = 10_000
 
 # Each of these words, after a space, is one token in the vocabularies of GPT-2, Llama, Qwen and their descendants. The

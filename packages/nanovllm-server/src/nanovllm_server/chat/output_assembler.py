@@ -24,7 +24,7 @@ class ChoiceOptions:
 
     include_stop: the text includes the stop string or stop token.
     tag_ids: ids of special tokens that the parser must see as text.
-    allows_parallel_calls: if false, the choice ends with its first call.
+    allows_parallel_calls: if False, the choice ends after its first call.
     names_tokens_by_id: in log-probabilities, a token is written "token_id:ID" instead of as text.
     is_call_required: the answer must consist of calls. Content is dropped, because it can only be markup of calls.
     is_function_named: `tool_choice` names a function; finish_reason is then "stop", not "tool_calls" (as OpenAI does).
@@ -71,9 +71,9 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def process_output(self, output: RequestOutput) -> Delta | None:
-        """Adds an output. Returns the new delta; None without new text or calls. The choice must not have ended."""
+        """Adds an output. Returns the new delta; None without text, calls or an end. The choice must not have ended."""
         token_ids = output.new_token_ids
-        # A stop token is the last token of its output, and is text only if `include_stop` is set.
+        # A stop token is the last token of its output. It becomes text only if `include_stop` is set.
         num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1

@@ -25,9 +25,9 @@ def serialize_prompt_logprobs(
 def iterate_entries(
     vocabulary: TextVocabulary, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs
 ) -> Iterator[dict[str, PromptLogprob] | None]:
-    """Yields one dictionary per prompt token, and None for the first token, which has no log-probability.
+    """Yields None for the first prompt token, which has no log-probability, then a dictionary per further token.
 
-    A dictionary maps ids to log-probabilities: of the prompt token, and of the likeliest tokens at its position.
+    A dictionary maps the ids of the prompt token and of the likeliest tokens at its position to log-probabilities.
     """
 
     def make_logprob(token_id: int, logprob: float, rank: int) -> PromptLogprob:
@@ -37,7 +37,7 @@ def iterate_entries(
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
         entries = {str(token_id): make_logprob(token_id, logprobs.logprob, logprobs.rank)}
-        # Two equally likely tokens have different ranks.
+        # The rank is the position in `top`: equally likely tokens have different ranks.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
             entries[str(top_id)] = make_logprob(top_id, logprob, rank)
         yield entries

@@ -39,7 +39,7 @@ class Service:
     allowed_hosts: names that the Host header may have besides local and private names.
     allowed_origins: origins whose pages may read the server's answers.
     body_memory_bytes: maximum memory of all bodies over 64 KiB in this worker.
-    defaults: sampling parameters of requests that set none.
+    defaults: values of sampling parameters that a request leaves out.
     running: generations that have not ended.
     """
 
@@ -161,7 +161,7 @@ class Service:
         return await self.renderer.encode_prediction(chat.prediction, self.engine.info.max_model_len)
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt, budget or None). With a budget, appends the begin tag of reasoning if it is missing."""
+        """Returns (prompt, budget or None). If there is a budget, adds a missing tag that begins reasoning."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
@@ -189,7 +189,7 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Returns the error of the first field whose grammar does not compile alone, else the constraint's error."""
+        """Returns the ApiError. If `error.place` is None, it names the first field whose grammar fails alone."""
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:

@@ -4,14 +4,14 @@
 class StopMatcher:
     """Finds the stop string that ends first, by the search of Knuth, Morris and Pratt (1977).
 
-    matched_stop: the stop string that was found; None until then.
+    matched_stop: the stop string that was found; None before a match.
     """
 
     def __init__(self, stop_strings: tuple[str, ...]):
         # Longest first: if several stop strings end at the same character, `push` must match the longest.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._failure_tables = [_failure_table(stop) for stop in self._stop_strings]
-        # For each stop string: the length of its longest prefix with which the text so far ends.
+        # For each stop string: the length of its longest prefix that is a suffix of the text so far.
         self._num_matched = [0] * len(stop_strings)
         # Text that may belong to a stop string.
         self._held_text = ""
@@ -46,7 +46,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """Returns, for each prefix of `pattern`, the length of the longest shorter prefix with which the prefix ends."""
+    """Returns a table. Entry i: length of the longest proper prefix of `pattern[: i + 1]` that is also its suffix."""
     table = [0] * len(pattern)
     num_matched = 0
     for index in range(1, len(pattern)):

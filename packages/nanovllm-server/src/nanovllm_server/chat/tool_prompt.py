@@ -29,7 +29,7 @@ def write_tools_as_text(
 
 
 def write_past_calls_as_text(messages: Sequence[TemplateMessage], call_format: ToolCallFormat) -> list[TemplateMessage]:
-    """Rewrites calls as text of the assistant, and results as text of the user."""
+    """Rewrites calls as text of assistant messages, and results of calls as text of user messages."""
     rewritten: list[TemplateMessage] = []
     for message in messages:
         text_message = _to_text_message(message, call_format)
@@ -42,7 +42,7 @@ def write_past_calls_as_text(messages: Sequence[TemplateMessage], call_format: T
 
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """Writes a call in the model's format. arguments: an object, or the text of arguments that were cut off."""
+    """Writes a call in the model's format. arguments: an object, or text if the arguments were cut off."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:

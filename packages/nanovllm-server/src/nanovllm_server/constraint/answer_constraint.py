@@ -41,8 +41,8 @@ class AnswerConstraint:
     """The constraint on an answer.
 
     spec: grammar of the whole answer.
-    field_grammars: (path, grammar) of each request field that `spec` includes, to find the field at fault if `spec`
-        does not compile.
+    field_grammars: (path, grammar) of each request field that `spec` includes. If `spec` does not compile, the
+        server may compile each of these grammars alone, to find the field at fault.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. These grammars must compile too.
     calls_only_at_start: only an answer that begins with a call can have calls.
     """
@@ -63,7 +63,8 @@ def constrain(
 ) -> AnswerConstraint | None:
     """Returns the constraint on the answer; None for free text. Raises ApiError (400) if a grammar is too large.
 
-    answer_rule: format that the client requests for content. reasoning_state: state where the prompt ends.
+    answer_rule: format that the client requests for content.
+    reasoning_state: state of the reasoning where the prompt ends.
     """
     call_form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):

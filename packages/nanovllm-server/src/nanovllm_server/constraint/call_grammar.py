@@ -56,7 +56,7 @@ def text_and_calls_grammar(form: ToolCallFormat, functions: Sequence[Function], 
 
 
 def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
-    """Returns the texts with which a call within other text begins. The package `parsing` looks for the same texts."""
+    """Returns the texts that begin a call within other text. The package `parsing` looks for the same texts."""
     return (form.begin,) if isinstance(form, JsonCalls) else (form.begin, form.call_begin)
 
 

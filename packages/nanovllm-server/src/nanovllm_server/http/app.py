@@ -48,7 +48,7 @@ def create_app(service: Service) -> Quart:
     async def chat_completions() -> Response:
         exchange = get_exchange(cast(HTTPScope, request.scope))
         check_content_type(request.headers.get("Content-Type"), request.headers.get("Content-Encoding"))
-        async with body_memory.hold(_max_body_bytes(service)) as body_share:
+        async with body_memory.hold(_reserved_body_bytes(service)) as body_share:
             chat = await _read_request(service, exchange, body_share, large_body_semaphore)
             generation = await service.start_generation(chat, exchange)
             # Free the text of the messages now, because the answer may take long.
@@ -149,8 +149,8 @@ def _add_static_routes(app: Quart, service: Service) -> None:
     app.add_url_rule("/", view_func=page, methods=["GET"])
 
 
-def _max_body_bytes(service: Service) -> int:
-    """Returns Content-Length, or the server's limit for a chunked body. Raises RequestEntityTooLarge."""
+def _reserved_body_bytes(service: Service) -> int:
+    """Returns Content-Length, or the server's limit if the body is chunked. Raises RequestEntityTooLarge."""
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:

@@ -21,7 +21,7 @@ from nanovllm_server.protocol.error import ApiError
 BACKLOG = 2048  # Maximum number of connections that this worker has not accepted yet.
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
-# By default, event loops read up to 256 KiB from a connection at once, too much memory for a thousand connections.
+# By default, event loops read up to 256 KiB from a connection at once: too much memory for a thousand connections.
 MAX_READ_BYTES = 8 << 10
 # A line feed without a carriage return, or a header that continues on the next line.
 AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
@@ -76,8 +76,8 @@ class SmallReadProtocol(asyncio.BufferedProtocol):
     _buffer = memoryview(bytearray(MAX_READ_BYTES))
 
     def __init__(self, on_connect: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]):
-        # A `StreamReader` pauses the connection if it holds more than twice its limit. With this limit, it pauses at
-        # more than half of `MAX_READ_BYTES`.
+        # A `StreamReader` pauses the connection if the reader holds more than twice `limit` bytes. With this limit,
+        # that is more than half of `MAX_READ_BYTES`.
         reader = asyncio.StreamReader(limit=MAX_READ_BYTES // 4)
         self._stream = asyncio.StreamReaderProtocol(reader, on_connect)
         self.pause_writing = self._stream.pause_writing

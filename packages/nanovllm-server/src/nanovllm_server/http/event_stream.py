@@ -54,7 +54,7 @@ class ChatStream:
         self._must_send_prompt_token_ids = envelope.prompt_token_ids is not None
 
     async def wait_for_first_deltas(self) -> None:
-        """Waits for the first deltas. A failure during this wait can still set the HTTP status."""
+        """Waits for the first deltas. The HTTP status is not sent yet: a failure here can become an error response."""
         self._first_deltas = await anext(self._delta_batches)
 
     async def events(self, exchange: HttpExchange, logger: Logger) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The routes that report the state of the server, and those for administrators."""
+"""The routes that report the state of the server, and the routes for administrators."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine and of all workers. Metrics that vLLM also has use vLLM's name and meaning."""
+"""Prometheus metrics of the engine and of all workers. Metrics that also exist in vLLM have vLLM's name and meaning."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ OTHER_PATH = "other"
 STATUSES = range(100, 600)  # HTTP status codes
 
 
-# Pairs (labels, value). The labels are additional to the labels that all metrics have.
+# Pairs (labels, value). Each sample has these labels and the labels that all metrics have.
 Samples = Iterable[tuple[Mapping[str, str], float]]
 
 
@@ -201,7 +201,7 @@ class Metrics(Collector):
             yield from self._collect_draft_metrics(info.draft_method, stats)
 
     def _collect_tier_metrics(self, stats: EngineStats) -> Iterator[Metric]:
-        """The metrics of copies of cached blocks in host memory and on disk."""
+        """Yields the metrics of the KV cache's other tiers: copies of cached blocks in host memory and on disk."""
         for name, help_text, label, totals in (
             ("kv_offload_hits", "Prompt tokens loaded from host memory or disk.", "tier", stats.loaded_tokens),
             ("kv_offload_bytes", "Bytes copied between tiers of the KV cache.", "copy", stats.copied_bytes),

@@ -13,13 +13,13 @@ from nanovllm_server.observability.shared_counters import SharedCounters
 class ProcessMetrics(Collector):
     """Metrics of the parent, the engine and every worker. The label `process` names the process. Linux only.
 
-    Only a worker of the server may create this object, because the worker's parent must be the server's parent.
+    Only an HTTP worker may create this object, because `collect` reports this process's parent as `parent`.
     """
 
     def __init__(self, counters: SharedCounters, engine_pid: int | None):
         self._engine_pid = engine_pid
         self._worker_pids = counters.claim(1)
-        # The counter may still hold the process id of a dead worker, which this worker replaces.
+        # If this worker replaces a dead worker, the counter still holds the process id of the dead worker.
         self._worker_pids.clear()
         self._worker_pids.add(0, os.getpid())
 

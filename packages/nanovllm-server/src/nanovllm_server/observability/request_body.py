@@ -45,7 +45,7 @@ class RequestBody:
         await self._is_decided.wait()
 
     def add(self, event: ASGIReceiveEvent) -> None:
-        """Adds a received part of the body, or the end of the request."""
+        """Handles a received event: a part of the body, or the client's disconnect."""
         if event["type"] != "http.request":
             # The web framework cancels the application when the client has disconnected.
             self.received.set()

@@ -47,7 +47,7 @@ class CallReader(ABC, Generic[CallFormat]):
         """
 
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """Reads consecutive calls. Returns whether there was a call; if not, passes the text read to `fallback`."""
+        """Reads consecutive calls. Returns whether there was a call. If not, passes the read text to `fallback`."""
         self.source.start_recording()
         has_opening_tag = yield from self.source.read_literal(self.form.begin)
         sink, has_calls = fallback, False
@@ -65,11 +65,11 @@ class CallReader(ABC, Generic[CallFormat]):
             self.source.start_recording()
 
     def _read_closing_tag(self, tag: str) -> ReadGenerator[bool]:
-        """Reads a closing tag. Returns True if the tag comes next, also if the answer ends within the tag."""
+        """Reads a closing tag. Returns True if the tag comes next, even if the answer ends within the tag."""
         return (yield from self.source.read_literal(tag)) or self.source.read_truncated_literal(tag)
 
     def accepts_name(self, name: str | None, *, has_opening_tag: bool) -> bool:
-        """Whether a call may have this name: any name after an opening tag, otherwise the name of a function."""
+        """Whether a call may have this name. Without an opening tag, only the name of a known function is accepted."""
         return bool(name) and (has_opening_tag or name in self.schemas)
 
     def begin_call(self, name: str) -> None:
@@ -81,12 +81,12 @@ class CallReader(ABC, Generic[CallFormat]):
         """Reports a call, and reads its arguments: the JSON object that comes next."""
         self.begin_call(name)
         is_complete = yield from self.source.read_json(self.collector.add_arguments)
-        # If a tag cuts off the arguments, the call ends. If the end of the answer cuts them off, the call stays open.
+        # If a tag cuts the arguments off, the call ends. If the end of the answer cuts them off, the call stays open.
         if is_complete or (yield from self.source.peek()):
             self.collector.end_call(self.form.separator)
 
     def report_truncated_call(self, name: str | None, arguments: str = "") -> ReadGenerator[bool]:
-        """Reports the call `name` and returns True if the answer has ended. Otherwise, or for None, returns False."""
+        """Reports the call and returns True if the answer has ended. If not, or if `name` is None, returns False."""
         if name is None or (yield from self.source.peek()):
             return False
         self.begin_call(name)
@@ -103,7 +103,7 @@ class JsonReader(CallReader[JsonCalls]):
         return (self.form.begin, "{") if self.form.may_omit_begin else (self.form.begin,)
 
     def read_consecutive_calls(self, fallback: TextSink) -> ReadGenerator[bool]:
-        """See `CallReader`. Objects inside an object that is no call are no calls either."""
+        """See `CallReader`. If an object is not a call, the objects inside it are not calls either."""
         begins_with_object = (yield from self.source.peek()) == "{"
         if (yield from super().read_consecutive_calls(fallback)):
             return True
@@ -132,7 +132,7 @@ class JsonReader(CallReader[JsonCalls]):
                 arguments = to_object_json((yield from source.read_value()))
                 if arguments is None:
                     return (yield from self.report_truncated_call(name))
-            # Without an opening tag, an object with other keys than those of a call is content.
+            # Without an opening tag, an object is content if it has a key that is neither a call's key nor `type`.
             elif key is None or not (has_opening_tag or key == "type") or (yield from source.read_value()) is None:
                 return (yield from self.report_truncated_call(name, arguments or ""))
             yield from source.skip_whitespace()
@@ -276,7 +276,7 @@ class XmlReader(CallReader[XmlCalls]):
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
-        """Reports `brace` as the end of the arguments, and the end of the call. Returns True, as `read_call` must."""
+        """Reports `brace`, which ends the arguments, and the end of the call. Returns the result of `read_call`."""
         self.collector.add_arguments(brace)
         self.collector.end_call(self.form.separator)
         return True

@@ -12,9 +12,10 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def to_object_json(value: str | None) -> str | None:
-    """Converts the arguments of a call to the JSON text of an object. Returns None if `value` has another form.
+    """Converts the arguments of a call to the JSON text of an object.
 
-    value: JSON text of an object, of a string that contains JSON text of an object, or of null, which stands for {}.
+    value: JSON text of an object, of a string that itself contains the JSON text of an object, or of null.
+    null stands for {}. For all other values, returns None.
     """
     if value is None or value == "null":
         return value and "{}"
@@ -58,7 +59,7 @@ def _find_parameter_schema(schema: JSON, key: str) -> JSON:
 
 
 def _is_json(text: str) -> bool:
-    # Not orjson, because orjson rejects large numbers and lone surrogates, which JSON allows.
+    # Don't use orjson here: orjson rejects large numbers and lone surrogates, which JSON allows.
     try:
         json.loads(text, parse_int=float, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 # A generator that yields when it needs more text, and finally returns the value that it has read.
 ReadGenerator: TypeAlias = Generator[None, None, Value]
 
-MAX_NAME_LENGTH = 256  # Characters of a function's or parameter's name.
+MAX_NAME_LENGTH = 256  # Maximum number of characters of a function's or parameter's name.
 # Characters of JSON's numbers, true, false and null.
 SCALAR_CHARACTERS = frozenset("+-.0123456789truefalsnE")
 # Characters that JSON allows only in strings. Tags, code fences and separators of calls begin with one of these.
@@ -115,7 +115,7 @@ class Source:
             self._read_to(self._position + 1)
 
     def read_until(self, tags: Sequence[str], sink: Callable[[str], None]) -> ReadGenerator[str | None]:
-        """Passes the text before the first of `tags` to `sink`. Returns this unread tag; None if no tag comes."""
+        """Passes the text before the next of `tags` to `sink`. Returns this tag, still unread; None if no tag comes."""
         while True:
             tag_positions = [(index, tag) for tag in tags if (index := self._text.find(tag, self._position)) >= 0]
             if tag_positions:
@@ -195,7 +195,7 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes an object after its first { to `sink`. Stops after its } or before a line that begins with {."""
+        """Passes an object without its { to `sink`. Stops after the closing } or before a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text

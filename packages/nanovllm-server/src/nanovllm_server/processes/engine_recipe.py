@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class EngineRecipe:
     """A callable that imports torch and loads the model. `EngineProcess` calls it in the engine's process.
 
-    draft_model: None without draft model.
+    draft_model: None if there is no draft model.
     """
 
     model: ModelDirectory

@@ -159,10 +159,10 @@ def _load_tokenizer(arguments: WorkerArguments) -> nanovllm_models.Tokenizer:
 
 
 def select_chat_format(arguments: WorkerArguments, template: str) -> nanovllm_models.ChatFormat:
-    """Returns the formats that the settings name; else the formats that the template uses. Raises ModelError."""
+    """Returns the formats that the settings name; if a setting is None, the template's format. Raises ModelError."""
     detected = nanovllm_models.read_format(arguments.model, template)
     reasoning, tool_calls = arguments.settings.reasoning_parser, arguments.settings.tool_call_parser
-    # The setting "none" is no key of these tables, so that `get` returns None: no format.
+    # The setting "none" is not a key of these tables, so `get` returns None, which means no format.
     return nanovllm_models.ChatFormat(
         detected.reasoning if reasoning is None else REASONING_FORMATS.get(reasoning),
         detected.tool_calls if tool_calls is None else TOOL_CALL_FORMATS.get(tool_calls),

@@ -18,7 +18,7 @@ NUM_ENCODING_THREADS = 4
 
 
 def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
-    """Runs a worker until the parent orders the worker to close, or dies."""
+    """Runs a worker until the parent orders the worker to close, or until the parent dies."""
     # Terminals send these signals to all processes, but only the parent decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -53,7 +53,7 @@ class WorkerProcess:
                 self._on_exit()
 
     def ask_if_alive(self) -> None:
-        """Asks the worker's event loop to answer. Requires `is_alive`, because unread questions may fill the pipe."""
+        """Asks the worker's event loop to answer. Requires `is_alive`: unanswered questions may fill the pipe."""
         self.is_alive = False
         self.send_order("answer")
 
@@ -156,12 +156,12 @@ class WorkerPool:
             self.failed.set_exception(error)
 
     async def _wait_for_replacement(self, index: int) -> None:
-        """Waits until a new worker is ready. Raises SettingsError or RuntimeError if it is not ready in time."""
+        """Waits until a new worker is ready. Raises SettingsError or RuntimeError if it fails or is too slow."""
         worker = self._workers[index]
         # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
         if not (await asyncio.wait((worker.ready,), timeout=START_TIMEOUT_S))[0]:
             worker.kill()
-            # The kill also sets an exception, whose message names only the exit code.
+            # After the kill, `ready` has an exception, but its message names only the exit code: raise a clearer one.
             await asyncio.wait((worker.ready,))
             worker.ready.exception()
             raise RuntimeError(f"the replacement of HTTP worker {index} was not ready after {START_TIMEOUT_S:g} s")
@@ -193,5 +193,5 @@ class WorkerPool:
 
 
 def compute_backoff_s(last_backoff_s: float) -> float:
-    """Returns the delay before the replacement of a worker that died soon. last_backoff_s: last delay; 0 for none."""
+    """Returns the delay before replacing a worker that died early. last_backoff_s: the last delay; 0 if none."""
     return min(2 * last_backoff_s, MAX_BACKOFF_S) if last_backoff_s else FIRST_BACKOFF_S

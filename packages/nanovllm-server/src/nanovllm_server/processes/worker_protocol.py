@@ -33,7 +33,7 @@ class WorkerArguments:
     model: directory of the tokenizer.
     template: chat template; None for the model's template.
     engine_pid: process id of the engine.
-    defaults: sampling parameters of requests that set none.
+    defaults: values of sampling parameters that a request does not set.
     counters: shared memory with one row of counters per worker.
     rings: shared memory through which workers share encoded text; None for a single worker.
     """

@@ -10,7 +10,7 @@ from nanovllm_server.protocol.json import JSON
 # Maximum number of values in a body. `orjson` blocks the worker's other threads while it decodes: up to 80 ms for this
 # number of values. A body of 16 MiB can have 5,000,000 empty lists, which would take 1.7 s.
 MAX_VALUES = 250_000
-# Every value except the outermost follows one of these bytes directly, or after a key.
+# One of these bytes precedes every value except the outermost. Only a key may stand between the byte and the value.
 _BYTES_BEFORE_VALUES = b"[{,"
 _BYTES_TO_SKIP = bytes(set(range(256)) - set(b'"' + _BYTES_BEFORE_VALUES))
 

@@ -66,7 +66,7 @@ class Usage:
     """Token counts of one request.
 
     completion_tokens: output tokens of all choices, including reasoning.
-    accepted_prediction_tokens, rejected_prediction_tokens: drafts that the output has and has not.
+    accepted_prediction_tokens, rejected_prediction_tokens: proposed tokens that are in the output, or are not.
     """
 
     prompt_tokens: int
@@ -185,7 +185,7 @@ def models_body(names: Sequence[str], created_s: int, max_model_len: int) -> Mod
 
 
 def model_body(name: str, names: Sequence[str], created_s: int, max_model_len: int) -> Model:
-    """Builds the description of the served model. name: one of the model's names. names: all of them."""
+    """Builds the description of the served model. name: one of the model's names. names: all its names."""
     return {
         "id": name,
         "object": "model",

@@ -38,7 +38,7 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 class _ObjectNode:
     """The fields of one object of the request, from all examples.
 
-    alternatives: by field, the schemas of which one must hold.
+    alternatives: schemas by field; a value must match at least one of the field's schemas.
     children: nested objects by field; an array has one child for all its objects.
     required: fields that the object must have in every example; None before the first example.
     """

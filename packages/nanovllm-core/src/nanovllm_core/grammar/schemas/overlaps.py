@@ -9,7 +9,7 @@ class OverlapIndex:
     """Finds the options of a `oneOf` that may share a value with a shape, without a comparison with each option."""
 
     def __init__(self, options: Sequence[tuple[Shape, ...]]):
-        self._indices_by_key: dict[str, set[int]] = {}  # Options with a constant, by its key.
+        self._indices_by_key: dict[str, set[int]] = {}  # Options with a constant, by the constant's key.
         self._indices_by_type: dict[type[Shape], set[int]] = {}  # Options with a shape of this type.
         for index, option in enumerate(options):
             for shape in option:

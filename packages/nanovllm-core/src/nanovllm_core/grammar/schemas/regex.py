@@ -208,7 +208,7 @@ class _Parser:
                 self.position = end + 1
             elif not self.skip(":"):
                 raise RegexError("flags and the like after (? are not supported")
-        # Inverted inside a negative lookahead: if the lookahead matches more strings, the whole pattern matches fewer.
+        # Invert the flag in a negative lookahead: if the lookahead matches more, the whole pattern matches less.
         self.any_engine ^= is_negative_lookahead is True
         inner = self.parse_alternatives()
         self.any_engine ^= is_negative_lookahead is True
@@ -304,8 +304,8 @@ def convert_to_full_match(tree: Node) -> Node:
 def _with_open_edges(node: Node, is_first: bool, is_last: bool) -> Node:
     """Adds `ANY_STRING` at the start and the end of the whole pattern where `node` has no anchor.
 
-    is_first: `node` is at the start of the whole pattern.
-    is_last: `node` is at the end of the whole pattern.
+    is_first: whether `node` is at the start of the whole pattern.
+    is_last: whether `node` is at the end of the whole pattern.
     """
     if isinstance(node, Alternation) and _has_anchor(node):
         return Alternation(tuple(_with_open_edges(option, is_first, is_last) for option in node.options))

@@ -12,7 +12,7 @@ from nanovllm_core.grammar.schemas.value_plans import Constants, Items, Numbers,
 
 # Maps each conjunction (schemas that must all hold) to its plans. None: the conjunction allows every value.
 PlansByConjunction: TypeAlias = dict[Conjunction, tuple[Plan, ...] | None]
-# Maximum number of distinct subschemas.
+# Maximum number of distinct conjunctions in one schema.
 MAX_SUBSCHEMAS = 5_000
 # Maximum depth of subschemas that are written in place. Deeper subschemas are written to `$defs`.
 MAX_INLINE_DEPTH = 16
@@ -25,7 +25,7 @@ IGNORED_PROPERTY_NAMES = frozenset(
 def write_schema(resolver: ShapeResolver, root: Conjunction) -> dict[str, JSON]:
     """Write a JSON schema for xgrammar that permits the values that are valid against `root`.
 
-    Raises SchemaError if no plan expresses these values, or if no value is valid, except values nested without end.
+    Raises SchemaError if no plan can express these values, or if no value of finite depth is valid.
     """
     plans_by_conjunction = _plan_all(resolver, root)
     writer = _SchemaWriter(root, plans_by_conjunction, _find_satisfiable_conjunctions(plans_by_conjunction))
@@ -121,7 +121,7 @@ class _SchemaWriter:
 
     def __init__(self, root: Conjunction, plans_by_conjunction: PlansByConjunction, satisfiable: set[Conjunction]):
         self.root = root
-        self.depth = 0  # Number of subschemas that are now written in place.
+        self.depth = 0  # Number of nested subschemas that are being written in place.
         self.plans_by_conjunction = plans_by_conjunction
         self.satisfiable = satisfiable  # The conjunctions that allow a value.
         self.num_uses: dict[Conjunction, int] = {}
@@ -135,7 +135,7 @@ class _SchemaWriter:
 
     def write(self) -> dict[str, JSON]:
         schema = self.write_body(self.root)
-        # Writing a definition may add names of more definitions.
+        # Writing a definition may add names of definitions that are not written yet.
         while len(self.definitions) < len(self.definition_names):
             for conjunction, name in list(self.definition_names.items())[len(self.definitions) :]:
                 self.definitions[name] = self.write_body(conjunction)

@@ -7,7 +7,7 @@ from nanovllm_core.grammar.schemas.characters import Ranges
 
 # Adds to the number of steps spent on converting one schema, and raises SchemaError above the limit.
 CountSteps = Callable[[int], None]
-# A search counts one step per this number of positions in a string.
+# Number of string positions that a search counts as one step.
 POSITIONS_PER_STEP = 8
 
 

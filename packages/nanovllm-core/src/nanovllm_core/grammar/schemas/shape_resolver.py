@@ -1,4 +1,4 @@
-"""Finds the shapes of the values that several schemas allow. A shape describes values of one JSON type."""
+"""Finds the shapes of the values that are valid against several schemas. A shape describes values of one JSON type."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Negation:
 
 
 class ShapeResolver:
-    """Gives each schema and negation a number on first use. Caches the shapes of conjunctions, tuples of such numbers.
+    """Gives each schema and negation a number on first use. Caches the shapes of each conjunction (tuple of numbers).
 
     reader: finds the shapes of one schema or negation.
     """
@@ -70,8 +70,8 @@ class ShapeResolver:
         self._shapes: dict[Conjunction, tuple[Shape, ...]] = {(): ANY_VALUE_SHAPES, FALSE_SCHEMA: ()}
         self._conjunctions_in_progress: list[Conjunction] = []
         self._num_steps = 0
-        self.num_open_objects = 0  # Planned objects that have declared properties and may have undeclared properties.
-        # The schemas by the property's name, by the `id` of the shape. The tuple keeps the shape alive.
+        self.num_open_objects = 0  # Number of planned objects with declared properties that also allow undeclared ones.
+        # Maps the `id` of a shape to (shape, schemas by property name). The shape stays alive, so its `id` is unique.
         self._properties_by_shape_id: dict[int, tuple[Object, dict[str, Conjunction]]] = {}
 
     def conjunction_of(self, located: LocatedSchema) -> Conjunction:
@@ -106,7 +106,7 @@ class ShapeResolver:
         return self.place(conjunction), "schema"
 
     def count_steps(self, num_steps: int = 1) -> None:
-        """Raises SchemaError after `MAX_STEPS` steps of the conversion."""
+        """Add to the steps of the conversion. Raises SchemaError if there are more than `MAX_STEPS`."""
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             root = self.document.root.place

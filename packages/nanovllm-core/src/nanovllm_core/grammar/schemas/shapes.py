@@ -1,6 +1,7 @@
 """Defines shapes. A shape describes values of one JSON type. A schema allows the values of all its shapes.
 
-A shape refers to the schemas of items and properties by number. Otherwise, a recursive schema's shape would never end.
+A shape refers to the schemas of items and properties by number. If a shape contained their shapes, the shape of a
+recursive schema would never end.
 A bound of None means no limit.
 """
 
@@ -35,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Constant(Shape):
-    """One value. key: `json_values.equality_key(value)`, which is the same for equal values only."""
+    """One value. key: `json_values.equality_key(value)`. Two values have the same key if and only if they are equal."""
 
     value: JSON = field(compare=False)
     key: str
@@ -109,7 +110,7 @@ class Object(Shape):
     """Objects of `low` to `high` properties, whose names are valid against `name_schemas`.
 
     properties: pairs (name, schemas of the value).
-    patterns: pairs (pattern, schemas of the value). They apply to names in which a search finds the pattern.
+    patterns: pairs (pattern, schemas of the value). A pair applies to each name in which a search finds the pattern.
     rest: schemas of every other property; None if no keyword mentions other properties.
     """
 

@@ -14,8 +14,8 @@ from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 MAX_LENGTH = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie, and in the tries of later objects if a schema has many. Compiling a prefix
-# takes 7 ms.
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms, so the later objects of a schema with many
+# objects may have fewer prefixes.
 MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 

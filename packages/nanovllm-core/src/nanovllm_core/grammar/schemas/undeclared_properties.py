@@ -12,7 +12,8 @@ from nanovllm_core.grammar.schemas.string_patterns import (
     string_tree,
 )
 
-# After this number of objects with undeclared properties, the names of undeclared properties are restricted more.
+# Number of objects with undeclared properties that may have MAX_TRIE_PREFIXES prefixes. Later objects may have
+# MAX_LATER_TRIE_PREFIXES, which forbids more names of undeclared properties.
 MAX_EXACT_OBJECTS = 4
 
 
@@ -22,8 +23,8 @@ def plan_undeclared_properties(
     """Finds undeclared properties with known names, and undeclared properties whose names match a pattern.
 
     rest: schemas of the values of undeclared properties.
-    Returns two lists. Entries of the first: (name, schemas of the value, False: the property is not required).
-    Entries of the second: (pattern of names, schemas of the value). A pattern of None matches any name.
+    Returns two lists. The first has tuples (name, schemas of the value, False). False: the property is not required.
+    The second has pairs (pattern of names, schemas of the value). A pattern of None matches any name.
     """
     declared = [name for name, _ in shape.properties]
     if shape.patterns:

@@ -33,7 +33,7 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 
 # Maximum number of constants that replace a keyword such as multipleOf or uniqueItems.
 MAX_ENUMERATED_VALUES = 2_000
-# A list of all arrays replaces a schema with uniqueItems if its items have at most this number of enum values.
+# Maximum number of enum values of an item if uniqueItems is set. A list of all allowed arrays replaces such a schema.
 MAX_UNIQUE_ENUM_VALUES = 200
 # Maximum of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
@@ -127,7 +127,7 @@ def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan
 
 
 def _infer_types(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Keeps only the restricted types if all types are allowed, because `properties` alone implies an object."""
+    """If all types are allowed, keep only the types that a keyword restricts: `properties` alone implies an object."""
     unrestricted_shapes = set(ANY_VALUE_SHAPES)
     if not all(
         any(type(other) is type(shape) and (other == shape or not isinstance(other, Constant)) for shape in shapes)
@@ -213,7 +213,7 @@ def _plan_between_excluded(shape: Number, place: str) -> list[Plan]:
 
 
 def _common_multiple(shape: Number, place: str) -> Fraction | None:
-    """The least common multiple of `shape.divisors`; None without divisors."""
+    """The least common multiple of `shape.divisors`; None if there are no divisors."""
     step: Fraction | None = None
     for divisor in shape.divisors:
         # The least common multiple of fractions in lowest terms.
@@ -319,7 +319,7 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
 def _plan_unique_items(
     resolver: ShapeResolver, shape: Array, prefix: list[Conjunction], low: int, high: int | None, place: str
 ) -> Plan:
-    """Lists all arrays of distinct enum values, or, if they are too many, only arrays in the order of the enum."""
+    """List all arrays of distinct enum values. If there are too many, list only the arrays in the order of the enum."""
     items = resolver.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
     max_length = min(len(values) if high is None else high, len(values))

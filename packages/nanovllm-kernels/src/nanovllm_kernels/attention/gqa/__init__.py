@@ -21,8 +21,8 @@ __all__ = [
     "plan_batch",
 ]
 
-# Page size, in tokens, unless larger pages make attention faster.
-MIN_PAGE_SIZE = 16
+# Page size, in tokens, that is used unless larger pages make attention faster.
+DEFAULT_PAGE_SIZE = 16
 # Maximum number of queries per request with which the CuTe DSL kernel computes all requests of a step.
 MAX_TILED_QUERIES = 16
 
@@ -46,10 +46,10 @@ def plan_batch(
 
     block_tables: int32 [B, max_blocks], page numbers of each request, in order. Entries past a request's last page must
         be valid page numbers, but these pages are not read.
-    seq_lens: int32 [B], tokens of each request, including this step's.
-    query_start_loc: int32 [B + 1], each request's first query in the step, then the number of queries. A request may
-        have no query. If request b has n queries, query i of request b has position seq_lens[b] - n + i, and sees the
-        tokens up to this position.
+    seq_lens: int32 [B], number of tokens of each request, including this step's tokens.
+    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries. A
+        request may have no query. If request b has n queries, query i of request b has position seq_lens[b] - n + i,
+        and sees the tokens up to this position.
     num_decodes: number of leading requests with exactly one query. None: the host does not know this number. A captured
         graph can then be replayed for any lengths within the bounds. "torch" does not allow None.
     max_query_len: upper bound on the queries of a request. Launches depend on this bound.
@@ -97,8 +97,8 @@ def _plan_cute_decodes(
 ) -> AttentionBatch:
     """Plan the requests that the CuTe DSL kernel computes, if it supports sizes and dtypes. Return the new batch.
 
-    These are all requests if each has few queries, as decodes with drafts have. Otherwise, these are the requests with
-    one query.
+    If each request has few queries (for example, decodes with drafts), these are all requests. Otherwise, these are
+    the requests with one query.
     """
     has_few_queries = 1 < batch.max_query_len <= MAX_TILED_QUERIES
     if (num_decodes == 0 and not has_few_queries) or backend not in ("cutedsl", "fastest") or not has_cute():
@@ -141,12 +141,12 @@ def _plan_work_lists(
     *,
     has_only_whole_prompts: bool,
 ) -> AttentionBatch:
-    """Plan work lists (for Triton) and FlashAttention, except requests of the CuTe DSL kernel. Return the new batch."""
+    """Plan work lists (for Triton) and FlashAttention for requests that CuTe DSL leaves out. Return the new batch."""
     if batch.cute_tiles is not None:
         return batch
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
-    # Narrow tiles (few queries), then wide tiles. A tile has `block_m` rows: one per query and query head.
+    # For narrow tiles (few queries), then for wide tiles. A tile has `block_m` rows: one per query and query head.
     configs = [
         tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
         for many_queries in (False, True)
@@ -206,11 +206,11 @@ def _supports_flash(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -
 def best_page_size(head_dim: int, cache_dtype: torch.dtype, backend: Backend) -> int:
     """Return the page size, in tokens, with which attention of prompts is fastest."""
     uses_tma = head_dim in flash_prefill.TMA_HEAD_DIMS and _supports_flash(head_dim, cache_dtype, backend)
-    return flash_prefill.TMA_PAGE_SIZE if uses_tma else MIN_PAGE_SIZE
+    return flash_prefill.TMA_PAGE_SIZE if uses_tma else DEFAULT_PAGE_SIZE
 
 
 def min_tokens_of_whole_prompt_graphs(kv_cache: Tensor, backend: Backend) -> int | None:
-    """Return how many tokens a CUDA graph has at least if its whole prompts read the step's keys instead of the cache.
+    """Return the minimum number of tokens of a CUDA graph whose whole prompts read the step's keys, not the cache.
 
     A whole prompt has all of its tokens in the step. None: whole prompts always read the cache.
     """

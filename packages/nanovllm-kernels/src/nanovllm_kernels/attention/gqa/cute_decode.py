@@ -1,7 +1,7 @@
 """Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
-A tile holds consecutive queries of a request, which share the loads of keys and values. A decode is one query. A decode
-with drafts has several queries, and may need several tiles. The kernel computes each tile independently.
+A tile holds consecutive queries of a request, which share the loads of keys and values. A decode has one query, and a
+decode with drafts has several queries and may need several tiles. The kernel computes each tile independently.
 The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
 Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
 """
@@ -90,8 +90,10 @@ def max_tile_queries(group_size: int, cache_dtype: torch.dtype) -> int:
 def plan_tiles(seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int, tile_queries: int) -> QueryTiles:
     """Divide the queries of B requests into tiles, on the device.
 
-    seq_lens: int32 [B], tokens of each request. query_start_loc: int32 [B + 1], each request's first query, then the
-    number of queries. max_query_len: maximum number of queries of a request.
+    seq_lens: int32 [B], number of tokens of each request.
+    query_start_loc: int32 [B + 1], index of each request's first query in the step, then the number of queries.
+    max_query_len: maximum number of queries of a request.
+    tile_queries: maximum number of queries of a tile.
     """
     num_tiles = -(-max_query_len // tile_queries)
     starts, query_lens = query_start_loc[:-1, None], query_start_loc.diff()[:, None]
@@ -134,7 +136,7 @@ def paged_decode(
         heads. This step's keys and values are already written.
     kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
-    seq_lens: int32 [B], tokens of each request; with `tiles`, `QueryTiles.lens`.
+    seq_lens: int32 [B], number of tokens of each request; with `tiles`, `QueryTiles.lens`.
     scale: positive factor of the query-key products.
     out: contiguous [T, Hq, D] in q's dtype.
     tiles: `QueryTiles.queries`; tiles have up to `max_tile_queries` queries. None: row b is the only query of

@@ -1,10 +1,10 @@
 """Computes multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434) over a paged cache.
 
 The cache holds one latent and one rotated key part (with rotary embedding) per token, shared by all heads. Absorbed
-attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt has all
-of its tokens in the step. Its latents are expanded to keys and values, which needs less arithmetic. Projections skip
-the whole prompts that come last in a step. A key has K unrotated and R rotated elements, a value has V elements, and a
-latent L elements.
+attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt is a
+prompt that has all of its tokens in the step. Its latents are expanded to keys and values instead, because this needs
+less arithmetic. The projections of absorbed attention skip whole prompts at the end of a step. A key has K unrotated
+and R rotated elements, a value has V elements, and a latent has L elements.
 """
 
 from dataclasses import replace
@@ -23,8 +23,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# Minimum tokens of a step in which `triton_head_projection` replaces cuBLAS for projections. This kernel is slower per
-# token, but skips tokens that need no projection.
+# Steps with at least this many tokens use `triton_head_projection` instead of cuBLAS for projections. This kernel is
+# slower per token, but skips tokens that need no projection.
 MIN_SKIPPING_TOKENS = 1024
 
 
@@ -45,7 +45,7 @@ def plan_latent_batch(
 ) -> AttentionBatch:
     """Plan the latent attention of a step, once for all layers. The cache is [pages, slots per page, 1, L + R].
 
-    backend: "torch" uses plain torch, every other backend uses Triton. "flash" and "fastest" compute whole prompts by
+    backend: "torch" uses plain torch, every other backend uses Triton. "flash" and "fastest" compute whole prompts with
         FlashAttention, if it is installed.
     has_only_whole_prompts: ignored, because the device finds whole prompts.
     Other arguments: as in `gqa.plan_batch`.

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Requests that a program examines at once.
+# Number of requests that a program examines at once.
 REQUEST_BLOCK = 512
-# Page numbers that a program copies.
+# Maximum number of page numbers that a program copies.
 PAGE_BLOCK = 1024
 
 

@@ -13,7 +13,7 @@ from nanovllm_kernels.platform import INTERPRETER_SMS, describe_device
 
 __all__ = ["NO_LIMIT", "WorkList", "WorkListFilter", "make_work_list", "split_query_lens"]
 
-NO_LIMIT = 2**31 - 1  # Largest int32. No number of queries or requests exceeds it.
+NO_LIMIT = 2**31 - 1  # The largest int32. Numbers of queries and requests never exceed this number.
 
 
 class WorkList(NamedTuple):

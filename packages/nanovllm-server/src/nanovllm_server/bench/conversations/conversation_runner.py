@@ -1,6 +1,6 @@
 """The two cases of `nanovllm-bench conversations`, each measured on one server.
 
-The assistant's answers in a history are fixed texts instead of the server's answers. All servers get the same prompts.
+The assistant's messages in a prompt are fixed texts, not the server's answers. All servers get the same prompts.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, single_message, with_next_turn
 
-# A prompt is cold if at most this share of its tokens is cached. The chat template may be cached.
+# A prompt is cold if at most this share of its tokens is cached. The tokens of the chat template may be cached.
 MAX_COLD_CACHED_SHARE = 0.1
 
-# None for a request that failed.
+# One entry per request. The entry is None if the request failed.
 Answers: TypeAlias = list[TimedAnswer | None]
 
 
@@ -30,8 +30,9 @@ class Repetition:
     """The answers of one repetition of a case.
 
     conversations: for each conversation, one answer per turn.
-    cold: answers to prompts that have the lengths of returning turns, and that the server has not seen.
-    timed: answers that count for the output tokens per second.
+    cold: answers to prompts that the server has not seen. These prompts are as long as the prompts of returning turns.
+        A returning turn is any turn but a conversation's first.
+    timed: answers from which the output tokens per second are computed.
     """
 
     conversations: list[Answers]

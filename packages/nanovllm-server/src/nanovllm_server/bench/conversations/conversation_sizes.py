@@ -9,7 +9,7 @@ from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, siz
 from nanovllm_server.flag_types import seconds
 
 CASE_NAMES = ("returns", "burst")
-# Functions that draw a think time with the given mean.
+# Functions that draw a think time (the pause before a turn). Arguments: random generator, mean in seconds.
 THINK_TIMES: dict[str, Callable[[Random, float], float]] = {
     "constant": lambda _, mean_s: mean_s,
     "uniform": lambda random, mean_s: random.uniform(0, 2 * mean_s),

@@ -12,12 +12,12 @@ STREAM_ENDED_EARLY = "a decoding stream ended before the measurement did: raise 
 
 
 class DecodeStreams:
-    """Streams that decode in the background until the `async with` block ends. Times: `time.perf_counter`."""
+    """Streams that decode until the `async with` block ends. All times are values of `time.perf_counter`."""
 
     def __init__(self, client: CaseClient, prompts: Sequence[list[Message]], max_tokens: int):
         self._client = client
         self._piece_times_by_stream: list[list[float]] = [[] for _ in prompts]
-        # A stream's event is set when the stream has two pieces or ends.
+        # A stream's event is set when the stream has two pieces (deltas with content) or ends.
         self._decoding_events = [asyncio.Event() for _ in prompts]
         # Set when any stream produces a piece or ends.
         self._progress_event = asyncio.Event()
@@ -52,7 +52,7 @@ class DecodeStreams:
         return time.perf_counter()
 
     async def wait_for_pieces_after(self, gap_time: float) -> None:
-        """Waits until every running stream has a piece after `gap_time`, which ends the stream's gap at this time."""
+        """Waits until every running stream has a piece after `gap_time`. That piece ends the gap around `gap_time`."""
 
         def has_stream_without_later_piece() -> bool:
             streams = zip(self._tasks, self._piece_times_by_stream, strict=True)

@@ -26,7 +26,7 @@ class InterferenceRunner:
         self._server = server
         self._settings = settings
         self._workload = settings.sizes
-        # The case short-beside-long spreads its short requests over a time: the median of these TTFTs.
+        # TTFTs of long prompts that run alone. short-beside-long spreads its short requests over the median TTFT.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
             "long-alone": self._measure_long_alone,
@@ -173,7 +173,7 @@ class InterferenceRunner:
     async def _send_turns_beside_streams(
         self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
     ) -> tuple[list[TimedAnswer | None], list[float]]:
-        """Returns the answers, and the gaps of the streams until all turns have a first token."""
+        """Returns the answers, and the streams' gaps (between pieces) until every turn has its first token."""
         start = time.perf_counter()
         output_len, delays_s = self._workload.output_len, [index * interval_s for index in range(len(prompts))]
         requests = [
@@ -221,5 +221,5 @@ def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | 
 
 
 def _find_latest_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:
-    """Returns the latest time at which one of the answers began; the current time if there is no answer."""
+    """Returns the time at which the last answer began; the current time if there is no answer."""
     return max((answer.piece_times[0] for answer in answers if answer is not None), default=time.perf_counter())

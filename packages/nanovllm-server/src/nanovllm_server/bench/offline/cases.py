@@ -19,7 +19,7 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Returns the number of prompt tokens of all requests."""
+        """Returns the total number of prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 
     def median_rate(self, timings: Sequence[RunTiming]) -> float:

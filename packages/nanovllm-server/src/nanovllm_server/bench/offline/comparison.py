@@ -1,4 +1,4 @@
-"""Runs `throughput`, `latency` or `prefill` on a peer (another engine) if there is one, then on our engine.
+"""Runs `throughput`, `latency` or `prefill` on a peer (another engine) if the user names one, then on our engine.
 
 The peer's process ends before our engine starts, so that the engines never share the machine.
 """
@@ -23,7 +23,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Options of a run. config: for our engine; its device, dtype and limits also apply to the peer.
+    """Options of a run. config: for our engine; the device, dtype and limits also apply to the peer.
 
     peer: the engine to compare with; None for no comparison.
     """
@@ -89,7 +89,7 @@ def run(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark) -
 
 
 def _check_options(options: OfflineOptions, spec: ModelSpec, benchmark: OfflineBenchmark, device: str) -> None:
-    """Raises BenchError for invalid options that would otherwise fail only after the peer has run for minutes."""
+    """Raises BenchError for options that, without this check, would fail only after the peer has run for minutes."""
     max_model_len = options.config.max_model_len or spec.max_position
     max_length = max(len(request.prompt) + request.max_tokens for case in benchmark.cases for request in case.requests)
     if max_length > max_model_len:

@@ -24,7 +24,8 @@ class RunTiming:
     num_tokens: output tokens of all requests.
     last_token_s: time of the last token of all requests.
     all_first_tokens_s: time at which every request had its first token; None if not measured.
-    acceptance_length: mean number of tokens that a request got from a step with drafts; None without such steps.
+    acceptance_length: mean number of tokens that a request got from a step with drafts (proposed tokens); None if no
+        step had drafts.
     """
 
     num_tokens: int
@@ -44,8 +45,8 @@ async def time_engine(
 ) -> list[list[RunTiming]]:
     """Starts an engine and runs the requests of each case `repeat` times after a warm-up. Returns the timings by case.
 
-    needs_time_to_all_first_tokens: measure this time in an extra run, with one output token per request.
-    vLLM is measured in the same way, because vLLM reports only the end of a run.
+    needs_time_to_all_first_tokens: if True, measure `all_first_tokens_s` in an extra run with one output token per
+        request. vLLM, which reports only the end of a run, is measured in the same way.
 
     Raises ConfigError, ModelError, RequestError (a request does not fit) and EngineDeadError.
     """

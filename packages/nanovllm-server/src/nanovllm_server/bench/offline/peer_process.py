@@ -1,4 +1,4 @@
-"""Runs another engine (a peer) on the same requests, in a process that may use another interpreter.
+"""Runs another engine (a peer) on the same requests, in a process that may use another Python interpreter.
 
 The process runs `peers/run.py`, reads a job as JSON from stdin, and writes lines of JSON to stdout: first the peer's
 version, then one line per run.
@@ -60,13 +60,14 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
-    """The input of `peers/run.py`. If a limit is None, the peer uses its default.
+    """The input of `peers/run.py`.
 
+    max_model_len, max_num_seqs, max_num_batched_tokens: None for the peer's defaults.
     threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
-    needs_time_to_all_first_tokens: measure when every request has its first token.
-    warm_up_tokens: limit of output tokens per request in the warm-up.
-    cases: requests of each case (a case is measured in `repeat` runs).
+    needs_time_to_all_first_tokens: whether to measure the time at which every request has its first token.
+    warm_up_tokens: maximum number of output tokens per request in the warm-up.
+    cases: requests of each case. Each case is measured in `repeat` runs.
     """
 
     model: str
@@ -117,7 +118,7 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # A thread kills the group, because reading stdout ends only when all processes have closed the pipe.
+        # Reading stdout ends only when all processes have closed the pipe. A thread kills them when the peer exits.
         killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer_thread.start()

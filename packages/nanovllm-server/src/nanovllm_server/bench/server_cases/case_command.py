@@ -17,7 +17,7 @@ SizesT = TypeVar("SizesT", bound=WorkloadSizes)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseSettings(Generic[SizesT]):
-    """How to measure the cases. seed: determines all texts and times. timeout_s: limit of one request."""
+    """How to measure the cases. seed: selects all texts and random delays. timeout_s: limit of one request."""
 
     sizes: SizesT
     seed: str

@@ -14,8 +14,8 @@ from nanovllm_server.bench.server_cases.case_client import MeasuredServer
 class CaseResult:
     """The results of one case on one server over all repetitions. The JSON has the same field names.
 
-    figures: metrics by name, such as `long_ttft_p50_ms`. NaN if no request was answered.
-    ttfts_ms: times to the first token of each kind of request.
+    figures: metrics by name, such as `long_ttft_p50_ms`. A metric is NaN if no request was answered.
+    ttfts_ms: times to the first token by kind of request, such as `long`.
     warnings: reasons to doubt the figures.
     """
 
@@ -35,7 +35,7 @@ class CaseResult:
         self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
 
     def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
-        """Adds the percentiles and the number of the gaps between pieces to `figures`."""
+        """Adds the number of gaps (times between pieces) and their percentiles to `figures`."""
         self.figures |= _percentile_figures(f"{kind}_gap", [1000 * gap for gap in gaps_s])
         self.figures[f"{kind}_gaps"] = len(gaps_s)
 

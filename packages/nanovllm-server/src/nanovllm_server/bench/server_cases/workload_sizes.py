@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSizes(ABC):
-    """Base class of the sizes of a command. Each field is a `size`."""
+    """Base class of the workload sizes of one command. Subclasses declare each field with `size`."""
 
     @abstractmethod
     def describe(self, case: str) -> str:

@@ -7,8 +7,8 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Growth is the change from the median of the first samples to the median of the last samples. The first samples, and
-# also the last samples, are this share of all samples.
+# Growth is the change from the median of the first samples to the median of the last samples. This share of all
+# samples counts as the first samples. The same number of samples counts as the last samples.
 COMPARED_SHARE = 0.2
 
 
@@ -70,14 +70,14 @@ class ServerProcesses:
         return {pid: _rss_bytes(status) for pid, status in self._read_statuses().items()}
 
     def current_anonymous_bytes(self) -> dict[int, int]:
-        """Returns the resident bytes without pages of files, by process id. The kernel may drop pages of files."""
+        """Returns the resident bytes except file pages, by process id. The kernel may drop file pages at any time."""
         return {
             pid: _rss_bytes(status) - (int(status["RssFile"].split()[0]) << 10)
             for pid, status in self._read_statuses().items()
         }
 
     def split_by_lifetime(self) -> tuple[list[ProcessMemory], list[ProcessMemory]]:
-        """Returns (processes with every sample, processes that started or ended between samples)."""
+        """Returns (processes that are in every sample, processes that started or ended between samples)."""
         memories = self._memory_by_pid.values()
         lasting_processes = [memory for memory in memories if len(memory.rss_bytes) == self._num_samples]
         return lasting_processes, [memory for memory in memories if len(memory.rss_bytes) < self._num_samples]

@@ -29,8 +29,8 @@ MAX_SHOWN_FAILURES = 10
 NUM_LARGE_SCHEMAS = 160
 # Only this number of clients send large schemas, so that each schema compiles in time on a slow machine.
 NUM_SCHEMA_CLIENTS = 4
-# Minimum size of the long prompts in the warm-up, as text. With their token ids, they exceed the 64 MiB of the cache of
-# encoded text. If the server has several workers, the clients send more long prompts until memory is flat.
+# Minimum total size of the long prompts in the warm-up, as text. Texts and token ids together exceed the 64 MiB of the
+# cache of encoded text. If the server has several workers, the clients send more long prompts until memory is flat.
 MIN_LONG_PROMPT_BYTES = 64 * MIB
 
 
@@ -42,7 +42,7 @@ class SoakOptions:
     server_pid: the server's parent process, on this machine.
     duration_s: time of the traffic, including the warm-up.
     max_warm_up_s: the warm-up ends at this time, even if memory still grows. Memory is measured after the warm-up.
-    flat_s: each phase of the warm-up ends when memory was flat for this time.
+    flat_s: each phase of the warm-up ends when memory has been flat for this time.
     max_growth_percent: the soak fails if the memory of a process grows by at least this much.
     """
 
@@ -62,7 +62,7 @@ class SoakOptions:
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Counts of exchanges (request and answer). num_5xx: from the server's metrics, which include aborted exchanges."""
+    """Counts of exchanges (request and answer). num_5xx: from the server's metrics, which count aborted ones too."""
 
     exchanges_by_kind: Counter[str] = field(default_factory=Counter[str])
     answers_by_status: Counter[int] = field(default_factory=Counter[int])
@@ -84,8 +84,8 @@ class SoakResult:
 
     warm_up_s: time of the warm-up, in seconds.
     was_flat: whether memory was flat at the end of the warm-up.
-    lasting: processes with every sample. short_lived: all others.
-    busy_gauges: gauges above 0 on the idle server.
+    lasting: processes that are in every sample. short_lived: all other processes.
+    busy_gauges: those of IDLE_GAUGES that stay above 0 after the traffic, by name.
     """
 
     model: str
@@ -97,7 +97,7 @@ class SoakResult:
     busy_gauges: dict[str, float]
 
     def violations(self, max_growth_percent: float) -> list[str]:
-        """Returns the rules that the server broke, in words."""
+        """Returns one text for each rule that the server broke."""
         counts = self.counts
         grown = [memory for memory in self.lasting if memory.growth_percent >= max_growth_percent]
         return [
@@ -170,7 +170,7 @@ def _memory_table(result: SoakResult) -> Table:
 
 
 def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
-    """Returns one row per parent, which combines the parent's processes, such as those that each check one schema."""
+    """Returns one row per parent. It combines the parent's short-lived processes, such as one per checked schema."""
     by_parent: dict[int, list[ProcessMemory]] = {}
     for memory in memories:
         by_parent.setdefault(memory.parent_pid, []).append(memory)
@@ -271,7 +271,7 @@ async def _sample_memory(
 
 
 async def wait_until_idle(endpoint: Endpoint) -> dict[str, float]:
-    """Waits until all IDLE_GAUGES are 0. Returns the gauges that are not 0 at the time limit."""
+    """Waits until all IDLE_GAUGES are 0. Returns the gauges that are not 0 after IDLE_TIMEOUT_S, by name."""
     end_time = time.monotonic() + IDLE_TIMEOUT_S
     while True:
         busy_gauges = {

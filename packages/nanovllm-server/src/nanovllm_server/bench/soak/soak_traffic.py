@@ -19,19 +19,19 @@ EXCHANGE_TIMEOUT_S = 300.0
 SUCCESS = frozenset([200])  # Statuses of answers to valid requests.
 REFUSALS = frozenset(range(400, 500))  # Statuses of answers to requests that the server must refuse.
 MAX_OUTPUT_TOKENS = 24
-# The compiled grammar of one large schema takes about 2 MiB of the server's cache of grammars.
+# Size of a large schema. Its compiled grammar takes about 2 MiB of the server's grammar cache.
 NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
-# The longest prompt that fills caches, in words.
+# Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# Steps of a CPU rarely have more tokens than this number of the longest random prompts.
+# On a CPU, a step rarely has more tokens than this number of the longest random prompts together.
 MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
 READ_BYTES = 1 << 16
 SLOW_READ_BYTES = 256
 SLOW_READ_PAUSE_S = 0.2
-MAX_SLOW_READS = 25  # After so many slow reads, the client reads at full speed.
+MAX_SLOW_READS = 25  # After this number of slow reads, the client reads at full speed.
 CONTENT_LENGTH_PATTERN = re.compile(rb"^content-length:\s*(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -62,7 +62,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """status: None if the answer has no status line. failure: the rule that the answer violates, or None."""
+    """Result of an exchange. status: None if no status line came. failure: the rule that the answer broke, or None."""
 
     status: int | None
     failure: str | None
@@ -96,16 +96,17 @@ class TrafficSource:
     def build_long_prompt_request(self, max_model_len: int) -> Exchange:
         """Builds a request with a new long prompt, which the server encodes and caches.
 
-        The server refuses `max_tokens`, because prompt and answer together exceed the context. The model does not run.
+        The server refuses `max_tokens`, because prompt and answer together exceed the context: the model does not run.
         """
         words = self.random.choices(SINGLE_TOKEN_WORDS, k=_count_long_prompt_words(max_model_len))
         messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
         return Exchange(self.encode_post(self.encode_chat(messages=messages, max_tokens=max_model_len)), REFUSALS)
 
     def build_prompts_of_all_lengths(self, max_model_len: int) -> Iterator[Exchange]:
-        """Builds requests for one token each, from the shortest prompt to the longest. Lengths grow by 1/16 or less.
+        """Builds requests for one token each, from the shortest prompt to the longest.
 
-        If these requests run one at a time, a CPU compiles its kernels for all numbers of tokens of a step.
+        Each prompt has 1/16 more words than the previous one, but at least 1 and at most 32. If the requests run one by
+        one, an engine on a CPU compiles its kernels for all step sizes (tokens per step).
         """
         num_words = 1
         while num_words <= min(max_model_len // 2, MAX_LONGEST_PROMPTS_PER_STEP * self._max_prompt_words):
@@ -134,7 +135,7 @@ class TrafficSource:
         )
 
     def encode_post(self, body: bytes, *headers: str, content_length: int | None = None) -> bytes:
-        """Puts a first line and headers before `body`. content_length: None for the real length."""
+        """Returns a POST request with this body. content_length: None for the body's real length."""
         length = len(body) if content_length is None else content_length
         return self.encode_head("POST", "/chat/completions", f"Content-Length: {length}", *headers) + body
 
@@ -229,7 +230,7 @@ def _build_wrong_field(source: TrafficSource) -> Exchange:
     values: list[JSON] = [{"a": 1}, [[1]], "x" * source.random.randint(1, 10_000) + "\0", -1.5, [None]]
     value = source.random.choice(values)
     if name == "stop" and isinstance(value, str):
-        value = -1  # `stop` may be a string.
+        value = -1  # A string would be a valid `stop`.
     return Exchange(source.encode_post(source.encode_chat(**{name: value})), REFUSALS)
 
 
@@ -312,7 +313,7 @@ async def _send_and_read(random: Random, exchange: Exchange, reader: StreamReade
 
 def _has_whole_body(answer: bytearray) -> bool:
     """Whether the answer has all bytes of its Content-Length. False for an answer without this header."""
-    # After a refusal, the server keeps the connection open for the rest of the request: the client must not wait.
+    # After a refusal, the server keeps the connection open for the rest of the request: don't wait until it closes.
     head, _, body = answer.partition(b"\r\n\r\n")
     length = CONTENT_LENGTH_PATTERN.search(head)
     return length is not None and len(body) >= int(length[1])

@@ -6,12 +6,15 @@ from enum import Enum, auto
 
 from nanovllm_server.bench.soak.server_processes import ProcessMemory
 
-# Memory is flat if it grows by less than this from the beginning to the end of the time `flat_s`.
+# Memory is flat if it has grown by less than this during the last `flat_s` seconds.
 MAX_FLAT_GROWTH_PERCENT = 0.5
 
 
 class Phase(Enum):
-    """What the clients send. FILL: requests that fill caches. SETTLE: random requests. MEASURE: random requests."""
+    """The phase of a soak, which decides what the clients send.
+
+    FILL: requests that fill caches. SETTLE: random requests. MEASURE: random requests, while memory is measured.
+    """
 
     FILL = auto()
     SETTLE = auto()
@@ -19,12 +22,12 @@ class Phase(Enum):
 
 
 class WarmUp:
-    """Ends each phase of the warm-up when the memory of all processes was flat for `flat_s` seconds.
+    """Ends each phase of the warm-up when the memory of all processes has been flat for `flat_s` seconds.
 
     The phase FILL lasts at least until the clients have sent `num_large_schemas` and `num_long_prompts` requests.
 
-    end_time: time on the clock `time.monotonic` at which the warm-up ends although memory still grows.
-    num_large_schemas, num_long_prompts: numbers of requests to send. Clients count them down, also below 0.
+    end_time: value of `time.monotonic` at which the warm-up ends even if memory still grows.
+    num_large_schemas, num_long_prompts: numbers of requests left to send. Clients count them down, even below 0.
     """
 
     def __init__(self, flat_s: float, end_time: float, num_large_schemas: int, num_long_prompts: int):
@@ -59,7 +62,7 @@ class WarmUp:
         return self.num_large_schemas > 0 or self.num_long_prompts > 0
 
     def _max_growth(self) -> float:
-        """The largest growth of a process that lived in all samples, in percent."""
+        """Returns the largest growth of a process, in percent. Ignores processes that are not in all samples."""
         samples = [num_bytes for _, num_bytes in self._samples]
         lasting_pids = set(samples[0]).intersection(*samples)
         memories = (ProcessMemory(pid, 0, "", [sample[pid] for sample in samples]) for pid in lasting_pids)

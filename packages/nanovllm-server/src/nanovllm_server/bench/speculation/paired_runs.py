@@ -14,13 +14,13 @@ from tqdm import tqdm
 from nanovllm_core import Engine, EngineClient, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 from nanovllm_server.bench.report import BenchError
 
-# A CPU's engine samples every 0.2 s which cores other processes use, and runs slower beside busy processes. After this
-# pause, the engine no longer counts the other engine's last run.
+# Every 0.2 s, an engine on a CPU measures how many cores other processes use, and runs slower if they are busy. After
+# this pause, the measurement no longer includes the other engine's last run.
 PAUSE_S = 0.5
-# With a shorter time limit, measured times decide the chunks of a prompt. The chunks change the last bits of keys, and
-# sometimes tokens, also without drafts. With this limit, both engines compute the same chunks.
+# Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
+# the last bits of keys, and sometimes tokens, even without drafts. With this limit, both engines use the same chunks.
 STEP_LIMIT_MS = 60_000.0
-# The margin of a difference is only known if both tokens are among the likeliest ones.
+# The margin of a difference is known only if both tokens are among this number of likeliest tokens.
 _NUM_TOP_TOKENS = 20
 
 
@@ -30,7 +30,7 @@ class TimedRun:
 
     decode_s: seconds from the output with the first token to the last output.
     num_decoded: number of tokens after the output with the first token.
-    num_accepted, num_rejected: numbers of drafts that the engine verified.
+    num_accepted, num_rejected: numbers of drafts (proposed tokens) that the engine accepted and rejected.
     """
 
     token_ids: tuple[int, ...]
@@ -68,9 +68,9 @@ class RunPair:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token in which the answers to a prompt differ. None stands for the end of an answer.
+    """The first token in which the answers to a prompt differ. A token is None where an answer has already ended.
 
-    margin: log-probability of the token without drafts minus that of the token with drafts; None if unknown.
+    margin: log-probability of `plain_token` minus log-probability of `drafted_token`; None if one is unknown.
     """
 
     round_index: int
@@ -98,10 +98,10 @@ async def run_pairs(
 ) -> list[PromptRuns]:
     """Starts both engines, and runs every prompt on both in each round. Returns the runs by prompt.
 
-    Two runs of a pair follow each other directly. The order changes from pair to pair. After the last round, prompts
-    whose answers differ run once more, to measure the margin.
+    The two runs of a pair follow each other directly. Their order changes from pair to pair. After the last round, the
+    engine without drafts runs once more for each difference, to measure its margin.
 
-    config: of the engine with drafts; the other engine differs only in `speculate`. `target_step_ms` is replaced.
+    config: for the engine with drafts; the other engine differs only in `speculate`. Both ignore `target_step_ms`.
     prompts: token ids.
     warm_up_indices: indices of the prompts that both engines answer before the first round.
     max_tokens: maximum length of an answer, at least 2.

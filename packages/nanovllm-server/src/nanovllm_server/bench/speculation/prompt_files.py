@@ -21,7 +21,7 @@ class Prompt:
 def read_prompts(max_per_kind: int | None = None) -> list[Prompt]:
     """Reads the prompts of all kinds, in the order of the files.
 
-    max_per_kind: takes at most this number of each kind, evenly spread over the file; None for all prompts.
+    max_per_kind: maximum number of prompts of each kind, evenly spread over the file; None for all prompts.
     """
     prompts: list[Prompt] = []
     for kind in FILE_BY_KIND:

@@ -1,4 +1,4 @@
-"""Measures real text with and without drafts on the engine, and reports each prompt and each kind of prompt."""
+"""Measures the engine on real text, with and without drafts (proposed tokens). Reports each prompt and each kind."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nanovllm_server.protocol.json import JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """Options of a run. config: of the engine with drafts. max_per_kind: prompts of each kind; None for all."""
+    """Options of a run. config: for the engine with drafts. max_per_kind: prompts of each kind; None for all."""
 
     config: EngineConfig
     max_per_kind: int | None
@@ -28,11 +28,11 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """The figures of one prompt. Rates and the ratio are medians over the rounds; the other figures are sums.
+    """Figures of one prompt. Rates and the ratio are medians over the rounds; output, draft and step counts are sums.
 
     plain_rate, drafted_rate: decoded tokens per second without and with drafts.
-    ratio: median of the ratios of the rounds. The two runs of a ratio follow each other directly.
-    num_steps: steps of the engine with drafts that gave a token.
+    ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
+    num_steps: number of steps of the engine with drafts that gave at least one token.
     """
 
     prompt: Prompt
@@ -61,8 +61,8 @@ class PromptResult:
 class KindResult:
     """The figures of all prompts of a kind.
 
-    median_ratio, min_ratio, max_ratio: over the ratios of the prompts.
-    acceptance: accepted / verified drafts; 0 without drafts.
+    median_ratio, min_ratio, max_ratio: median, minimum and maximum of the prompts' ratios.
+    acceptance: accepted drafts / verified drafts; 0 if there were no drafts.
     num_equal: number of prompts whose answers are equal in all rounds.
     """
 

@@ -30,7 +30,7 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def generate(self, requests: list[dict[str, Any]], output_lens: list[int], _salt: str) -> tuple[float, float]:
-        """Returns the seconds until all first tokens, and until the last token. output_lens: tokens per request."""
+        """Returns (seconds until all first tokens, seconds until the last token). output_lens: tokens per request."""
         start = time.perf_counter()
         model, num_steps = self._model, max(output_lens)
         max_prompt_len = max(len(request["prompt"]) for request in requests)

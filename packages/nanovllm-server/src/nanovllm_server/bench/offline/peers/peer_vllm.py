@@ -1,4 +1,4 @@
-"""Measures vLLM's `LLM` class, with vLLM's defaults unless a default makes the run incomparable."""
+"""Measures vLLM's `LLM` class, with vLLM's defaults unless a default makes the comparison unfair."""
 
 import importlib.util
 import os
@@ -24,14 +24,14 @@ class VllmPeer:
         if job["device"] == "cuda":
             options["gpu_memory_utilization"] = job["gpu_memory_utilization"]
             if importlib.util.find_spec("flashinfer") is None:
-                # On Hopper, vLLM 0.26 uses FlashInfer for Gated DeltaNet's prompts even without FlashInfer installed.
+                # On Hopper, vLLM 0.26 uses FlashInfer for Gated DeltaNet's prompts, even if FlashInfer is missing.
                 options["additional_config"] = {"gdn_prefill_backend": "triton"}
         if job["load_format"] == "dummy":
             # vLLM's dummy weights are almost zero: a router's bias would select the same few experts for every token.
             os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
         self._llm: Any = vllm.LLM(
             model=job["model"],
-            # The job has token ids; without a tokenizer, config.json suffices.
+            # The job has token ids, so vLLM needs no tokenizer: for dummy weights, config.json suffices.
             skip_tokenizer_init=True,
             load_format=job["load_format"],
             dtype=job["dtype"],
@@ -48,7 +48,7 @@ class VllmPeer:
         """Does nothing: vLLM needs no preparation for a case."""
 
     def generate(self, requests: list[dict[str, Any]], output_lens: list[int], salt: str) -> tuple[float, float]:
-        """Returns (seconds until the first tokens, 0 because unknown; seconds until the last token).
+        """Returns (0.0, seconds until the last token). 0.0 stands for the unknown time until the first tokens.
 
         output_lens: number of output tokens of each request.
         salt: only runs with the same salt share cached prefixes.

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the peer's version, then the result of each run. Without `max_batch_size`, one batch has all requests."""
+    """Yields the peer's version, then each run's result. If `max_batch_size` is None, one batch has all requests."""
     yield {"version": peer.version}
     for case_index, requests in enumerate(job["cases"]):
         batch_size = peer.max_batch_size or len(requests)
@@ -47,7 +47,7 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
     """Returns (output tokens, seconds to the first tokens, seconds to the last tokens), each summed over batches.
 
-    max_tokens: limit of output tokens per request in addition to the request's own limit; None for no limit.
+    max_tokens: second limit of output tokens per request; None if only the request's own limit applies.
     salt: only runs with the same salt share cached prefixes.
     """
     output_lens = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
