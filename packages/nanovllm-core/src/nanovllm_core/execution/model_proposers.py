@@ -62,11 +62,8 @@ class _CachingProposer(Proposer):
 
     def propose(self, rows: DeviceRows, step: StepTokens, ops: int, sample: SampleTokens) -> tuple[Tensor, Tensor]:
         """See `Proposer.propose`."""
-        table, num_proposed, hidden = (
-            self._table,
-            torch.zeros_like(rows.is_sampled),
-            self._compute_step_entries(rows, step),
-        )
+        table, num_proposed = self._table, torch.zeros_like(rows.is_sampled)
+        hidden = self._compute_step_entries(rows, step)
         if ops != NO_DRAFTS:
             self._draw(rows, step, hidden, ops, sample, num_proposed)
         position = table.num_computed.index_select(0, rows.table_rows) + 1

@@ -16,7 +16,7 @@ from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search considers
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
-# Requests that lacked blocks are retried in every RETRY_INTERVAL_SEARCHES-th search: their prefix may be cached by then.
+# Every RETRY_INTERVAL_SEARCHES-th search retries requests that lacked blocks: their prefix may be cached by then.
 RETRY_INTERVAL_SEARCHES = 16
 # On average the oldest prompt of the first service class (see `request_class`) gets at least this share of the
 # time for prompts.
