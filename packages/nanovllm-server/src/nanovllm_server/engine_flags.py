@@ -69,7 +69,7 @@ def find_draft_model_error(speculate: str | None, draft_model: str | None) -> st
         return None
     if draft_model is None:
         return "--speculate draft needs a draft model: add --draft-model"
-    return f"--draft-model {draft_model} is used only with --speculate draft: add it, or leave out --draft-model"
+    return f"--draft-model {draft_model} is used only with --speculate draft: add that flag, or leave out --draft-model"
 
 
 def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig:

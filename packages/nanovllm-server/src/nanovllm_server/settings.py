@@ -101,7 +101,7 @@ def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 def check_admin_key(key: str | None, api_keys: tuple[str, ...]) -> str | None:
     """Returns `key`. Raises SettingsError if `key` is invalid or is one of `api_keys`."""
     if key is not None and key in check_keys((key, *api_keys))[1:]:
-        raise SettingsError("--admin-api-key must differ from all API keys, whose users are no administrators")
+        raise SettingsError("--admin-api-key must differ from all API keys, because their users are no administrators")
     return key
 
 

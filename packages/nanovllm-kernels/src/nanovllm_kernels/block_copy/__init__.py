@@ -25,7 +25,8 @@ def scatter_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor) -> None:
 def _copy_blocks(parts: BlockParts, blocks: Tensor, rows: Tensor, *, writes_caches: bool) -> None:
     expected = (len(blocks), parts.row_bytes)
     if rows.shape != expected or rows.dtype != torch.uint8 or not rows.is_contiguous():
-        raise ValueError(f"rows must be contiguous uint8 {list(expected)}, not {rows.dtype} {list(rows.shape)}")
+        actual = f"{rows.dtype} {list(rows.shape)} with strides {rows.stride()}"
+        raise ValueError(f"rows must be contiguous uint8 {list(expected)}, not {actual}")
     if rows.is_cuda:
         from nanovllm_kernels.block_copy import triton_block_copy
 
