@@ -24,8 +24,8 @@ GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
 # With at most this many drafts, a decode fills at most one new block.
 MAX_DRAFTS = BLOCK_SIZES[0] - 1
-# A step with drafts may have this number of tokens, even if `max_num_seqs` is smaller.
-MIN_DRAFT_STEP_TOKENS = 64
+# Minimum of the limit of tokens in a step with drafts, for a small `max_num_seqs`.
+MIN_DRAFT_STEP_LIMIT = 64
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps.
 PROMPT_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
@@ -82,7 +82,7 @@ class IndependentSettings:
         int, "number of ranks: processes that share the model; on GPUs one rank per GPU of this host"
     ] = 1
     expert_parallel: Annotated[
-        bool, "ranks share a mixture's experts as wholes; otherwise each rank has a part of every expert"
+        bool, "each rank has some whole experts of a mixture; otherwise each rank has a part of every expert"
     ] = False
     dp_attention: Annotated[
         bool,
@@ -98,8 +98,8 @@ class IndependentSettings:
     num_speculative_tokens: Annotated[int, "maximum number of drafts per request and step"] = 5
     acceptance_length: Annotated[
         float | None,
-        "for benchmarks: mean number of tokens per request that a step with drafts gives, because it keeps drafts at "
-        "random, right or wrong; answers become meaningless",
+        "for benchmarks: keep drafts at random, right or wrong, so that a step with drafts gives this mean number of "
+        "tokens per request; answers become meaningless",
     ] = None
     check_ranks: Annotated[
         bool, "for debugging: fail if ranks have different hidden states after a step; waits for each step"
@@ -185,7 +185,7 @@ class ResolvedConfig(IndependentSettings):
     @property
     def max_draft_step_tokens(self) -> int:
         """The maximum number of tokens of a step with drafts. The logits of all these tokens are in memory at once."""
-        return min(max(self.max_seqs_per_group, MIN_DRAFT_STEP_TOKENS), self.max_tokens_per_group)
+        return min(max(self.max_seqs_per_group, MIN_DRAFT_STEP_LIMIT), self.max_tokens_per_group)
 
     @property
     def torch_dtype(self) -> "torch.dtype":
@@ -346,22 +346,25 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
     max_num_seqs, token_budget = config.max_num_seqs, config.max_num_batched_tokens
     num_groups = max(config.tensor_parallel_size, 1) if config.dp_attention else 1
-    # With a smaller budget, decodes could always leave less than one block for prompts. Prompts would then never run.
+    # Besides the decodes, each step must have room for one block per group. Otherwise prompts might never run.
     min_prompt_tokens = num_groups * (config.block_size or BLOCK_SIZES[0])
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64
         max_num_seqs = default if token_budget is None else max(min(default, token_budget - min_prompt_tokens), 1)
         max_num_seqs = max(max_num_seqs - max_num_seqs % num_groups, num_groups)
     _require(max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
-    is_even = max_num_seqs % num_groups == 0
+    is_divisible = max_num_seqs % num_groups == 0
     _require(
-        is_even, "max_num_seqs", max_num_seqs, f"a multiple of tensor_parallel_size ({num_groups}), for dp_attention"
+        is_divisible,
+        "max_num_seqs",
+        max_num_seqs,
+        f"a multiple of tensor_parallel_size ({num_groups}), for dp_attention",
     )
     min_budget = max_num_seqs + min_prompt_tokens
     if token_budget is None:
         token_budget = max(8192 if device == "cuda" else 1024, min_budget)
-    block_sizes = "block_size" if num_groups == 1 else "tensor_parallel_size * block_size"
-    valid_budgets = f"at least max_num_seqs + {block_sizes} = {min_budget}"
+    min_prompt_text = "block_size" if num_groups == 1 else "tensor_parallel_size * block_size"
+    valid_budgets = f"at least max_num_seqs + {min_prompt_text} = {min_budget}"
     _require(token_budget >= min_budget, "max_num_batched_tokens", token_budget, valid_budgets)
     return max_num_seqs, token_budget
 

@@ -50,13 +50,15 @@ class SamplingParams:
     stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
     allowed_token_ids: the only token ids that the output may contain, besides tokens that end `grammar`; empty to allow
-        all ids. If `grammar` allows none of these ids, the request fails. Overrides all other options but `grammar`.
+        all ids. If `grammar` allows none of these ids, the request fails. Wins over all other options that allow or
+        forbid tokens, except `grammar`.
     logprobs: number of likeliest tokens to report per output token; None for no log-probabilities. Penalties and
         temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no
         log-probabilities. With this option, the engine computes the whole prompt even if its prefix is cached.
-    grammar: grammar that the output must match; overrides all other options. The end of the grammar ends the request,
-        even with ignore_eos. Tokens of stop_token_ids stop the request only where the grammar allows them.
+    grammar: grammar that the output must match; wins over all other options that allow or forbid tokens. The end of
+        the grammar ends the request, even with ignore_eos. Tokens of stop_token_ids stop the request only where the
+        grammar allows them.
     reasoning_budget: limit on the reasoning; ignored if `grammar` or `allowed_token_ids` forbids the tokens that close
         the reasoning.
     """
@@ -116,8 +118,7 @@ class SamplingParams:
             if not 0 < len(tokens) <= MAX_FORBIDDEN_SEQUENCE_TOKENS:
                 raise RequestError(
                     "forbidden_sequences",
-                    f"a forbidden sequence must have 1 to {MAX_FORBIDDEN_SEQUENCE_TOKENS} tokens, but one has "
-                    f"{len(tokens)}: choose shorter words",
+                    f"a forbidden sequence must have 1 to {MAX_FORBIDDEN_SEQUENCE_TOKENS} tokens, not {len(tokens)}",
                 )
             _require_token_ids("forbidden_sequences", tokens, vocab_size)
 

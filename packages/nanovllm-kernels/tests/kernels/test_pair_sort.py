@@ -49,7 +49,7 @@ def test_only_pairs_of_own_experts_are_sorted(num_tokens, first_id, num_experts,
 @pytest.mark.parametrize("num_tokens", [64, 256, 1024, 8192])
 def test_many_pairs_are_sorted_and_tiled(num_tokens, num_experts, top_k):
     ids = torch.rand((num_tokens, num_experts), device="cuda").topk(top_k, 1).indices.int()
-    for block_m in (16, policy.SPECIALIZED_TILE_ROWS):
+    for block_m in (16, policy.GLUON_TILE_ROWS):
         check_sorted(ids, num_experts, block_m)
         check_sorted(ids, num_experts // 4, block_m, num_experts // 2)
 
@@ -63,7 +63,7 @@ def test_gathered_rows_follow_the_order_of_pairs(first_id, device):
     x = torch.randn(num_tokens, depth, device=device).to(fp8.DTYPE)
     x_scales, weights = torch.rand(num_tokens, 3, device=device), torch.rand(num_tokens, top_k, device=device)
     ids = torch.rand(num_tokens, 12, device=device).argsort(1)[:, :top_k].int().contiguous()
-    pairs = triton_sort.sort_pairs(ids, num_experts, policy.SPECIALIZED_TILE_ROWS, first_id)
+    pairs = triton_sort.sort_pairs(ids, num_experts, policy.GLUON_TILE_ROWS, first_id)
     rows = torch.full((num_tokens * top_k, depth), torch.nan, device=device).to(fp8.DTYPE)
     row_scales = torch.full((3, len(rows)), torch.nan, device=device)
     row_weights = torch.full((len(rows),), torch.nan, device=device)

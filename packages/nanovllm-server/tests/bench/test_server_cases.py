@@ -5,9 +5,9 @@ import pytest
 from nanovllm_server.bench.client import parse_base_url
 from nanovllm_server.bench.server_cases.case_client import CaseClient
 from nanovllm_server.bench.server_cases.prompt_texts import (
-    PromptTokenCounts,
+    PromptTokenCosts,
     conversation,
-    measure_token_counts,
+    measure_token_costs,
     single_message,
     with_next_turn,
 )
@@ -29,13 +29,13 @@ async def test_token_costs_are_those_of_the_server():
     async def count_tokens_of_server(messages):
         return count_tokens(messages)
 
-    assert await measure_token_counts(count_tokens_of_server) == PromptTokenCounts(
+    assert await measure_token_costs(count_tokens_of_server) == PromptTokenCosts(
         per_word=2, per_message=5, per_request=3
     )
 
 
 def test_prompts_have_the_requested_length():
-    costs = PromptTokenCounts(per_word=2, per_message=5, per_request=3)
+    costs = PromptTokenCosts(per_word=2, per_message=5, per_request=3)
     assert count_tokens(single_message(costs, 1008, "seed")) == 1008
     history = conversation(costs, 3000, 100, "seed")
     assert count_tokens(history) == pytest.approx(3000, abs=1)
@@ -48,6 +48,6 @@ def test_prompts_have_the_requested_length():
 
 
 def test_prompts_are_never_empty():
-    costs = PromptTokenCounts(per_word=1, per_message=5, per_request=30)
+    costs = PromptTokenCosts(per_word=1, per_message=5, per_request=30)
     for messages in (single_message(costs, 1, ""), conversation(costs, 9, 3, ""), with_next_turn(costs, [], 1, 1, "")):
         assert all(message["content"] for message in messages)

@@ -40,7 +40,7 @@ def options(url, engine, monkeypatch) -> SoakOptions:
         max_prompt_words=MAX_PROMPT_WORDS,
         duration_s=2,
         max_warm_up_s=0.5,
-        flat_s=0.2,
+        min_flat_s=0.2,
         sample_interval_s=0.1,
         max_growth_percent=2,
         seed=0,
@@ -81,7 +81,7 @@ async def test_traffic_is_counted_and_memory_is_sampled(options):
     result = await soak_command.soak(options)
     assert result.counts.exchanges_by_kind["large schema"] >= options.num_clients
     assert result.counts.exchanges_by_kind["long prompt"] >= options.num_clients
-    assert result.counts.exchanges_by_kind["prompt of one length"] > MAX_PROMPT_WORDS
+    assert result.counts.exchanges_by_kind["prompt of each length"] > MAX_PROMPT_WORDS
     assert 0 < result.warm_up_s < options.duration_s
     assert result.counts.exchanges_by_kind.keys() & set(QUICK_KINDS)
     assert result.counts.failures == []

@@ -146,7 +146,7 @@ class FileTier:
             store.clear()
 
 
-def describe_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> str:
+def describe_file_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> str:
     """Everything except tokens and salts that determines the bytes of an entry. Raises ConfigError."""
     fingerprints = [model.fingerprint for model in (spec, spec.draft) if model is not None]
     if not all(fingerprints):

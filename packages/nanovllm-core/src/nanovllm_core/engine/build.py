@@ -10,7 +10,7 @@ import torch
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.block_files import BlockFiles
-from nanovllm_core.cache.file_tier import FileTier, describe_identity
+from nanovllm_core.cache.file_tier import FileTier, describe_file_identity
 from nanovllm_core.cache.host_memory import EntryKind, allocate_host_memory
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.shared_directory import load_secret
@@ -144,7 +144,7 @@ def _make_tier(
     files = None
     if config.kv_offload_dir is not None:
         max_bytes = int(config.kv_offload_disk_gib * GIB)
-        identity = describe_identity(spec, config, runner.cache.layout)
+        identity = describe_file_identity(spec, config, runner.cache.layout)
         stores = [
             BlockFiles(config.kv_offload_dir, max_bytes, f"{EntryKind(kind).name} {identity}".encode(), slot_bytes)
             for kind, slot_bytes in enumerate(copier.memory.layout.slot_bytes)

@@ -31,7 +31,9 @@ _log = logging.getLogger(__name__)
 class EntryCopier:
     """Executes batches in order: on a CPU in `launch`, on a GPU with a thread and a stream per direction.
 
-    All calls come from the thread that launches steps.
+    An entry is a block of keys and values, or a checkpoint of recurrent states. All calls come from the thread that
+    launches steps.
+
     cache: must have its final size.
     publisher: tells the other ranks what to copy. Only rank 0 has a publisher, and only if there are other ranks.
     """
@@ -63,7 +65,7 @@ class EntryCopier:
             return
         self._compile_kernels()
         for direction in Direction:
-            self._start_thread(f"nanovllm-{direction.name.lower()}s", self._run_lane, direction)
+            self._start_thread(f"nanovllm-{direction.name.lower()}s", self._execute_queue, direction)
         # To pin hundreds of GiB takes minutes.
         self._start_thread("nanovllm-pinning", self._pin)
 
@@ -103,7 +105,7 @@ class EntryCopier:
             scatter_blocks(parts, null_entry, rows)
 
     def _pin(self) -> None:
-        """Pin the host memory, so that the device can copy it without the CPU. Without success, nothing is copied."""
+        """Pin the host memory, so that the device copies it without the CPU. If this fails, no entry is ever copied."""
         torch.cuda.set_device(self._device)
         cudart: Any = torch.cuda.cudart()
         for piece in self.memory.pieces():
@@ -114,7 +116,7 @@ class EntryCopier:
                 return
         self.memory.set_ready(self._rank)
 
-    def _run_lane(self, direction: Direction) -> None:
+    def _execute_queue(self, direction: Direction) -> None:
         torch.cuda.set_device(self._device)
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
@@ -135,7 +137,7 @@ class EntryCopier:
                 end = torch.cuda.Event(blocking=True)
                 end.record(stream)
                 end.synchronize()
-        except Exception:  # noqa: BLE001 (counted: rank 0 then uses none of these copies)
+        except Exception:  # noqa: BLE001 (rank 0 sees the counted failure, and does not use these copies)
             # After an error of the device, the next step fails too.
             _log.exception("a copy between the cache and host memory failed")
             self.memory.count_failure(self._rank)

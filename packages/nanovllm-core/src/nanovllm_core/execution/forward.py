@@ -61,8 +61,8 @@ class ForwardOutput(NamedTuple):
     The step samples a token after the last token of each request, or after each token if the step has drafts. Padding
     has samples too.
 
-    logits: [n, vocab], logits of the samples that this rank chooses (`ParallelContext.own_requests`); empty if the
-        step samples no token.
+    logits: [n, vocab], logits of the samples whose tokens this rank chooses (`ParallelContext.own_requests`); empty if
+        the step samples no token.
     table_rows: int32 [num_samples], row of each sample's request in the request table.
     positions: int32 [num_samples], position of each sample.
     seq_lens: int32 [num_reqs], context lengths.
@@ -113,7 +113,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # With `launch_attention`, each replay plans attention again. So this plan may assume no decodes, to save time.
+        # `launch_attention` is given during a capture. Each replay plans attention again, so this plan serves no step.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         requests = (batch.block_tables, batch.seq_lens, rows.query_start_loc)
         attention_batch = plan_attention(cache, self._config, requests, planned_bounds)

@@ -251,7 +251,7 @@ class Runner:
         tokens = self._table.tokens[row, start : start + num_tokens].clone()
         hidden = hidden[first_logits_index : first_logits_index + num_tokens]
         # All ranks compute logits, so all ranks need the rows of the rank that has the prompt.
-        hidden, tokens = (self._parallel.share_rows(x, owner) for x in (hidden, tokens))
+        hidden, tokens = (self._parallel.broadcast_rows(x, owner) for x in (hidden, tokens))
         return score_prompt_tokens(hidden, tokens, num_top, self._forward.compute_logits_of_own_rows, self._parallel)
 
     def _run_padded_forward(

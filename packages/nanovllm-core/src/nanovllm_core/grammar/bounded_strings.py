@@ -125,7 +125,7 @@ class BoundedStrings:
         return "\n".join([replaced, *(rule for shared in rules_by_class.values() for rule in shared.write_rules())])
 
 
-def write_usual_strings() -> str:
+def write_common_string_rules() -> str:
     """A grammar with the rules that most bounded strings share, so that a compiler can compile these in advance."""
     shared = _SharedRules(_ANY_CHARACTER, "bounded_any_")
     bodies = [shared.write_rule_body(bounded) for bounded in _USUAL_STRINGS]

@@ -1,20 +1,20 @@
 """Estimates what xgrammar's compilation of a JSON grammar costs, before the grammar is compiled.
 
-A step takes about 1 us with a vocabulary of 49,000 tokens. The estimate depends on the grammar only, so every machine
-refuses the same schemas.
+The cost is counted in steps. A step takes about 1 us with a vocabulary of 49,000 tokens. The estimate depends on the
+grammar only, so every machine refuses the same schemas.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanovllm_core.grammar.bounded_strings import write_usual_strings
+from nanovllm_core.grammar.bounded_strings import write_common_string_rules
 
 # Maximum number of steps of one compilation. A grammar is compiled twice: by the vetting process and by the engine.
 MAX_COMPILE_STEPS = 320_000
 
 STEPS_PER_LITERAL_CHARACTER = 4
-# In a grammar with many rules, a character takes longer: one step per this number of pairs of a character and a rule.
+# A literal character takes longer in a grammar with many rules: characters * rules / this number, in steps.
 CHARACTER_RULE_PAIRS_PER_STEP = 300
 STEPS_PER_RULE = 40
 # xgrammar compares each rule with others: one step per this number of pairs of rules.
@@ -28,7 +28,7 @@ STEPS_PER_WIDE_LOOP = 1_000
 STEPS_PER_NARROW_STATE = 50
 
 # Maximum length of a chain of references that is compared to find equal rules.
-MAX_KEY_DEPTH = 100
+MAX_REFERENCE_DEPTH = 100
 
 _NAME = r"[A-Za-z_][\w.-]*"
 _RULE = re.compile(rf"^({_NAME}) ::= (.*)$", re.MULTILINE)
@@ -46,21 +46,21 @@ _COUNT = re.compile(r"\{(\d+), ?(-?\d*)\}")
 class CompileCost:
     """Estimated steps of compiling a grammar, by their cause.
 
-    literals: characters of property names, enums and constants.
-    strings: states of patterns, length limits and names of undeclared properties.
-    rules: rules, pairs of rules, pairs of a rule and a character, and visits (see `_count_visits`).
+    literal_steps: characters of property names, enums and constants.
+    string_steps: automaton states for patterns, for length limits and for the names of undeclared properties.
+    rule_steps: rules, pairs of rules, pairs of a rule and a character, and visits (see `_count_visits`).
     """
 
-    literals: int
-    strings: int
-    rules: int
+    literal_steps: int
+    string_steps: int
+    rule_steps: int
     num_literal_characters: int
     num_rules: int
 
     @property
     def total(self) -> int:
         """Steps of all causes."""
-        return self.literals + self.strings + self.rules
+        return self.literal_steps + self.string_steps + self.rule_steps
 
 
 def check_compile_cost(grammar: str) -> None:
@@ -69,11 +69,11 @@ def check_compile_cost(grammar: str) -> None:
     if cost.total <= MAX_COMPILE_STEPS:
         return
     advice_by_cause = {
-        cost.literals: f"its property names, enum and const values have {cost.num_literal_characters} characters when "
-        "written out: use fewer or shorter ones",
-        cost.strings: "most steps are for strings: use fewer different values of pattern, minLength and maxLength, and "
-        "additionalProperties: false",
-        cost.rules: f"it has {cost.num_rules} grammar rules: use fewer properties, or fewer alternatives",
+        cost.literal_steps: f"its property names, enum and const values have {cost.num_literal_characters} characters "
+        "when written out: use fewer or shorter ones",
+        cost.string_steps: "most steps are for strings: set additionalProperties to false, or use fewer different "
+        "values of pattern, minLength and maxLength",
+        cost.rule_steps: f"it has {cost.num_rules} grammar rules: use fewer properties, or fewer alternatives",
     }
     raise ValueError(
         f"it takes about {cost.total} steps, but may take at most {MAX_COMPILE_STEPS}; "
@@ -121,12 +121,12 @@ def _count_visits(bodies: dict[str, str]) -> int:
 
 def _count_string_steps(bodies: dict[str, str]) -> int:
     """Steps of rules with character classes. Equal rules count once, because xgrammar's cache shares them."""
-    usual_rules = dict(_RULE.findall(write_usual_strings()))
+    common_rules = dict(_RULE.findall(write_common_string_rules()))
     find_key = _make_key_finder(bodies)
     steps_by_key: dict[int | str, int] = {}
     for name, body in bodies.items():
         body = body.partition(" (=(")[0]  # Without the lookahead.
-        if "[" in body and usual_rules.get(name) != bodies[name] and not name.startswith(("basic_", "whitespace")):
+        if "[" in body and common_rules.get(name) != bodies[name] and not name.startswith(("basic_", "whitespace")):
             key = find_key(name)
             if key not in steps_by_key:
                 steps_by_key[key] = _count_class_steps(body)
@@ -141,18 +141,20 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
     def find_key(name: str) -> int | str:
         if name not in keys:
             keys[name] = name  # The key of a rule that refers to itself, and of rules at the end of a long chain.
-            if name in bodies and len(in_progress) < MAX_KEY_DEPTH:
+            if name in bodies and len(in_progress) < MAX_REFERENCE_DEPTH:
                 in_progress.append(name)
                 parts = _LITERAL.sub("", _CLASS.sub("", bodies[name]))
                 references = tuple(find_key(reference) for reference in _REFERENCE.findall(parts))
                 in_progress.pop()
-                keys[name] = hash((_REFERENCE.sub("", parts), tuple(_find_texts(bodies[name])), references))
+                keys[name] = hash(
+                    (_REFERENCE.sub("", parts), tuple(_find_literals_and_classes(bodies[name])), references)
+                )
         return keys[name]
 
     return find_key
 
 
-def _find_texts(body: str) -> list[str]:
+def _find_literals_and_classes(body: str) -> list[str]:
     return [match[0] for match in re.finditer(rf"{_LITERAL.pattern}|{_CLASS.pattern}", body)]
 
 

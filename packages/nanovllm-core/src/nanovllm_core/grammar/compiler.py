@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm_core.errors import GrammarError
-from nanovllm_core.grammar.bounded_strings import BoundedStrings, write_usual_strings
+from nanovllm_core.grammar.bounded_strings import BoundedStrings, write_common_string_rules
 from nanovllm_core.grammar.compile_cost import check_compile_cost
 from nanovllm_core.grammar.json_termination import JsonTerminator, JsonTokenClasses
 from nanovllm_core.grammar.value_lookaheads import shorten_value_lookaheads
@@ -179,7 +179,7 @@ class Compiler:
     def warm_up(self) -> None:
         """Import xgrammar and compile the rules that grammars share. This takes seconds."""
         _ = self._xgrammar_compiler, self._usable_token_mask, self._token_classes
-        self._rule_caching_compiler.compile_grammar(write_usual_strings())
+        self._rule_caching_compiler.compile_grammar(write_common_string_rules())
 
     def compile(
         self, spec: GrammarSpec, parameter_types: ParameterTypes | None = None, rules: str | None = None

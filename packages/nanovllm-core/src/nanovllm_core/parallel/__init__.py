@@ -43,7 +43,7 @@ class ParallelContext:
         """This rank's slice of `num_groups` groups. All slices have one size, so the last may end after `num_groups`.
 
         If there are more ranks than groups, several ranks have the same group.
-        Raises ValueError if the numbers of ranks with the same group would differ.
+        Raises ValueError if some groups would have more ranks than others.
         quantity: what `num_groups` counts, for the error.
         """
         if self.size <= num_groups:
@@ -84,7 +84,7 @@ class ParallelContext:
         """The number of rows of `gather_requests` for `count` rows."""
         return self.num_request_groups * count
 
-    def share_rows(self, x: Tensor, owner: int) -> Tensor:
+    def broadcast_rows(self, x: Tensor, owner: int) -> Tensor:
         """The `x` of rank `owner` if ranks have different requests, else `x`. All ranks pass `x` of one shape."""
         if self.splits_requests:
             x = x.clone()

@@ -66,18 +66,18 @@ _INITIAL_EXCESS = 0.02
 
 
 def calibrate(
-    model: "StepTimeModel", time_step: Callable[[int, int], float], max_num_tokens: int, max_model_len: int
+    model: "StepTimeModel", measure_step: Callable[[int, int], float], max_num_tokens: int, max_model_len: int
 ) -> None:
     """Measure a few steps before the first request, and fit `model` to the measurements.
 
-    time_step: (tokens of a chunk, cached tokens before the chunk) -> seconds of a step with this chunk.
+    measure_step: (tokens of a chunk, cached tokens before the chunk) -> seconds of a step with this chunk.
     max_num_tokens: maximum number of tokens of a step.
     """
     num_tokens = 1
     for num_tokens in _CALIBRATION_CHUNK_TOKENS:
         if num_tokens > min(max_num_tokens, max_model_len):
             break
-        seconds = time_step(num_tokens, 0)
+        seconds = measure_step(num_tokens, 0)
         is_decode = num_tokens == 1
         model.observe(StepWork(1, 1) if is_decode else StepWork(num_tokens, 0, attention_pairs(0, num_tokens)), seconds)
         if seconds > _MAX_CALIBRATION_STEP_S:
@@ -85,7 +85,7 @@ def calibrate(
     num_tokens = min(num_tokens, _CONTEXT_CHUNK_TOKENS, max_num_tokens, max_model_len // 2)
     context = min(_CONTEXT_RATIO * num_tokens, max_model_len - num_tokens)
     if num_tokens > 1:
-        seconds = time_step(num_tokens, context)
+        seconds = measure_step(num_tokens, context)
         model.observe(StepWork(num_tokens, 0, attention_pairs(context, num_tokens)), seconds)
     model.reset_errors(_INITIAL_EXCESS)
 

@@ -105,8 +105,8 @@ def is_found(tree: regex.Node, text: str) -> bool:
 def test_patterns_are_found(pattern):
     python = re.compile(pattern.replace("(?<x>", "(?P<x>"))
     for text in texts(2):
-        for any_engine in (False, True):
-            assert is_found(regex.parse(pattern, any_engine=any_engine), text) == bool(python.search(text)), text
+        for is_permissive in (False, True):
+            assert is_found(regex.parse(pattern, is_permissive=is_permissive), text) == bool(python.search(text)), text
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_classes_match_what_all_engines_agree_on():
     for pattern, text in ((r"^\w$", "é"), (r"^\d$", "٣"), (r"^\S$", "\x85"), (r"^.$", "\u2028"), (r"^[^\w]$", "é")):
         assert not is_found(regex.parse(pattern), text)
     assert is_found(regex.parse(r"^\S$"), "é")
-    assert is_found(regex.parse(r"^\w$", any_engine=True), "é")
+    assert is_found(regex.parse(r"^\w$", is_permissive=True), "é")
 
 
 def test_all_but_excludes_strings():

@@ -26,7 +26,7 @@ NUM_PREFETCHED_TILES = 4
 
 
 def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Norm rows `x` [T, K] if `norm_weight` is given, and round to e4m3. Returns values and scales [T, K / 128]."""
+    """Apply RMSNorm to `x` [T, K] if `norm_weight` is given. Return e4m3 values and their scales [T, K / 128]."""
     num_rows, depth = x.shape
     num_groups = triton.cdiv(depth, GROUP)
     values = torch.empty((num_rows, depth), dtype=DTYPE, device=x.device)
@@ -158,7 +158,7 @@ def _prefetch_tiles(weight_ptr, rows, mask, first_group, K: tl.constexpr, GROUP:
 
 @triton.jit
 def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Load a group of the rows at `x_ptr` [M, 1]: e4m3 values [M, 128] and scales [M]. QUANTIZED: `x` is e4m3."""
+    """Load one group of each row at `x_ptr` [M, 1]: e4m3 values [M, 128], scales [M]. QUANTIZED: `x` is e4m3."""
     tile = tl.load(x_ptr + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)

@@ -61,8 +61,8 @@ def plan_states(
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         and never waits.
     num_pending: int32 [B], for caches with drafts (see `gated_delta_net`): number of accepted drafts of the request's
-        previous step, 0 if that step had no drafts. Must be 0 for a request with several tokens in a step without
-        drafts. None: the caches have no drafts.
+        previous step, 0 if that step had no drafts. If this step has no drafts, the number must be 0 for each request
+        with several tokens. None: the caches have no drafts.
     has_drafts: whether each request is a decode whose tokens after the first are drafts. `num_decodes` is then ignored.
 
     Raises ValueError if `has_drafts` is set without `num_pending`, or if `num_decodes` is None for
@@ -101,8 +101,8 @@ def gated_delta_net(
 
     With caches for drafts (R > W), a decode is one accepted token, followed by drafts. The stored state then includes
     this first token, but no drafts. `conv_states` holds the inputs of the drafts. The request's next step first applies
-    the accepted drafts, called pending tokens (`StateBatch.num_pending`). Their arithmetic and rounding are the same as
-    for a first token. Prompts are computed in chunks and leave no pending tokens.
+    the accepted drafts, called pending tokens (`StateBatch.num_pending`). Pending tokens are computed and rounded
+    exactly as the first token of a decode. Prompts are computed in chunks and leave no pending tokens.
     Raises ValueError if the caches do not fit the step's drafts.
     """
     check_drafts(layer_sizes(weights, states, conv_states), batch)

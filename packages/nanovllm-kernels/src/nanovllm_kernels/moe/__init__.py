@@ -140,7 +140,7 @@ def _fused_experts_op(
     else:
         from nanovllm_kernels.moe import triton_grouped
 
-        triton_grouped.run_experts(rows, experts, chosen, residual, out, is_specialized=kernel == "specialized")
+        triton_grouped.run_experts(rows, experts, chosen, residual, out, uses_gluon=kernel == "specialized")
     return out
 
 

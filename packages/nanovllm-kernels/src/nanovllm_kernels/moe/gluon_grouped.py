@@ -21,13 +21,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.moe.experts import PackedExperts
-from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_TILE_ROWS
+from nanovllm_kernels.moe.policy import GLUON_TILE_ROWS, GROUP
 from nanovllm_kernels.moe.triton_sort import SortedPairs
 from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
-# Rows of a tile that one group of warps multiplies, columns in each of a tile's two blocks, and elements of K per step.
-GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = SPECIALIZED_TILE_ROWS // 2, 128, 128
+# A tile has two blocks of columns, left and right. Each of two groups of warps multiplies half of the tile's rows.
+# Rows per group of warps, columns per block, and elements of K per step.
+WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
@@ -42,7 +43,7 @@ def run_products(
 ) -> None:
     """For each of `pairs`, write the expert's result times the pair's weight into 16-bit `pair_results` [T k, H].
 
-    x: e4m3 [T, H]. The tiles of `pairs` have SPECIALIZED_TILE_ROWS rows.
+    x: e4m3 [T, H]. The tiles of `pairs` have GLUON_TILE_ROWS rows.
     """
     num_pairs, hidden_size = pair_results.shape
     intermediate_size = experts.w2.shape[2]
@@ -50,8 +51,8 @@ def run_products(
     launch_options = {"OVERLAP": overlap, "launch_pdl": overlap}
     float32_options = {"dtype": torch.float32, "device": x.device}
     rows = torch.empty((num_pairs, hidden_size), dtype=x.dtype, device=x.device)  # sorted by expert
-    # Loads of the last tile may reach up to SPECIALIZED_TILE_ROWS elements past the last row.
-    scales_stride = num_pairs + SPECIALIZED_TILE_ROWS
+    # Loads of the last tile may reach up to GLUON_TILE_ROWS elements past the last row.
+    scales_stride = num_pairs + GLUON_TILE_ROWS
     row_scales = torch.empty((hidden_size // GROUP, scales_stride), **float32_options)
     hidden = torch.empty((num_pairs, intermediate_size), dtype=x.dtype, device=x.device)  # silu(gate) * up
     hidden_scales = torch.empty((intermediate_size // GROUP, scales_stride), **float32_options)
@@ -87,7 +88,7 @@ def run_products(
         num_columns = result.shape[1]
         column_tiles = num_columns // (BLOCK_COLUMNS if gated else 2 * BLOCK_COLUMNS)
         _grouped_product[(min(describe_device(x.device).num_sms, (len(pairs.tiles) - 1) * column_tiles),)](
-            _describe_rows(x_rows, GROUP_ROWS),
+            _describe_rows(x_rows, WARP_GROUP_ROWS),
             _describe_rows(weight.view(-1, weight.shape[2]), BLOCK_COLUMNS),
             x_row_scales,
             scales,
@@ -214,7 +215,7 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and first row of work item `work` (a tile), or of the last item if `work` is past the end."""
+    """Return the expert and first row of work item `work` (a row tile and a column tile), clamped to the last item."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
@@ -262,9 +263,9 @@ def _multiply(
     K: gl.constexpr,
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
+    WARP_GROUP: gl.constexpr,
 ):
-    """Multiply and store rows `64 * INDEX` to `64 * INDEX + 63` of each tile. Four warps run this function."""
+    """Multiply and store 64 rows of each tile, from row `64 * WARP_GROUP`. Four warps run this function."""
     x_ring, weight_ring, full, empty = rings
     x_scales_ptr, scales_ptr, order_ptr, starts_ptr, tiles_ptr, weights_ptr, out_ptr, out_scales_ptr = sources
     SUMS_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -272,7 +273,7 @@ def _multiply(
     COLUMN_TILES: gl.constexpr = N // TILE_COLUMNS
     NUM_STEPS: gl.constexpr = K // 128
     num_work = gl.load(tiles_ptr) * COLUMN_TILES
-    tile_rows = 64 * INDEX + gl.arange(0, 64, gl.SliceLayout(1, SUMS_LAYOUT))
+    tile_rows = 64 * WARP_GROUP + gl.arange(0, 64, gl.SliceLayout(1, SUMS_LAYOUT))
     work = gl.program_id(0)
     step = 0
     if work < num_work:
@@ -292,7 +293,7 @@ def _multiply(
                 pair = gl.load(order_ptr + rows, mask=row_mask, other=0)
                 weight = gl.load(weights_ptr + rows, mask=row_mask, other=0.0)
             # The compiler fails on a branch that it knows is never taken: keep the condition a runtime value.
-            has_rows = first_row + 64 * INDEX < end
+            has_rows = first_row + 64 * WARP_GROUP < end
             if has_rows:
                 left_sums = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)
                 right_sums = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)
@@ -320,7 +321,7 @@ def _multiply(
                         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
                     zeros = gl.zeros([64, 128], gl.float32, SUMS_LAYOUT)
                     product = warpgroup_mma(
-                        x_ring.index(2 * stage + INDEX),
+                        x_ring.index(2 * stage + WARP_GROUP),
                         weight_ring.index(2 * stage + block).permute((1, 0)),
                         zeros,
                         use_acc=False,
@@ -333,7 +334,7 @@ def _multiply(
                         mbarrier.arrive(empty.index(stage))
                         right_sums += product * right_scale_product[:, None]
                         left_scale_product, right_scale_product = row_scale * left_scale, row_scale * right_scale
-                        # After the last step, this call loads the last scales again, but they are not used.
+                        # In the last two steps, this call loads the last scales again. They are not used.
                         row_scale, left_scale, right_scale = _load_scales(
                             x_scales_ptr,
                             scales_ptr,
@@ -368,9 +369,9 @@ def _multiply(
                     numbers, scales = quantize_groups(left_sums, 1)  # numbers: e4m3
                     scale_ptrs = out_scales_ptr + (first_column // 128).to(gl.int64) * scales_stride + rows
                     gl.store(scale_ptrs, scales, mask=row_mask)
-                    _store_e4m3(numbers, out_ptr, first_row + 64 * INDEX, first_column, end, N)
+                    _store_e4m3(numbers, out_ptr, first_row + 64 * WARP_GROUP, first_column, end, N)
                 else:
-                    num_rows = end - first_row - 64 * INDEX
+                    num_rows = end - first_row - 64 * WARP_GROUP
                     _store_pair_results(left_sums * weight[:, None], pair, num_rows, out_ptr, first_column, N)
                     _store_pair_results(right_sums * weight[:, None], pair, num_rows, out_ptr, first_column + 128, N)
             else:

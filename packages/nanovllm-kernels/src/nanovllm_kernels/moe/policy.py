@@ -29,7 +29,7 @@ MAX_UNSORTED_FP8_TOKENS = 8
 # Minimum average number of rows per expert for `gluon_grouped`.
 MIN_SPECIALIZED_AVERAGE_ROWS = 16
 # Rows per tile of `gluon_grouped`.
-SPECIALIZED_TILE_ROWS = 128
+GLUON_TILE_ROWS = 128
 # Rows and columns of a weight block that shares an FP8 scale.
 GROUP = 128
 

@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm_kernels.gemm import block_fp8
 from nanovllm_kernels.moe.experts import ChosenExperts, PackedExperts
-from nanovllm_kernels.moe.policy import GROUP, SPECIALIZED_TILE_ROWS, GroupedConfig, grouped_config
+from nanovllm_kernels.moe.policy import GLUON_TILE_ROWS, GROUP, GroupedConfig, grouped_config
 from nanovllm_kernels.moe.triton_local_experts import to_local
 from nanovllm_kernels.moe.triton_sort import SortedPairs, sort_pairs
 from nanovllm_kernels.moe.triton_tile_product import add_product, load_weight
@@ -28,19 +28,19 @@ def run_experts(
     residual: Tensor | None,
     out: Tensor,
     *,
-    is_specialized: bool,
+    uses_gluon: bool,
 ) -> None:
-    """See the package's `fused_experts`. Writes into `out` [T, H]. is_specialized: whether to use `gluon_grouped`."""
+    """See the package's `fused_experts`. Writes into `out` [T, H]. uses_gluon: whether to use `gluon_grouped`."""
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, _ = experts.w2.shape
     first_id = experts.first_id if experts.is_partial else None
     is_block_fp8 = experts.scales13 is not None
     pair_results = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
     rows, row_scales = block_fp8.quantize_groups(x) if is_block_fp8 else (x, None)
-    if is_specialized:
+    if uses_gluon:
         from nanovllm_kernels.moe import gluon_grouped
 
-        pairs = sort_pairs(chosen.ids, num_experts, SPECIALIZED_TILE_ROWS, first_id)
+        pairs = sort_pairs(chosen.ids, num_experts, GLUON_TILE_ROWS, first_id)
         gluon_grouped.run_products(rows, row_scales, experts, chosen.weights, pairs, pair_results)
     else:
         is_float32 = x.element_size() == 4 and not is_block_fp8

@@ -148,7 +148,7 @@ def _run_soak(flags: argparse.Namespace) -> None:
         max_prompt_words=flags.max_prompt_words,
         duration_s=60 * flags.minutes,
         max_warm_up_s=60 * flags.warm_up_minutes,
-        flat_s=flags.flat_seconds,
+        min_flat_s=flags.flat_seconds,
         sample_interval_s=flags.sample_interval,
         max_growth_percent=flags.max_growth,
         seed=flags.seed,

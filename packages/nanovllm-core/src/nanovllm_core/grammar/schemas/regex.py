@@ -85,15 +85,15 @@ ANY_STRING = Repeat(ANY_CHARACTER, 0, None)
 
 
 @lru_cache(maxsize=1024)
-def parse(pattern: str, *, any_engine: bool = False) -> Node:
+def parse(pattern: str, *, is_permissive: bool = False) -> Node:
     """Parses `pattern` into a tree with its anchors. Raises RegexError for invalid and unsupported patterns.
 
     Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
-    any_engine: True: the tree matches all strings that any engine matches. False: only strings that all engines match.
+    is_permissive: True: the tree matches the strings that any engine matches. False: those that all engines match.
     """
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are supported")
-    tree = _Parser(pattern, any_engine).parse()
+    tree = _Parser(pattern, is_permissive).parse()
     if _count_states(tree) > MAX_STATES:
         raise RegexError("its repetitions are too large")
     return tree
@@ -102,9 +102,9 @@ def parse(pattern: str, *, any_engine: bool = False) -> Node:
 class _Parser:
     """Reads one pattern from left to right."""
 
-    def __init__(self, text: str, any_engine: bool):
+    def __init__(self, text: str, is_permissive: bool):
         self.text = text
-        self.any_engine = any_engine
+        self.is_permissive = is_permissive
         self.position = 0
         self.depth = 0
 
@@ -182,13 +182,13 @@ class _Parser:
             case "^" | "$":
                 return Anchor(character == "^")
             case ".":
-                return CharacterSet(invert_ranges(LINE_ENDS[:1] if self.any_engine else LINE_ENDS))
+                return CharacterSet(invert_ranges(LINE_ENDS[:1] if self.is_permissive else LINE_ENDS))
             case "(":
                 return self.parse_group()
             case "[":
                 return CharacterSet(self.parse_character_class())
             case "\\":
-                return CharacterSet(self.parse_escape(self.any_engine)[0])
+                return CharacterSet(self.parse_escape(self.is_permissive)[0])
             case "*" | "+" | "?":
                 raise RegexError(f"there is nothing to repeat before {character}")
             case _:
@@ -209,9 +209,9 @@ class _Parser:
             elif not self.skip(":"):
                 raise RegexError("flags and the like after (? are not supported")
         # Invert the flag in a negative lookahead: if the lookahead matches more, the whole pattern matches less.
-        self.any_engine ^= is_negative_lookahead is True
+        self.is_permissive ^= is_negative_lookahead is True
         inner = self.parse_alternatives()
-        self.any_engine ^= is_negative_lookahead is True
+        self.is_permissive ^= is_negative_lookahead is True
         if not self.skip(")"):
             raise RegexError("it has a ( without )")
         return inner if is_negative_lookahead is None else Lookahead(inner, is_negative_lookahead)
@@ -222,10 +222,10 @@ class _Parser:
         if self.peek() == "]":
             raise RegexError("it has an empty character class")
         while not self.skip("]"):
-            member, is_class = self.parse_class_member(is_negative ^ self.any_engine)
+            member, is_class = self.parse_class_member(is_negative ^ self.is_permissive)
             if not is_class and self.peek() == "-" and self.peek(2) not in ("-]", "-"):
                 self.position += 1
-                last, is_class = self.parse_class_member(is_negative ^ self.any_engine)
+                last, is_class = self.parse_class_member(is_negative ^ self.is_permissive)
                 if is_class:
                     raise RegexError("it has a range that ends in a class")
                 if last[0][0] < member[0][0]:
@@ -235,7 +235,7 @@ class _Parser:
         ranges = normalize_ranges(members)
         return invert_ranges(ranges) if is_negative else ranges
 
-    def parse_class_member(self, any_engine: bool) -> tuple[Ranges, bool]:
+    def parse_class_member(self, is_permissive: bool) -> tuple[Ranges, bool]:
         """Returns (characters of a member, whether the member is an escape of a class such as `\\d`)."""
         character = self.peek()
         if not character:
@@ -245,17 +245,17 @@ class _Parser:
             return ((ord(character), ord(character)),), False
         if self.skip("b"):
             return ((8, 8),), False
-        return self.parse_escape(any_engine)
+        return self.parse_escape(is_permissive)
 
-    def parse_escape(self, any_engine: bool) -> tuple[Ranges, bool]:
+    def parse_escape(self, is_permissive: bool) -> tuple[Ranges, bool]:
         """Returns (characters of an escape, whether the escape is a class such as `\\d`)."""
         letter = self.peek()
         self.position += 1
         if letter.lower() in CLASS_ESCAPES and letter:
             in_all_engines, in_any_engine = CLASS_ESCAPES[letter.lower()]
             if letter.islower():
-                return normalize_ranges(in_any_engine if any_engine else in_all_engines), True
-            return invert_ranges(in_all_engines if any_engine else in_any_engine), True
+                return normalize_ranges(in_any_engine if is_permissive else in_all_engines), True
+            return invert_ranges(in_all_engines if is_permissive else in_any_engine), True
         code_point = self.parse_code_point(letter)
         return ((code_point, code_point),), False
 
@@ -298,17 +298,17 @@ def convert_to_full_match(tree: Node) -> Node:
 
     Raises RegexError if an anchor is neither at the start nor at the end of the pattern.
     """
-    return _with_open_edges(tree, True, True)
+    return _add_any_string_at_ends(tree, True, True)
 
 
-def _with_open_edges(node: Node, is_first: bool, is_last: bool) -> Node:
+def _add_any_string_at_ends(node: Node, is_first: bool, is_last: bool) -> Node:
     """Adds `ANY_STRING` at the start and the end of the whole pattern where `node` has no anchor.
 
     is_first: whether `node` is at the start of the whole pattern.
     is_last: whether `node` is at the end of the whole pattern.
     """
     if isinstance(node, Alternation) and _has_anchor(node):
-        return Alternation(tuple(_with_open_edges(option, is_first, is_last) for option in node.options))
+        return Alternation(tuple(_add_any_string_at_ends(option, is_first, is_last) for option in node.options))
     parts: list[Node] = list(node.parts) if isinstance(node, Concatenation) else [node]
     start, end = 0, len(parts)
     while start < end and parts[start] == Anchor(True) and is_first:
@@ -320,13 +320,13 @@ def _with_open_edges(node: Node, is_first: bool, is_last: bool) -> Node:
     if inner and adds_prefix and _has_anchor(inner[0]):
         if isinstance(inner[0], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[0] = _with_open_edges(inner[0], True, adds_suffix and len(inner) == 1)
+        inner[0] = _add_any_string_at_ends(inner[0], True, adds_suffix and len(inner) == 1)
         adds_suffix = adds_suffix and len(inner) > 1
         adds_prefix = False
     if inner and adds_suffix and _has_anchor(inner[-1]):
         if isinstance(inner[-1], Repeat):
             raise RegexError("it repeats an assertion")
-        inner[-1] = _with_open_edges(inner[-1], False, True)
+        inner[-1] = _add_any_string_at_ends(inner[-1], False, True)
         adds_suffix = False
     if any(_has_anchor(part) for part in inner):
         raise RegexError("it has an anchor in the middle")
@@ -383,7 +383,8 @@ def _count_states(node: Node) -> int:
         case Concatenation(parts) | Alternation(parts):
             return 1 + sum(_count_states(part) for part in parts)
         case Repeat(CharacterSet()):
-            return 2  # xgrammar counts repetitions of one character, instead of repeating its state.
+            # xgrammar has a repetition counter for a single character, so it does not copy the state of the character.
+            return 2
         case Repeat(part, low, high):
             return 1 + _count_states(part) * max(low, high or 1, 1)
         case Lookahead(part):

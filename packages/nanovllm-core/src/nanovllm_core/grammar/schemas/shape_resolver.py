@@ -264,7 +264,7 @@ class ShapeResolver:
     def is_found(self, pattern: str, text: str, shape: Shape) -> bool:
         """Whether a search for `pattern` in `text` succeeds. Raises SchemaError if regex engines disagree."""
         is_found_by_all = search.is_found(regex.parse(pattern), text, self.count_steps)
-        if not is_found_by_all and search.is_found(regex.parse(pattern, any_engine=True), text, self.count_steps):
+        if not is_found_by_all and search.is_found(regex.parse(pattern, is_permissive=True), text, self.count_steps):
             problem = f"{pattern!r} matches {text!r} in some regex engines only"
             raise SchemaError(self._pattern_place(shape), "pattern", problem)
         return is_found_by_all

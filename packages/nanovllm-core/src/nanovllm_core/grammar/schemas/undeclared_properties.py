@@ -79,7 +79,7 @@ def _plan_pattern_properties(
     for pattern, conjunction in allowed:
         tree = string_tree(Text(patterns=frozenset({pattern})), error_place, resolver.count_steps)
         for name in declared:
-            if search.is_found(regex.parse(pattern, any_engine=True), name, resolver.count_steps):
+            if search.is_found(regex.parse(pattern, is_permissive=True), name, resolver.count_steps):
                 problem = f"matches the name of a declared property: {pattern!r} and {name!r}"
                 raise SchemaError(error_place, "patternProperties", problem)
         if tree != regex.NO_STRING:

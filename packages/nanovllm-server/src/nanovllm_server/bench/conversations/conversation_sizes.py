@@ -35,7 +35,9 @@ class ConversationSizes(WorkloadSizes):
     think_distribution: str = size(
         _RETURNS, str, "exponential", "distribution of the pauses", choices=tuple(THINK_TIMES)
     )
-    cold_prompts: int = size(_RETURNS, integer_at_least_1, 3, "cold prompts of the length of each returning turn")
+    cold_prompts: int = size(
+        _RETURNS, integer_at_least_1, 3, "number of cold (uncached) prompts for each returning turn, of the same length"
+    )
     burst: int = size(_BURST, integer_at_least_1, 24, "conversations that return at the same moment")
 
     def describe(self, case: str) -> str:

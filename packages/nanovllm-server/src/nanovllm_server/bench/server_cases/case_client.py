@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from nanovllm_server.bench.client import Endpoint, ExchangeError, TimedAnswer, chat_request, list_models, stream_chat
 from nanovllm_server.bench.report import BenchError
-from nanovllm_server.bench.server_cases.prompt_texts import Message, PromptTokenCounts, measure_token_counts
+from nanovllm_server.bench.server_cases.prompt_texts import Message, PromptTokenCosts, measure_token_costs
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server to measure. label: the server's name in tables. prompt_token_costs: from `measure_token_counts`."""
+    """A server to measure. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`."""
 
     label: str
     endpoint: Endpoint
     model: str
-    prompt_token_costs: PromptTokenCounts
+    prompt_token_costs: PromptTokenCosts
 
 
 class CaseClient:
@@ -69,6 +69,6 @@ async def connect(
                 body = chat_request(model_name, messages, 4, temperature)
                 return (await stream_chat(endpoint, body)).prompt_tokens
 
-            return MeasuredServer(label, endpoint, model_name, await measure_token_counts(count_tokens))
+            return MeasuredServer(label, endpoint, model_name, await measure_token_costs(count_tokens))
     except (ExchangeError, TimeoutError, LookupError) as error:
         raise BenchError(f"{label}: the server doesn't answer: {error or type(error).__name__}") from error

@@ -16,7 +16,7 @@ SAMPLE_WORDS = SINGLE_TOKEN_WORDS[::4]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTokenCounts:
+class PromptTokenCosts:
     """Tokens that a server counts for the parts of a chat prompt.
 
     per_word: tokens of one word.
@@ -34,7 +34,7 @@ class PromptTokenCounts:
         return max(num_messages, round(num_words))
 
 
-async def measure_token_counts(count_tokens: Callable[[list[Message]], Awaitable[int]]) -> PromptTokenCounts:
+async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[int]]) -> PromptTokenCosts:
     """Computes the costs from three prompts. count_tokens: sends messages and returns `usage.prompt_tokens`."""
     short_text, long_text = " ".join(SAMPLE_WORDS), " ".join(SAMPLE_WORDS * 2)
     short_tokens = await count_tokens([_message("user", short_text)])
@@ -44,15 +44,15 @@ async def measure_token_counts(count_tokens: Callable[[list[Message]], Awaitable
     per_word = (long_tokens - short_tokens) / len(SAMPLE_WORDS) or 1.0
     per_message = (three_messages_tokens - short_tokens) / 2 - len(SAMPLE_WORDS) * per_word
     per_request = short_tokens - per_message - len(SAMPLE_WORDS) * per_word
-    return PromptTokenCounts(per_word, per_message, per_request)
+    return PromptTokenCosts(per_word, per_message, per_request)
 
 
-def single_message(costs: PromptTokenCounts, num_tokens: int, seed: str) -> list[Message]:
+def single_message(costs: PromptTokenCosts, num_tokens: int, seed: str) -> list[Message]:
     """Returns a prompt of one user message with random words."""
     return [_message("user", _random_words(Random(seed), costs.num_words(num_tokens, 1)))]
 
 
-def conversation(costs: PromptTokenCounts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
+def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, seed: str) -> list[Message]:
     """Returns a conversation of about `num_tokens` tokens in messages of about `message_len` tokens.
 
     User and assistant alternate. The user has the last message.
@@ -69,7 +69,7 @@ def conversation(costs: PromptTokenCounts, num_tokens: int, message_len: int, se
 
 
 def with_next_turn(
-    costs: PromptTokenCounts, history: Sequence[Message], answer_len: int, message_len: int, seed: str
+    costs: PromptTokenCosts, history: Sequence[Message], answer_len: int, message_len: int, seed: str
 ) -> list[Message]:
     """Appends an assistant's answer of `answer_len` tokens and a user's message of `message_len` tokens."""
     random = Random(seed)

@@ -29,8 +29,8 @@ MAX_SHOWN_FAILURES = 10
 NUM_LARGE_SCHEMAS = 160
 # Only this number of clients send large schemas, so that each schema compiles in time on a slow machine.
 NUM_SCHEMA_CLIENTS = 4
-# Minimum total size of the long prompts in the warm-up, as text. Texts and token ids together exceed the 64 MiB of the
-# cache of encoded text. If the server has several workers, the clients send more long prompts until memory is flat.
+# Minimum total size of the long prompts in the warm-up, as text. They fill a worker's 64 MiB cache of encoded text.
+# Each worker has its own cache, so the clients send more long prompts until memory is flat.
 MIN_LONG_PROMPT_BYTES = 64 * MIB
 
 
@@ -42,7 +42,7 @@ class SoakOptions:
     server_pid: the server's parent process, on this machine.
     duration_s: time of the traffic, including the warm-up.
     max_warm_up_s: the warm-up ends at this time, even if memory still grows. Memory is measured after the warm-up.
-    flat_s: each phase of the warm-up ends when memory has been flat for this time.
+    min_flat_s: each phase of the warm-up ends when memory has been flat for this time.
     max_growth_percent: the soak fails if the memory of a process grows by at least this much.
     """
 
@@ -53,7 +53,7 @@ class SoakOptions:
     max_prompt_words: int
     duration_s: float
     max_warm_up_s: float
-    flat_s: float
+    min_flat_s: float
     sample_interval_s: float
     max_growth_percent: float
     seed: int
@@ -170,7 +170,7 @@ def _memory_table(result: SoakResult) -> Table:
 
 
 def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
-    """Returns one row per parent. It combines the parent's short-lived processes, such as one per checked schema."""
+    """Returns one row per parent, for all its short-lived processes. For example, each schema check is a process."""
     by_parent: dict[int, list[ProcessMemory]] = {}
     for memory in memories:
         by_parent.setdefault(memory.parent_pid, []).append(memory)
@@ -199,11 +199,11 @@ async def soak(options: SoakOptions) -> SoakResult:
     start_time = time.monotonic()
     end_time = start_time + options.duration_s
     num_long_prompts = -(-MIN_LONG_PROMPT_BYTES // count_long_prompt_bytes(max_model_len))
-    warm_up = WarmUp(options.flat_s, start_time + options.max_warm_up_s, NUM_LARGE_SCHEMAS, num_long_prompts)
+    warm_up = WarmUp(options.min_flat_s, start_time + options.max_warm_up_s, NUM_LARGE_SCHEMAS, num_long_prompts)
     source = TrafficSource(options.endpoint, model, f"{options.seed}-lengths", options.max_prompt_words)
     for exchange in source.build_prompts_of_all_lengths(max_model_len):
         if time.monotonic() < start_time + options.max_warm_up_s:
-            counts.add("prompt of one length", await run_exchange(source, exchange))
+            counts.add("prompt of each length", await run_exchange(source, exchange))
     # The task group waits for the last answer of each client.
     async with asyncio.TaskGroup() as tasks:
         for index in range(options.num_clients):

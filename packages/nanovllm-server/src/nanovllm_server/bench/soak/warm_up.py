@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from nanovllm_server.bench.soak.server_processes import ProcessMemory
 
-# Memory is flat if it has grown by less than this during the last `flat_s` seconds.
+# Memory is flat if it has grown by less than this during the last `min_flat_s` seconds.
 MAX_FLAT_GROWTH_PERCENT = 0.5
 
 
@@ -22,7 +22,7 @@ class Phase(Enum):
 
 
 class WarmUp:
-    """Ends each phase of the warm-up when the memory of all processes has been flat for `flat_s` seconds.
+    """Ends each phase of the warm-up when the memory of all processes has been flat for `min_flat_s` seconds.
 
     The phase FILL lasts at least until the clients have sent `num_large_schemas` and `num_long_prompts` requests.
 
@@ -30,14 +30,14 @@ class WarmUp:
     num_large_schemas, num_long_prompts: numbers of requests left to send. Clients count them down, even below 0.
     """
 
-    def __init__(self, flat_s: float, end_time: float, num_large_schemas: int, num_long_prompts: int):
+    def __init__(self, min_flat_s: float, end_time: float, num_large_schemas: int, num_long_prompts: int):
         self.num_large_schemas = num_large_schemas
         self.num_long_prompts = num_long_prompts
         self.phase = Phase.FILL
         self.is_flat = False  # Whether memory was flat at the end of the warm-up.
-        self._flat_s = flat_s
+        self._flat_s = min_flat_s
         self._end_time = end_time
-        # Samples of this phase: (time, bytes by process id). The oldest sample is at most `flat_s` old.
+        # Samples of this phase: (time, bytes by process id). The oldest sample is at most `min_flat_s` old.
         self._samples: deque[tuple[float, Mapping[int, int]]] = deque()
         self._phase_start_time: float | None = None
 
