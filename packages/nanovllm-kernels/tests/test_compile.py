@@ -605,7 +605,8 @@ def compile_cute(head_dim, group, queries, page_size, dtype, cached, tmp_path):
     return ptx
 
 
-ROUTED = dict.fromkeys(["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "partial_ptr"], FLOAT) | (
+FLOAT_NAMES = ["scales_ptr", "x_scales_ptr", "out_scales_ptr", "weights_ptr", "routing_weights_ptr", "pair_results_ptr"]
+ROUTED = dict.fromkeys(FLOAT_NAMES, FLOAT) | (
     dict.fromkeys(["ids_ptr", "counter_ptr", "order_ptr", "starts_ptr", "tiles_ptr"], INT32)
     | dict.fromkeys(["counts_ptr", "ranks_ptr", "first_rows_ptr"], INT32)
 )
@@ -735,7 +736,7 @@ def test_specialized_experts_do_not_spill(gated, hidden_size, width):
     constants = {"N": columns, "K": depth, "GATED": gated, "STAGES": kernels.STAGES, "OVERLAP": True}
     constants |= {"MULTIPLY_REGISTERS": kernels.MULTIPLY_REGISTERS, "COPY_REGISTERS": kernels.COPY_REGISTERS}
     types = ROUTED | ({"out_ptr": FP8} if gated else {})
-    for name, rows in (("x_desc", kernels.GROUP_ROWS), ("weight_desc", kernels.BLOCK_COLUMNS)):
+    for name, rows in (("x_desc", kernels.WARP_GROUP_ROWS), ("weight_desc", kernels.BLOCK_COLUMNS)):
         types[name] = f"tensordesc<fp8e4nv[{rows}, {kernels.STEP_DEPTH}],{kernels.SHARED_LAYOUT!r}>"
     options = {"maxnreg": kernels.LAUNCH_REGISTERS, "launch_pdl": True}
     compiled = compile_kernel(kernels._grouped_product, types, constants, num_warps=4, **options)
