@@ -346,7 +346,7 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
     max_num_seqs, token_budget = config.max_num_seqs, config.max_num_batched_tokens
     num_groups = max(config.tensor_parallel_size, 1) if config.dp_attention else 1
-    # Besides the decodes, each step must have room for one block per group. Otherwise prompts might never run.
+    # Besides the decodes, each step must have space for one block per group. Otherwise prompts might never run.
     min_prompt_tokens = num_groups * (config.block_size or BLOCK_SIZES[0])
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64
