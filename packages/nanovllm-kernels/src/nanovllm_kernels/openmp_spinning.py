@@ -120,7 +120,7 @@ def _sample_cpu_use() -> tuple[float, float]:
 
 def _read_busy_seconds() -> float:
     """Return the seconds for which this process's cores have been busy."""
-    # A process with normal priority ignores the time of low-priority processes, which hardly delay it.
+    # Low-priority processes hardly delay a process with normal priority. Their time counts only if ours is low, too.
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     ticks = 0

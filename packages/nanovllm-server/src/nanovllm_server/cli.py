@@ -17,7 +17,7 @@ from nanovllm_server.engine_flags import (
     find_draft_model_error,
     make_engine_config,
 )
-from nanovllm_server.flag_types import integer_from, seconds
+from nanovllm_server.flag_types import integer_in_range, seconds
 
 if TYPE_CHECKING:
     from nanovllm_server.settings import Settings
@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--version", action="version", version=f"nanovllm-server {version('nanovllm-server')}")
     http = flags.add_argument_group("http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    http.add_argument("--port", type=integer_from(0, 65535), default=8000, help="port to listen on; 0: any free port")
+    http.add_argument(
+        "--port", type=integer_in_range(0, 65535), default=8000, help="port to listen on; 0: any free port"
+    )
     http.add_argument(
         "--served-model-name",
         action="append",
@@ -85,21 +87,21 @@ def parser() -> argparse.ArgumentParser:
     )
     http.add_argument(
         "--http-workers",
-        type=integer_from(1),
+        type=integer_in_range(1),
         help="processes that serve HTTP; default: depends on the device and the number of cores",
     )
     http.add_argument(
-        "--max-queue", type=integer_from(0), default=1024, help="sequences that may wait; others get a 429"
+        "--max-queue", type=integer_in_range(0), default=1024, help="sequences that may wait; others get a 429"
     )
     http.add_argument(
         "--max-body-mib",
-        type=integer_from(1, 1024),
+        type=integer_in_range(1, 1024),
         default=16,
         help="maximum body of a request; a larger one gets a 413",
     )
     http.add_argument(
         "--body-memory-mib",
-        type=integer_from(1),
+        type=integer_in_range(1),
         metavar="MIB",
         help="memory for large bodies in each HTTP worker; further bodies wait; default: twice --max-body-mib",
     )

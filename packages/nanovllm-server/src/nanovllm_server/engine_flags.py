@@ -8,11 +8,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nanovllm_core.config import MAX_DRAFTS, EngineConfig
-from nanovllm_server.flag_types import integer_from
+from nanovllm_server.flag_types import integer_in_range
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
-# For each field where None does not mean that the engine chooses: the flag value that stands for None.
+# The flag value that stands for None, by field. For all other fields, None means that the engine chooses.
 _NONE_VALUES = {"speculate": "none"}
 # Smallest and largest value, by integer field.
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
@@ -46,10 +46,10 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         elif value_type is Path:
             options |= {"type": Path, "metavar": "DIR" if name.endswith("_dir") else "FILE"}
         elif name in _BOUNDS:
-            options["type"] = integer_from(*_BOUNDS[name])
+            options["type"] = integer_in_range(*_BOUNDS[name])
         else:
             # Every optional integer is a size of at least 1.
-            options["type"] = integer_from(1) if value_type is int and is_optional else value_type
+            options["type"] = integer_in_range(1) if value_type is int and is_optional else value_type
         add_flag(*_SHORT_FLAGS.get(name, ()), f"--{flag}", help=description.replace("%", "%%"), **options)
 
 
@@ -58,8 +58,8 @@ def add_draft_model_flag(add_flag: Callable[..., object]) -> None:
     add_flag(
         "--draft-model",
         metavar="MODEL",
-        help="draft model of --speculate draft, with the same tokens as the model; named like the model, or "
-        "SmolLM2-135M-Instruct for the default model",
+        help="draft model of --speculate draft, with the model's vocabulary; a directory or repository like the model, "
+        "or SmolLM2-135M-Instruct for the default model",
     )
 
 

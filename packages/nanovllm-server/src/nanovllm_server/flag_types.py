@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 
-def integer_from(low: int, high: int | None = None) -> Callable[[str], int]:
+def integer_in_range(low: int, high: int | None = None) -> Callable[[str], int]:
     """Returns a parser of integers from `low` to `high` (None: no upper bound)."""
 
     def integer(text: str) -> int:

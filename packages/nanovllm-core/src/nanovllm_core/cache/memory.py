@@ -35,7 +35,7 @@ class CacheLayout:
     state_specs: specs of the recurrent layers, with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
-    draft: layout of the draft model's caches, which have the same blocks; None without draft model.
+    draft: layout of the draft model's caches; None without draft model. A token has the same block in both models.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -106,7 +106,7 @@ class CacheMemory:
 
     `num_blocks` and `num_state_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
-    draft: the caches of the draft model, in which tokens have the same blocks; None without draft model.
+    draft: the caches of the draft model; None without draft model. A token has the same block in both models.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
@@ -217,7 +217,8 @@ def plan_cache(config: ResolvedConfig, layout: CacheLayout, free_bytes: int) -> 
 
 
 def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int:
-    # Each running request needs a slot. A starting request also needs the slot of the checkpoint from which it starts.
+    # Each running request needs a slot. A request that starts from a checkpoint also needs the checkpoint's slot. One
+    # such slot is enough, because requests start one after another.
     min_slots = config.max_seqs_per_group + config.prefix_caching
     if config.num_state_slots is not None:
         if config.num_state_slots < min_slots:

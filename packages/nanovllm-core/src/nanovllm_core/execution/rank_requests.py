@@ -11,10 +11,10 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, PromptLogprobsRange
 
 
 class RankRequests:
-    """The rows of one rank's requests: all rows, unless ranks have different requests.
+    """Selects the rows of one rank's requests: all rows, unless ranks have different requests.
 
-    A plan counts the rows of all ranks. If ranks have different requests, each rank has `num_rows` consecutive rows.
-    The rank's own tables count from its first row.
+    A plan numbers the rows of all ranks. If ranks have different requests, each rank has `num_rows` consecutive rows.
+    In the rank's own tables, the rank's first row is row 0.
     """
 
     def __init__(self, parallel: ParallelContext, num_rows: int):
@@ -48,7 +48,7 @@ class RankRequests:
         rows, num_tokens, is_sampled = scheduled
         return ScheduledRows(rows[is_own] - self._first_row, num_tokens[is_own], is_sampled[is_own])
 
-    def count_padded(self, num_own_reqs: int, num_reqs: int) -> int:
+    def count_with_padding(self, num_own_reqs: int, num_reqs: int) -> int:
         """The number of requests that this rank computes, including padding.
 
         num_own_reqs: number of this rank's requests in the step.
@@ -57,7 +57,7 @@ class RankRequests:
         return num_own_reqs if self._num_groups == 1 else num_reqs
 
     def find_sampling_indices(self, scheduled: ScheduledRows, num_reqs: int) -> NDArray[np.int64]:
-        """The index of each request that samples, in the plan's order, among the requests of all ranks.
+        """The index of each sampling request among the requests of all ranks. The result is in the plan's order.
 
         The requests of all ranks are in the order of `ParallelContext.gather_requests`: each rank has `num_reqs`
         requests, including padding.
@@ -74,7 +74,7 @@ class RankRequests:
     def locate_prompt(
         self, prompt_range: PromptLogprobsRange, scheduled: ScheduledRows
     ) -> tuple[int, PromptLogprobsRange]:
-        """The rank that has a prompt, and the prompt's range in the tables and the tokens of that rank.
+        """The rank that has a prompt, and `prompt_range` with the row and the logits index counted within that rank.
 
         On other ranks, the row and the logits index of the range are 0.
         """

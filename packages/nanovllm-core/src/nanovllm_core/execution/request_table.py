@@ -28,7 +28,7 @@ _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6  # kernels need a positive top-p
-# Only the first tokens of a longer prediction are searched for drafts. Multiples of 16 keep the rows aligned.
+# At most this many of a request's predicted tokens are searched for drafts. A multiple of 16 keeps the rows aligned.
 _MAX_PREDICTION_TOKENS = 16_384
 _NO_TOKEN = -1
 
@@ -54,8 +54,8 @@ class SamplingOps(IntFlag):
 class StepInputs:
     """Inputs of a step.
 
-    If ranks have different requests, an index of a request counts the requests of all ranks in the order of
-    `ParallelContext.gather_requests`. Otherwise each rank has all requests.
+    If ranks have different requests, an index of a request is an index among the requests of all ranks, in the order of
+    `ParallelContext.gather_requests`. If not, each rank has all requests.
 
     device_rows: this rank's requests; without padding, unless ranks have different requests.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
@@ -161,9 +161,9 @@ class RequestTable:
         self.num_pending = zeros(num_rows) if has_recurrent_layers and max_drafts else None
         self.step_buffer = StepBuffer(num_rows, device)
         self._ops = np.zeros(num_rows, np.uint8)
-        # For each row, the `SamplingOps` for which tables hold values, perhaps values of a finished request.
+        # The `SamplingOps` last written to each row's tables. The values may be those of a finished request.
         self._written_ops = np.zeros(num_rows, np.uint8)
-        # Indices are the rows of the plan, which counts the rows of all ranks.
+        # `SamplingParams.logprobs` by row of the plan. A plan numbers the rows of all ranks.
         self._num_logprobs = np.full(parallel.count_gathered(num_rows), -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
         self._last_step: tuple[ScheduledRows, StepInputs] | None = None
@@ -193,7 +193,7 @@ class RequestTable:
         else:
             sampling_indices = requests.find_sampling_indices(plan.scheduled, num_reqs)
         inputs = StepInputs(
-            device_rows=self.step_buffer.first_rows(requests.count_padded(len(rows), num_reqs)),
+            device_rows=self.step_buffer.first_rows(requests.count_with_padding(len(rows), num_reqs)),
             query_lens=query_lens,
             sampling_indices=sampling_indices,
             sampling_ops=int(np.bitwise_or.reduce(self._ops[rows[is_sampled]], initial=0)),

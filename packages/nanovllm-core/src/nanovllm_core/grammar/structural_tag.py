@@ -38,7 +38,7 @@ def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
     return {"type": "json_schema", "json_schema": schema, "excludes": [*excludes]}
 
 
-def json_schema_format(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
+def unconverted_json_value(schema: JSON, place: str, *, objects_only: bool = False) -> TagFormat:
     """JSON that `schema` allows. xgrammar can't read this format: `convert_grammar` converts the schema first.
 
     place: JSON pointer to the schema, for errors.

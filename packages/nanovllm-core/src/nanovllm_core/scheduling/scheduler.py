@@ -149,7 +149,7 @@ class Scheduler:
             StepWork(len(rows), int(self.rows.num_computed_tokens[rows].sum()) + len(rows))
             for rows in self.rows.split_by_group(decode_rows)
         ]
-        # Free blocks go to preempted requests first, so admit no request while a preempted request holds a row.
+        # Admit no request while a preempted request waits for the release of its row: it gets free blocks first.
         has_preempted = self.counters.num_preemptions > num_preemptions_before
         has_preempted |= self._lifecycle.num_preempted_unreleased > 0
         self._prompt_scheduler.schedule(decode_works, prompts, may_admit=not has_preempted)
@@ -206,7 +206,7 @@ class Scheduler:
         return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
 
     def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
-        """For each row, whether its blocks lack space for a step's tokens and the cache entries of its proposals."""
+        """For each row, whether it has too few blocks for the step's tokens and the drafts proposed after them."""
         rows, limits = self.rows, self._draft_limits
         num_needed = rows.num_tokens[decode_rows] + num_drafts
         if limits.uses_cache:
@@ -337,8 +337,9 @@ class Scheduler:
     def _measure_largest_group(
         self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
     ) -> tuple[int, StepWork]:
-        """The maximum over groups of the number of requests, and of each number in `StepWork`, without padding.
+        """The largest number of requests of a group, and a `StepWork` whose numbers are each the largest of a group.
 
+        No number includes padding.
         chunk_ranges: (first position, number of tokens) of each chunk.
         """
         num_reqs, works = [work.num_tokens for work in decode_works], [*decode_works]

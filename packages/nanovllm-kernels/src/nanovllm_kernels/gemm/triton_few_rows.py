@@ -83,7 +83,7 @@ def _project_few_rows(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS vectors has its own sums until the loop ends."""
+    """Compute BLOCK_N columns of all rows. Each of NUM_VECTORS parts of K has its own sums until the loop ends."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
     ks = (tl.arange(0, NUM_VECTORS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :])[:, None, None, :]

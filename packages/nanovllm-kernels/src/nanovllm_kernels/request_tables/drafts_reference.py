@@ -51,7 +51,7 @@ def propose_ngrams(
         last = int(num_computed[row])
         row_drafts = tokens[row, last + 1 : last + 1 + num_drafts]
         num_places = row_drafts.shape[0]
-        # A full row has no place for drafts. Even the last known token may be missing in it.
+        # A full row has no place for drafts. Skip the row, because it may lack even the last sampled token.
         if num_places == 0:
             continue
         end = _find_last_occurrence(tokens[row, : last + 1], min_match, max_match)
@@ -63,7 +63,7 @@ def propose_ngrams(
 
 
 def _find_last_occurrence(known: np.ndarray, min_match: int, max_match: int) -> int | None:
-    """Return where the longest suffix of `known` that occurs earlier ends in its last earlier occurrence.
+    """Find the longest suffix of `known` that also occurs earlier. Return the end of its last earlier occurrence.
 
     The suffix has `min_match` to `max_match` tokens. Returns None if no such suffix occurs earlier.
     """

@@ -3,9 +3,9 @@
 import argparse
 
 from nanovllm_server.bench.workload import IntegerRange
-from nanovllm_server.flag_types import integer_from
+from nanovllm_server.flag_types import integer_in_range
 
-integer_at_least_0, integer_at_least_1, integer_at_least_2 = map(integer_from, (0, 1, 2))
+integer_at_least_0, integer_at_least_1, integer_at_least_2 = map(integer_in_range, (0, 1, 2))
 
 
 def integer_range(text: str) -> IntegerRange:

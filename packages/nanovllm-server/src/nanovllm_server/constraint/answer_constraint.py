@@ -10,11 +10,11 @@ from nanovllm_core.grammar.structural_tag import (
     any_text,
     ebnf,
     either,
-    json_schema_format,
     literal,
     optional,
     regex,
     sequence,
+    unconverted_json_value,
 )
 from nanovllm_core.grammar_types import GrammarSpec
 from nanovllm_models.chat_formats import ToolCallFormat
@@ -126,7 +126,7 @@ def _reasoning_formats(
 def _content_tag_format(answer_rule: AnswerRule) -> TagFormat:
     match answer_rule:
         case JsonAnswer(path, schema):
-            return json_schema_format(schema, path)
+            return unconverted_json_value(schema, path)
         case RegexAnswer(pattern=pattern):
             return regex(pattern)
         case ChoiceAnswer(choices=choices):

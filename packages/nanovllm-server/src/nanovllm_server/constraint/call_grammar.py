@@ -9,12 +9,12 @@ from nanovllm_core.grammar.structural_tag import (
     TagFormat,
     any_text,
     either,
-    json_schema_format,
     literal,
     optional,
     regex,
     repeated,
     sequence,
+    unconverted_json_value,
 )
 from nanovllm_core.grammar.xml_parameters import XmlParameters
 from nanovllm_models.chat_formats import FencedCalls, JsonCalls, ToolCallFormat, XmlCalls
@@ -79,7 +79,7 @@ def _text_without_calls_grammar(form: JsonCalls) -> TagFormat:
 def _json_arguments(function: Function) -> TagFormat:
     any_object: JSON = {"type": "object"}
     schema = any_object if function.enforced_schema is None else function.enforced_schema
-    return json_schema_format(schema, function.path, objects_only=True)
+    return unconverted_json_value(schema, function.path, objects_only=True)
 
 
 def _json_call(form: JsonCalls, functions: Sequence[Function]) -> TagFormat:

@@ -317,7 +317,7 @@ class DecodeKernel:
     def find_part(self, tile_lens: cute.Tensor, num_tiles: Int32, num_parts: Int32, part: Int32, lane: Int32):
         """Return (slices per part, part's first slice, part's end, first tile, tile's first slice, tile's end).
 
-        Each lane counts the slices of an equal number of tiles. Every end is the slice after the last slice.
+        Each lane counts the slices of an equal number of tiles. Both ends are exclusive.
         """
         tiles_per_lane = (num_tiles + (WARP_SIZE - 1)) >> 5
         first_tile = lane * tiles_per_lane

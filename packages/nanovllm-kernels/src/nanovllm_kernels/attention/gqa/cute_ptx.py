@@ -1,8 +1,8 @@
 """Wraps PTX instructions in functions, for the CuTe DSL decode kernel.
 
-An Int32 is an address in shared memory. A pointer is an address in global memory. Matrices in registers have the layout
-of PTX's `mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns 2 (l % 4) and
-2 (l % 4) + 1.
+An argument `address` is an Int32 address in shared memory. An argument `pointer` points to global memory. Matrices in
+registers have the layout of PTX's `mma.m16n8k16`: lane l holds rows l // 4 and l // 4 + 8 of an accumulator, in columns
+2 (l % 4) and 2 (l % 4) + 1.
 """
 
 from cutlass import BFloat16, Float32, Int32

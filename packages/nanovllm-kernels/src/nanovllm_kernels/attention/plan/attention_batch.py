@@ -27,11 +27,11 @@ class AttentionBatch:
     max_seq_len: upper bound on the number of tokens per request.
     work_element_bytes: element size for which the work lists were planned, from `tile_configs.tile_element_bytes`.
     uses_numba_gqa: whether the CPU kernel `numba_gqa` computes attention for all requests.
-    torch_plan: groups of requests whose cached tokens plain torch copies together.
+    torch_plan: groups of requests for the backend "torch", which copies the cached tokens of a group together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
-    cute_seq_lens: int32 [n], number of tokens that the CuTe DSL kernel reads. If `cute_tiles` is None, element b is for
-        request b, and is 0 if the request has several queries. Otherwise, `QueryTiles.lens`.
+    cute_seq_lens: int32 [n], number of tokens that the CuTe DSL kernel reads. With `cute_tiles`: `QueryTiles.lens`.
+        Without: one element per request, 0 for a request with several queries.
     cute_tiles: `QueryTiles.queries`, with which the CuTe DSL kernel computes all requests. None: the kernel computes
         only requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).

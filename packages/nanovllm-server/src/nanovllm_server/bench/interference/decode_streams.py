@@ -1,4 +1,4 @@
-"""Streams that decode in the background while a case sends other requests."""
+"""Streams that decode in the background while a benchmark case sends other requests."""
 
 import asyncio
 import time
@@ -51,12 +51,12 @@ class DecodeStreams:
             self._client.errors.append(f"a decoding stream has no tokens after {self._client.timeout_s:g} s")
         return time.perf_counter()
 
-    async def wait_for_pieces_after(self, gap_time: float) -> None:
-        """Waits until every running stream has a piece after `gap_time`. That piece ends the gap around `gap_time`."""
+    async def wait_for_pieces_after(self, moment: float) -> None:
+        """Waits until every running stream has a piece after `moment`, so that the gap at `moment` has ended."""
 
         def has_stream_without_later_piece() -> bool:
             streams = zip(self._tasks, self._piece_times_by_stream, strict=True)
-            return any(not task.done() and (not times or times[-1] <= gap_time) for task, times in streams)
+            return any(not task.done() and (not times or times[-1] <= moment) for task, times in streams)
 
         try:
             async with asyncio.timeout(self._client.timeout_s):
