@@ -24,7 +24,7 @@ GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
 # With at most this many drafts, a decode fills at most one new block.
 MAX_DRAFTS = BLOCK_SIZES[0] - 1
-# Minimum of the limit of tokens in a step with drafts, for a small `max_num_seqs`.
+# A step with drafts may have at least this many tokens, even if `max_num_seqs` is smaller.
 MIN_DRAFT_STEP_LIMIT = 64
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps.
@@ -37,7 +37,7 @@ MIXED_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 class IndependentSettings:
     """Settings that depend neither on the device nor on the model. None leaves the choice to the engine.
 
-    The server makes a flag from each field of this class and of `EngineConfig`. The annotation is the flag's help text.
+    The server makes a flag from each field of this class and of `EngineConfig`. A field's annotation is the help text.
     """
 
     target_step_ms: Annotated[
@@ -346,7 +346,7 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
     max_num_seqs, token_budget = config.max_num_seqs, config.max_num_batched_tokens
     num_groups = max(config.tensor_parallel_size, 1) if config.dp_attention else 1
-    # Besides the decodes, each step must have space for one block per group. Otherwise prompts might never run.
+    # Besides the decodes, each step must have space for one block per group. Without it, prompts might never run.
     min_prompt_tokens = num_groups * (config.block_size or BLOCK_SIZES[0])
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64

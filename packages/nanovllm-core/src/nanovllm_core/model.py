@@ -134,7 +134,10 @@ class PredictionHead(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits of the token after `input_ids`, see `CausalLM.compute_logits`. hidden: the head's."""
+        """Returns logits of the token after each of `input_ids`, see `CausalLM.compute_logits`.
+
+        hidden: result of the head's `forward`.
+        """
         ...
 
 
@@ -189,7 +192,7 @@ class ModelSpec:
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
     fingerprint: identifies whatever determines the KV cache of tokens, such as the weights; "" if unknown. Engines
         whose models have equal fingerprints may share cached blocks in files.
-    draft: the draft model, for speculative decoding with `EngineConfig.speculate` "draft".
+    draft: the draft model for speculative decoding with `EngineConfig.speculate` "draft"; None without a draft model.
     """
 
     name: str

@@ -67,7 +67,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestStart(NamedTuple):
-    """Reports that a step has a request's first output token. Fields: see `RequestOutput`."""
+    """Reports that a step produced a request's first output token. Fields: see `RequestOutput`."""
 
     key: int
     num_cached_tokens: int
@@ -75,7 +75,7 @@ class RequestStart(NamedTuple):
 
 
 class RequestFinish(NamedTuple):
-    """Reports that a step has a request's last output token. Fields: see `RequestOutput`."""
+    """Reports that a step produced a request's last output token. Fields: see `RequestOutput`."""
 
     key: int
     reason: FinishReason
@@ -129,7 +129,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: log-probabilities of all prompt tokens except the first token, in the first output; None in all
         later outputs, and if not requested.
     scheduled_time: value of `time.monotonic` when the request first left the engine's queue.
-    num_accepted_drafts, num_rejected_drafts: numbers of verified drafts of speculative decoding so far.
+    num_accepted_drafts, num_rejected_drafts: numbers of drafts that speculative decoding has accepted and rejected so
+        far.
     """
 
     id: str

@@ -50,8 +50,8 @@ class SamplingParams:
     stop_token_ids: additional token ids that stop the request. The output includes the stop token.
     forbidden_sequences: sequences of token ids that the output may not contain.
     allowed_token_ids: the only token ids that the output may contain, besides tokens that end `grammar`; empty to allow
-        all ids. If `grammar` allows none of these ids, the request fails. Wins over all other options that allow or
-        forbid tokens, except `grammar`.
+        all ids. If `grammar` allows none of these ids, the request fails. This option wins over all other options that
+        allow or forbid tokens, except `grammar`.
     logprobs: number of likeliest tokens to report per output token; None for no log-probabilities. Penalties and
         temperature do not change log-probabilities.
     prompt_logprobs: number of likeliest tokens to report per prompt token except the first; None for no
@@ -85,7 +85,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice of a token depends on how often each token occurs before it."""
+        """Whether a penalty is on. The choice of a token then depends on how often each token has occurred so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def validate(self, vocab_size: int) -> None:

@@ -7,10 +7,10 @@ value heads. A scale is a power of two, stored as its biased float32 exponent (u
 import torch
 from torch import Tensor
 
-DTYPE = torch.float8_e4m3fn  # of quantised values
-# Bytes of scales per token and head.
+DTYPE = torch.float8_e4m3fn  # dtype of quantised values
+# Bytes per scale. A token has one scale per head.
 SCALE_BYTES = 1
-EXPONENT_BIAS = 127  # of float32
+EXPONENT_BIAS = 127  # exponent bias of float32
 E4M3_EXPONENT_BIAS = 7
 # The largest e4m3 value is 1.75 * 2^8. Adding CARRY_ABOVE_MAX_SIGNIFICAND to a float32's bits increments the exponent
 # if, and only if, the significand is above 1.75.

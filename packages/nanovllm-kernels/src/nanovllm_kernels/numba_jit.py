@@ -33,7 +33,7 @@ LANES = 16 if VECTOR_INSTRUCTIONS == "AVX-512" else 8
 # Fast-math flags that let the compiler reorder sums, as vectorised sums require. NaN and infinity keep their meaning.
 _FAST_MATH = {"reassoc", "contract", "nsz"}
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-# `exp` clamps its input to this range, whose results are finite and positive in float32.
+# `exp` clamps its input to this range. For inputs in the range, results are finite and positive in float32.
 EXP_RANGE = (np.float32(-87.0), np.float32(88.0))
 # ln 2 is the sum of LN2_PARTS.
 LOG2_E, LN2_PARTS = np.float32(1.44269504), (np.float32(0.693359375), np.float32(-2.12194440e-4))
@@ -136,7 +136,7 @@ def thread_index(_typing: Any, args: Any) -> Any:
 
 @intrinsic
 def thread_count(_typing: Any, args: Any) -> Any:
-    """Return the number of threads, at most the requested number. args: the same address as for `run_region`."""
+    """Return the region's number of threads, at most `num_threads`. args: the same address as for `run_region`."""
     return _emit_openmp_call(args, 2)
 
 

@@ -15,8 +15,8 @@ from nanovllm_kernels.numba_jit import EXP_RANGE, EXP_TERMS, LANES, LN2_PARTS, L
 # Number of columns in a panel. A row of a bf16 panel fills a cache line.
 PANEL_WIDTH = 32
 LINE_BYTES = 64
-# Number of columns in a group, which is two vectors. A bf16 panel stores column i + LANES directly
-# after column i, so that one 32-bit word holds both.
+# Number of columns in a group. A row of a group fills two vectors. A bf16 panel stores column i + LANES directly
+# after column i, so that one 32-bit word holds the values of both columns.
 GROUP_WIDTH = 2 * LANES
 NUM_GROUPS = PANEL_WIDTH // GROUP_WIDTH  # per panel
 # Maximum number of rows that an intrinsic of `make_multiplier` takes at once. The sums fill 12 of AVX2's 16 registers.
@@ -48,9 +48,9 @@ def make_multiplier(
     panel_ptr: bf16 [depth, PANEL_WIDTH] if `has_bf16_panel`, else float32 [depth, GROUP_WIDTH].
     depth: a multiple of UNROLL.
     sums_ptr: float32 [num_rows, sums_stride].
-    continues_sums: 0 to overwrite the sums, else products are added to the sums.
-    prefetch_ptr: first address to prefetch. Each iteration prefetches `num_prefetches` cache lines.
-    step_bytes: number of bytes by which the address to prefetch grows per iteration.
+    continues_sums: 0 to overwrite the sums; nonzero to add the products to the sums.
+    prefetch_ptr: first address to prefetch. For every UNROLL values of k, `num_prefetches` cache lines are prefetched.
+    step_bytes: number of bytes by which the address to prefetch grows after UNROLL values of k.
     """
 
     @intrinsic
@@ -81,7 +81,7 @@ def _typed_pointer(builder: Any, address: Any, element_type: Any, offset: int = 
 
 
 def _convert_pairs(builder: Any, words: Any) -> list[Any]:
-    """Emit code that converts words of two bf16 to float32. Returns the vectors of low halves and of high halves."""
+    """Emit code that converts words of two bf16 values to float32. Returns two vectors: the low and the high halves."""
     low = builder.shl(words, ir.Constant(_INT_VECTOR, [16] * LANES))
     high = builder.and_(words, ir.Constant(_INT_VECTOR, [0xFFFF0000] * LANES))
     return [builder.bitcast(low, _FLOAT_VECTOR), builder.bitcast(high, _FLOAT_VECTOR)]

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 SAMPLE_INTERVAL_S = 0.2
-# Spins become short if our threads lack more than this number of cores, because other processes use them.
+# Spins become short if other processes use more than this number of the cores that torch's threads need.
 MIN_MISSING_CORES_TO_SHORTEN = 0.4
-# Spins become long again if our threads lack less than this number of cores.
+# Spins become long again if other processes use less than this number of the cores that torch's threads need.
 MAX_MISSING_CORES_TO_LENGTHEN = 0.2
 # Environment variables by which a user chooses how threads wait.
 WAIT_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -120,7 +120,8 @@ def _sample_cpu_use() -> tuple[float, float]:
 
 def _read_busy_seconds() -> float:
     """Return the seconds for which this process's cores have been busy."""
-    # Low-priority processes hardly delay a process with normal priority. Their time counts only if ours is low, too.
+    # Low-priority processes hardly delay a process with normal priority. The time of low-priority processes therefore
+    # counts only if this process has low priority too.
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     counts_low_priority = os.getpriority(os.PRIO_PROCESS, 0) > 0
     ticks = 0

@@ -92,7 +92,7 @@ def describe_device(device: torch.device) -> DeviceInfo:
 def make_cache_directory(name: str) -> Path | None:
     """Create directory `name`, for compiled code. Returns None if that fails.
 
-    The directory is in $NANOVLLM_CACHE or, if this variable is not set, in `nanovllm` of the user's cache.
+    The directory is in $NANOVLLM_CACHE or, if this variable is not set, in `nanovllm` in the user's cache directory.
     """
     try:
         user_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -149,7 +149,7 @@ def _name_bf16_instructions() -> str | None:
 
 
 def is_intel() -> bool:
-    """Whether this machine has an x86 CPU by Intel. False if the operating system does not tell."""
+    """Whether this machine has an x86 CPU by Intel. False if the machine has no /proc/cpuinfo."""
     cpu_info = Path("/proc/cpuinfo")
     return cpu_info.exists() and "GenuineIntel" in cpu_info.read_text()
 

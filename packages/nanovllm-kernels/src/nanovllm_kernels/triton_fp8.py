@@ -37,7 +37,7 @@ def divide_max_e4m3(magnitude):
 
 @triton.jit
 def choose_scale_exponents(magnitude):
-    """Return the biased exponents of the scales that `fp8.quantize` chooses. magnitude: the largest in each vector."""
+    """Return the biased exponents of the scales that `fp8.quantize` chooses. magnitude: max |x| of each vector."""
     exponents = ((magnitude.to(tl.int32, bitcast=True) + CARRY_ABOVE_MAX_SIGNIFICAND) >> 23) - MAX_E4M3_EXPONENT
     return tl.maximum(exponents, MIN_SCALE_EXPONENT)
 

@@ -102,7 +102,8 @@ ToolCallFormat = JsonCalls | FencedCalls | XmlCalls
 class ChatFormat:
     """The formats of one model.
 
-    reasoning: None if the model writes no reasoning. tool_calls: None if there are no calls or their format is unknown.
+    reasoning: None if the model writes no reasoning.
+    tool_calls: None if the model makes no tool calls, or if their format is unknown.
     """
 
     reasoning: ReasoningFormat | None

@@ -88,7 +88,7 @@ WeightSource = CheckpointWeights | RandomWeights
 
 
 def find_checkpoint(path: Path, progress: bool | None = None) -> CheckpointWeights:
-    """Find the safetensors files of a model directory. Raises ModelError if there are none, or if one is missing.
+    """Find the safetensors files of a model directory. Raises ModelError if there is no file, or if a shard is missing.
 
     progress: whether to show a progress bar on stderr; None: show it if stderr is a terminal.
     """

@@ -317,7 +317,7 @@ class DeepseekV3ForCausalLM(DecoderWithHead):
         return tuple(layer.self_attn.cache_spec for layer in self.model.layers)
 
     def mtp_head(self) -> MTPLayer | None:
-        """Return the first MTP layer, which also predicts further tokens; None without MTP layers."""
+        """Return the first MTP layer, which predicts all draft tokens one after the other; None without MTP layers."""
         *_, layer = self.model.layers
         return layer if isinstance(layer, MTPLayer) else None
 

@@ -58,7 +58,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         return ModelDirectory(path, path.name)
     path = Path(_expand_home(model))
     if os.path.isdir(_expand_home(model)):  # noqa: PTH112 - `Path.is_dir` raises OSError for a long name.
-        # Check now: the engine and the tokenizer, which load concurrently, would report this fault differently.
+        # Check now: the engine and the tokenizer load concurrently, and would report a missing file in different words.
         check_has_config(path)
         return ModelDirectory(path, path.resolve().name)
     match = REPOSITORY.fullmatch(model)

@@ -11,7 +11,7 @@ def has_mtp_heads(weights: WeightSource, prefixes: tuple[str, ...], num_declared
     """Return whether the weights include MTP heads. Raises ModelError if a file can't be read.
 
     prefixes: beginnings of the names of the heads' tensors.
-    num_declared: number of heads that config.json declares. If the weights lack them, a log line says so.
+    num_declared: number of heads that config.json declares. If the weights lack these heads, the function logs that.
     """
     if isinstance(weights, RandomWeights):
         return num_declared > 0

@@ -22,7 +22,7 @@ CONFIG_DEFAULTS = ConfigDefaults(
 def parse_config(config: JsonFields) -> LlamaConfig:
     """Parse config.json. Raises ModelError for a wrong or unsupported value."""
     llama_config = parse_llama_fields(config, CONFIG_DEFAULTS)
-    # Layers below max_window_layers have no sliding windows.
+    # Layers whose index is below max_window_layers have no sliding windows.
     if (
         config.boolean("use_sliding_window", False)
         and config.positive_integer("max_window_layers", 28) < llama_config.num_hidden_layers

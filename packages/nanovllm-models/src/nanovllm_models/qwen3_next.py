@@ -236,7 +236,7 @@ class Qwen3NextModel(nn.Module):
             )
             cache_indices[has_attention] += 1
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, zero_centred=True)
-        # A compiled function runs parts of two consecutive layers. Each combination of kinds has a function of its own.
+        # A compiled function runs parts of two consecutive layers. Each combination of layer kinds has a function.
         kinds = {_classify_pair(layer, next_layer) for layer, next_layer in pairwise([*self.layers])}
         self._run_between = {
             kind: compile_for_rows(run_between, MIN_COMPILED_ROWS) if build.compile else run_between for kind in kinds
@@ -284,7 +284,7 @@ class MTPHead(nn.Module):
         self.layers = nn.ModuleList([layer])
 
     def forward(self, embedded: Tensor, rotation: Rotation, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [T, hidden]. embedded: [T, hidden], embeddings of the tokens after `hidden`."""
+        """Return hidden states [T, hidden]. embedded: [T, hidden], embedding of the token after each `hidden` row."""
         (layer,) = self.layers
         normed = self.pre_fc_norm_embedding.forward(embedded), self.pre_fc_norm_hidden.forward(hidden)
         x = self.fc.forward(torch.cat(normed, 1)).to(embedded.dtype)

@@ -20,7 +20,8 @@ class Qwen3NextConfig:
     attention_layers: indices of the layers with gated attention; the other layers have Gated DeltaNet.
     delta: shape of Gated DeltaNet.
     shared_intermediate_size: width of the shared expert.
-    num_mtp_heads: number of declared heads for multi-token prediction. Published checkpoints have one but declare none.
+    num_mtp_heads: number of heads for multi-token prediction that config.json declares. Published checkpoints have one
+        head, but their config.json declares no head.
     """
 
     vocab_size: int

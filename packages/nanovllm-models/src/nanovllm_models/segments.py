@@ -178,7 +178,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
 
 
 def longest_match_pattern(words: Sequence[str]) -> str:
-    """Return a regular expression that matches one of `words`, the longest that fits.
+    """Return a regular expression that matches the longest of `words` that fits.
 
     The expression tests a common prefix only once, which is faster than testing each word.
     """

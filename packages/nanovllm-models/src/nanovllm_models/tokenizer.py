@@ -36,7 +36,7 @@ class Tokenizer:
     backend: the same tokenizer as an object of the package `tokenizers`.
     vocab_size: number of tokens, including added tokens.
     eos_token_id: id of the token that ends a turn; None if the tokenizer's files name no such token.
-    has_chat_template: whether there is a template; `render_chat` needs one.
+    has_chat_template: whether there is a template; `render_chat` needs a template.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerFast", chat_template: str | None = None):
@@ -61,7 +61,7 @@ class Tokenizer:
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def share_encodings(self, exchange: EncodingExchange) -> None:
-        """Share cached token ids with other processes, per segment: the text between two special tokens.
+        """Share cached token ids of segments with other processes. A segment is the text between two special tokens.
 
         Does nothing if the tokenizer caches no segments.
         """

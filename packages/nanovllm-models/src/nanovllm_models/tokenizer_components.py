@@ -5,15 +5,16 @@ from typing import Any
 
 
 def component_states(component: Any) -> list[dict[str, Any]]:
-    """Return a component's state as in tokenizer.json; for a (nested) sequence, the state of each member; [] for None.
+    """Return a component's state, as tokenizer.json contains it, in a list.
 
+    The list has the state of each member if the component is a (nested) sequence. The list is empty for None.
     Raises an exception of the tokenizers library for a component that is written in Python.
     """
     return [] if component is None else _flatten_sequences(json.loads(component.__getstate__()))
 
 
 def component_types(component: Any) -> list[str]:
-    """Return the types in `component_states`, such as "ByteLevel"."""
+    """Return the type of each state in `component_states`, such as "ByteLevel"."""
     return [state["type"] for state in component_states(component)]
 
 

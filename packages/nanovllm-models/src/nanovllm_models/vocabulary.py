@@ -31,7 +31,7 @@ def read_vocabulary(path: Path, end_ids: tuple[int, ...]) -> Vocabulary:
 def check_same_tokens(path: Path, draft_path: Path) -> None:
     """Raise ModelError if the draft model in `draft_path` has other tokens than the model in `path`.
 
-    Nothing is compared if a directory has no tokenizer.json, which a model with random weights does not need.
+    Compares nothing if either directory has no tokenizer.json, which a model with random weights does not need.
     """
     paths = path.resolve(), draft_path.resolve()
     if paths[0] == paths[1] or not all((directory / "tokenizer.json").is_file() for directory in paths):

@@ -27,7 +27,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "dee
 METRICS_PREFIXES = ("nanovllm", "vllm")
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"  # An environment variable.
 
-# The driver creates this file on machines with a GPU. Importing torch only to find a GPU would take seconds.
+# NVIDIA's driver creates this file if there is a GPU. Importing torch only to find a GPU would take seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 # Default on machines with a GPU: one HTTP worker per CORES_PER_WORKER CPU cores, up to MAX_DEFAULT_WORKERS.
 MAX_DEFAULT_WORKERS = 4

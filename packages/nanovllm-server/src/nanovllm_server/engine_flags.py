@@ -64,7 +64,7 @@ def add_draft_model_flag(add_flag: Callable[..., object]) -> None:
 
 
 def find_draft_model_error(speculate: str | None, draft_model: str | None) -> str | None:
-    """Returns what is wrong if only one of --speculate draft and --draft-model is set, else None."""
+    """Returns an error message if only one of --speculate draft and --draft-model is set, else None."""
     if (speculate == "draft") == (draft_model is not None):
         return None
     if draft_model is None:
@@ -73,7 +73,7 @@ def find_draft_model_error(speculate: str | None, draft_model: str | None) -> st
 
 
 def make_engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig:
-    """Makes the configuration from the flags of `add_engine_flags`. overrides: field values that replace flags."""
+    """Makes the configuration from the flags of `add_engine_flags`. overrides: field values that override flags."""
     for name, value in vars(options).items():
         if name in _DEFAULT_BY_FIELD:
             is_none = _DEFAULT_BY_FIELD[name] is None and value == _NONE_VALUES.get(name, _AUTO)

@@ -32,12 +32,12 @@ from nanovllm_core.cache.shared_directory import (
 )
 from nanovllm_core.errors import ConfigError
 
-# Share of the directory that all writers reserve together. A writer scans the directory once per reservation.
+# Share of the maximum size that all writers reserve together. A writer scans the directory once per reservation.
 _RESERVED_SHARE = 1 / 16
-# Time between two scans, longer if a scan takes more than 1 % of it. Scans find the files of other engines.
+# Time between two scans; longer if a scan takes more than 1 % of this time. Scans find other engines' files.
 _SCAN_INTERVAL_S = 60.0
 _MAX_SCAN_SHARE = 0.01
-_SCAN_RETRY_S = 0.5
+_SCAN_RETRY_S = 0.5  # time until the next scan if the last scan was not possible
 _SUSPENSION_S = 30.0  # time without writes after an error
 _log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class BlockFiles:
         self._scan_lock = threading.Lock()
         # Guards the counts and the attributes below.
         self._lock = threading.Lock()
-        # Sums over all writes since the start: bytes that were claimed before writes, and bytes of ended writes. Claims
-        # beyond `_max_claimed_bytes` need another scan, which renews the reservation.
+        # Sums since the start: bytes that writes have claimed before they began, and bytes of ended writes. A claim
+        # beyond `_max_claimed_bytes` needs another scan, which renews the reservation.
         self._claimed_bytes = 0
         self._finished_bytes = 0
         self._max_claimed_bytes = 0
@@ -277,7 +277,7 @@ class BlockFiles:
             self._scan_requested.wait(interval if is_complete else _SCAN_RETRY_S)
 
     def _scan(self) -> bool:
-        """Update the index, evict files and reserve bytes. Returns False if that is impossible now.
+        """Update the index, evict files and reserve bytes. Returns False if a scan is impossible now.
 
         The caller holds `_scan_lock`.
         """

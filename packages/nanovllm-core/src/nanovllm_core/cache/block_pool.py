@@ -50,7 +50,7 @@ class BlockPool:
         return blocks
 
     def can_acquire(self, block: int) -> bool:
-        """Whether `block` is in use, or a free block besides the reserved blocks remains after `acquire`."""
+        """Whether `block` is in use, or more than `num_reserved` blocks would stay free after `acquire`."""
         return self._num_holders[block] > 0 or self.num_free > self.num_reserved + 1
 
     def acquire(self, block: int) -> None:

@@ -40,7 +40,7 @@ class Direction(IntEnum):
 
 
 class EntryCopies(NamedTuple):
-    """Copies of entries of one kind. group: group of requests that has the cache (see `Scheduler`).
+    """Copies of entries of one kind. group: number of the group of requests whose cache has the entries.
 
     entries: indices of blocks or state slots in the caches. slots: indices in the host memory, from 1.
     """
@@ -52,7 +52,7 @@ class EntryCopies(NamedTuple):
 
 
 class CopyBatch(NamedTuple):
-    """Copies that all ranks execute and count as one. Batches of one direction end in order."""
+    """Copies that all ranks execute. A rank counts a batch once, at its end. Batches of one direction end in order."""
 
     direction: Direction
     copies: list[EntryCopies]
@@ -116,7 +116,7 @@ _COUNTER_STRIDE = _COUNTER_BYTES // 8
 class HostMemory:
     """A mapping of the host memory into this process. `memory` has at least `layout.num_bytes` bytes.
 
-    The mapping has also counters, by which ranks tell rank 0 which batches have ended.
+    The mapping begins with counters, which tell rank 0 how many batches each rank has executed.
     """
 
     def __init__(self, memory: AnonymousMemory, layout: HostLayout):
@@ -142,7 +142,7 @@ class HostMemory:
         return slots[:, part * num_bytes : (part + 1) * num_bytes]
 
     def pieces(self) -> list[Tensor]:
-        """All slots, as pieces of whole slots that are pinned one after the other, uint8 [n] each."""
+        """All slots, in pieces that are pinned one after another. A piece has whole slots: uint8 [number of bytes]."""
         pieces: list[Tensor] = []
         for slots, slot_bytes in zip(self._slots, self.layout.slot_bytes, strict=True):
             piece_bytes = max(_PINNED_BYTES // slot_bytes, 1) * slot_bytes
@@ -177,7 +177,7 @@ class HostMemory:
 
 
 def allocate_host_memory(config: ResolvedConfig) -> AnonymousMemory | None:
-    """The memory of `HostMemory`, before the layout is known; None if `config` asks for none."""
+    """The memory of `HostMemory`, before the layout is known; None if `kv_offload_gib` is 0."""
     if not config.kv_offload_gib:
         return None
     return AnonymousMemory(int(config.kv_offload_gib * GIB) + _pad(config.tensor_parallel_size * _COUNTER_BYTES))

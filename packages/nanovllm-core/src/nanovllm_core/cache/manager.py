@@ -21,7 +21,7 @@ class BlockShortage(NamedTuple):
 
 
 class CacheManager:
-    """Manages the blocks of all requests.
+    """Manages the blocks of all requests that share one cache.
 
     watermark: share of all blocks that stay free if `admit` is called with `keep_watermark`.
     state_pool: None for a model without recurrent layers.
@@ -88,7 +88,7 @@ class CacheManager:
         return num_computed
 
     def awaits_load(self, request: RequestState) -> bool:
-        """Whether `request` should wait for another request's load, which brings some of its blocks."""
+        """Whether `request` should wait for another request's load, which brings blocks that `request` needs."""
         if self._tier is None:
             return False
         return self._tier.is_worth_waiting(self._group, self._reusable_hashes(request))
@@ -96,7 +96,7 @@ class CacheManager:
     def start_load(self, request: RequestState) -> PrefixLoad | None:
         """Load more of the prefix of an admitted request from lower tiers, at most once until the next preemption.
 
-        Returns None if lower tiers have no more of the prefix, or if computing is faster. After another result, the
+        Returns None if lower tiers have no more of the prefix, or if computing is faster. If a load is returned, the
         request must wait until the load has ended. Then call `finish_load`.
         """
         if self._tier is None or request.has_loaded:

@@ -9,7 +9,10 @@ from nanovllm_core.request_state import BlockHash, RequestState
 
 
 class Transfer(NamedTuple):
-    """A copy of one entry. group: see `EntryCopies`. entry: index in the cache. slot: index in the host memory."""
+    """A copy of one entry. group: see `EntryCopies`. entry: index in the cache. slot: index in the host memory.
+
+    has_draft_entries: whether the block also has a draft model's entries, see `BlockPool.blocks_with_draft_entries`.
+    """
 
     group: int
     kind: EntryKind
@@ -34,17 +37,17 @@ class Target(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PrefixLoad:
-    """Copies of a prefix to the blocks and the state slot of a request, which waits for them.
+    """Copies of a prefix to the blocks and the state slot of a request, which waits for the copies.
 
     held: entries of the prefix that are in the cache already, as pairs (kind, entry). The load holds them.
     reads: reads of files into the host memory, which precede the copies.
     num_tokens: number of tokens by which the load makes the cached prefix longer.
-    num_file_tokens: the part of these tokens that is read from files.
+    num_file_tokens: number of these tokens whose blocks are read from files.
     epoch: number of resets of the tier before the load was started.
     begin_s: time of `time.perf_counter` at which the load was started.
-    is_ended: whether nothing writes to the request's blocks any more.
+    is_ended: whether all writes to the request's blocks have ended.
     is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.
-    may_retry: whether a file was missing, so that another load could find the other entries.
+    may_retry: whether reading a file has failed. Another load may then find the other entries.
     """
 
     request: RequestState

@@ -1,6 +1,6 @@
 """A private directory that several processes of a host share, with one limit for the size of all files.
 
-Each process that writes is a writer: it keeps a locked file in the directory, and reserves bytes before it writes them.
+Each process that writes is a writer: it keeps a locked file in the directory, and reserves bytes before it writes.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ class StatePool:
         (request.state_slot,) = slots.allocate(1)
         slots.num_reserved -= 1
         # Keep a slot for each request that may start, and a slot for the checkpoint from which the next request starts.
-        # The source slot may be that checkpoint.
+        # The source slot, which counts as free here, may be the slot of that checkpoint.
         num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
@@ -77,7 +77,7 @@ class StatePool:
     def commit(self, request: RequestState, num_computed: int) -> list[BlockHash]:
         """Register the checkpoints within the first `num_computed` tokens, and return their hashes.
 
-        The step that saved them must have finished.
+        The step that saved these checkpoints must have finished.
         """
         checkpoints, hashes = request.checkpoints, list[BlockHash]()
         while checkpoints and checkpoints[0].position <= num_computed:

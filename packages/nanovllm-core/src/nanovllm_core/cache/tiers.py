@@ -17,8 +17,8 @@ from nanovllm_core.cache.prefix_load import PrefixLoad, Target, Transfer
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
-# Limits of stores, because entries of batches in flight can't be evicted: bytes per batch (one entry may have more),
-# entries per batch, and batches in flight. A step of a long prompt fills up to 1 GiB, and batches wait for steps.
+# Limits of stores: bytes per batch (a single entry may have more), entries per batch, and batches in flight. Entries of
+# batches in flight can't be evicted. A step of a long prompt fills blocks of up to 1 GiB, and batches wait for steps.
 MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
@@ -29,7 +29,7 @@ PredictCompute = Callable[[int, int], float]
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight:
-    """epoch, num_failures: values of the tier and of its memory at the launch. If one has changed, drop the batch."""
+    """A launched batch. If epoch of the tier or num_failures of its memory changes later, the batch is dropped."""
 
     transfers: list[Transfer]
     loads: list[PrefixLoad]
@@ -44,11 +44,11 @@ class TierCounters:
     """Totals since the engine started.
 
     num_bytes, copy_s: bytes and seconds of copies, from launch to end, by direction.
-    num_loaded_tokens: tokens of loads that have succeeded, from host memory and files.
-    num_file_tokens: the part of these tokens that was read from files.
+    num_loaded_tokens: tokens of successful loads, from host memory and files.
+    num_file_tokens: number of these tokens that were read from files.
     num_rejected_tokens: tokens that could have been loaded, but were faster to compute.
     num_failed_loads: number of loads that have failed.
-    wait_s: time of requests in WAITING_KV, in total.
+    wait_s: total seconds that requests have spent in WAITING_KV.
     """
 
     num_loaded_tokens: int = 0
@@ -63,7 +63,7 @@ class TierCounters:
 class HostTier:
     """The index of the entries in host memory, and the copies in flight.
 
-    A `BlockPool` of slots per kind of entry finds entries by hash, and evicts the entry that was used least recently.
+    Each kind of entry has a `BlockPool` of slots, which finds entries by hash and evicts the least recently used entry.
     block_size: tokens per block.
     files: copies of the entries in files; None if no files are used.
     """
@@ -87,8 +87,9 @@ class HostTier:
         # Entries of the host memory to write to files, by kind and hash, oldest first.
         self._write_queue: OrderedDict[tuple[EntryKind, BlockHash], None] = OrderedDict()
         self._new_loads: list[PrefixLoad] = []
-        # Entries of copies in flight: to store, as pairs (kind, hash), and by group the hashes of entries to load.
+        # Pairs (kind, hash) of the entries that stores in flight copy.
         self._storing: set[tuple[EntryKind, BlockHash]] = set()
+        # Hashes of the entries that loads in flight copy, by group.
         self._loading: list[set[BlockHash]] = []
         self._in_flight: list[deque[_BatchInFlight]] = [deque() for _ in Direction]
         self._num_ended = [0] * len(Direction)
@@ -126,7 +127,7 @@ class HostTier:
     def find_prefix(self, group: int, hashes: Sequence[BlockHash], start: int, *, uses_files: bool = True) -> int:
         """The number of leading blocks after which a request could start, if the missing entries were loaded.
 
-        start: number of leading blocks after which the request can start without loads; the least result.
+        start: number of leading blocks after which the request can start without loads. The result is at least `start`.
         """
         end = start
         while end < len(hashes) and self._is_found(group, EntryKind.BLOCK, hashes[end], uses_files):
@@ -202,7 +203,7 @@ class HostTier:
         ]
 
     def _is_worth_loading(self, targets: Sequence[Target], num_blocks: int, num_prefix_blocks: int) -> bool:
-        """Whether a load ends earlier than steps would, and the host memory has space for it."""
+        """Whether loading takes at most as long as computing the tokens, and the host memory has space for the load."""
         copies = [target for target in targets if target.found is None]
         reads = [target for target in copies if target.slot is None]
         for kind, pool in enumerate(self.pools):
@@ -250,7 +251,7 @@ class HostTier:
         return load
 
     def finish_load(self, load: PrefixLoad) -> None:
-        """Make the entries of an ended load findable in the cache, and release what the load holds."""
+        """Make the entries of an ended load findable in the cache, and release the entries that the load holds."""
         pools = self._cache_pools[load.group]
         if load.is_usable:
             for transfer in load.transfers:

@@ -49,7 +49,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
 class OpenRequest:
     """A request that is being served.
 
-    take: returns the output since the last call; None without a new token. Raises GrammarError if the grammar failed.
+    take: returns the output since the last call; None if no token is new. Raises GrammarError if the grammar failed.
     close: aborts the request if it still runs. The caller must call `close` at the end; further calls do nothing.
     """
 

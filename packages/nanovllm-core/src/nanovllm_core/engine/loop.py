@@ -145,7 +145,7 @@ class EngineLoop:
     async def run(self, emit: Emit) -> None:
         """Serve until `stop`. Raises the exception of a failed step or rank, after which the engine cannot continue.
 
-        emit: called with the outputs of each step and with stats. Stats are None except about every STATS_INTERVAL_S.
+        emit: called with the outputs of each step, and with stats about every STATS_INTERVAL_S (None in other calls).
         """
         event_loop = asyncio.get_running_loop()
         steps_future = event_loop.run_in_executor(self._executor, self._run_steps, event_loop)

@@ -160,7 +160,7 @@ class RankProcesses:
         return self._failure is not None
 
     def notify_of_failure(self, callback: Callable[[], object]) -> None:
-        """Call `callback` on any thread when a rank has ended, instead of the previous callback."""
+        """Call `callback`, on any thread, when a rank has ended. Replaces the previous callback."""
         self._on_failure = callback
         if self._has_failed.is_set():
             callback()
@@ -195,7 +195,7 @@ class RankProcesses:
 
 
 def run_rank(start: RankStart) -> None:
-    """Launch the steps that rank 0 plans, until rank 0 stops or its process ends."""
+    """Launch the steps that rank 0 plans, until rank 0 sends a stop message or the process of rank 0 ends."""
     # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -228,7 +228,7 @@ def run_rank(start: RankStart) -> None:
 
 
 def follow_plans(runner: Runner, copier: EntryCopier | None, start: RankStart) -> None:
-    """Launch the steps and copies that rank 0 plans, until rank 0 stops."""
+    """Launch the steps and copies that rank 0 plans, until rank 0 sends a stop message."""
     # On a GPU the reader spins, so that the rank launches steps without delay. On a CPU the ranks need all cores.
     reader = start.ring.open_reader(start.rank - 1, spins=runner.is_asynchronous)
     decoder = PlanDecoder()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nanovllm_core.engine.loop import EngineLoop
     from nanovllm_core.model import ModelSpec
 
-# Loads the model and returns it with the settings. The engine's process makes the call, because it may import torch.
+# Returns the model's spec and the settings. The engine's process calls the function, which may import torch.
 SpecAndConfigLoader = Callable[[], tuple["ModelSpec", EngineConfig]]
 
 # Maximum number of malloc heaps. If each thread that compiles grammars had its own heap, freed grammars would leave
@@ -153,7 +153,7 @@ class EngineServer:
     def __init__(self, engine_loop: "EngineLoop", socket: zmq.asyncio.Socket):
         self._engine_loop = engine_loop
         self._socket = socket
-        # In the order of connection. No client number is used twice.
+        # Clients in the order in which they connected. No client number is used twice.
         self._clients_by_number: dict[int, ConnectedClient] = {}
         self._client_numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -63,12 +63,13 @@ class EngineStats:
     num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
     num_accepted_drafts: number of accepted drafts by position.
-    loaded_tokens: pairs ("host" or "disk", number of prompt tokens loaded from it); empty without these tiers.
+    loaded_tokens: pairs (tier "host" or "disk", number of prompt tokens loaded from this tier); empty without tiers.
         `prefix_cache_hits` counts these tokens too.
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
     num_failed_loads: number of loads that failed. The engine then computed the prompt.
     load_wait_s: total time for which requests waited for loads.
-    copied_bytes: pairs (kind of copy, bytes): store and load between cache and host memory, write and read of files.
+    copied_bytes: pairs (kind of copy, bytes). "store" and "load" are between the cache and host memory,
+        "write" and "read" are of files.
     copy_s: pairs (kind of copy, seconds), in the same order.
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.

@@ -90,7 +90,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one step for one client, perhaps empty. stats: sent about ten times a second, otherwise None."""
+    """The outputs of one step for one client, perhaps empty. stats: sent about ten times a second, else None."""
 
     outputs: StepOutputs
     stats: EngineStats | None

@@ -60,11 +60,11 @@ class Constraints:
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._num_mask_words = -(-vocab_size // 32)
         self.mask_buffer = MaskBuffer(num_masks or num_rows, self._num_mask_words, device)
-        # All constrained requests of the step, and those that may need masks.
+        # All constrained requests of the step, and the constrained requests that may need masks.
         self._step_requests: list[ConstrainedRequest] = []
         self._mask_candidates: list[ConstrainedRequest] = []
         self._num_masks = 0
-        # Pairs (constraint, fork that follows the drafts).
+        # Pairs (constraint, its fork). A fork is a copy that advances by drafts, see `Constraint.fork`.
         self._forks: list[tuple[Constraint, Constraint]] = []
         self._steps_in_flight: deque[_StepInFlight] = deque()
         self._matcher_calls = _MatcherCalls()
@@ -72,7 +72,7 @@ class Constraints:
     def begin_step(self, plan: StepPlan) -> int:
         """Begin a step. Returns the number of masks; if it is not 0, call `fill_masks` before sampling.
 
-        Each request that may need masks counts once. In a step with drafts, it counts once per entry.
+        Each request that may need masks has one mask per entry. In a step without drafts, a request has one entry.
         """
         for new in plan.new_rows:
             self._replace_constraint(new)
@@ -98,8 +98,8 @@ class Constraints:
     def fill_masks(self, first_entries: NDArray[np.int64]) -> Masks | None:
         """Wait for the tokens of earlier steps and fill the masks. Returns None if no row is restricted.
 
-        first_entries: int64 [n], index of the first entry of each request that samples, among the entries of the step.
-            `Masks.rows` contains such indices.
+        first_entries: int64 [n], for each request that samples, the index of its first entry among all entries of the
+            step. `Masks.rows` contains indices of entries.
         """
         self._apply_results(wait=any(request.constraint.depends_on_output for request in self._mask_candidates))
         masks = self.mask_buffer.new_masks(self._num_masks)
@@ -142,9 +142,9 @@ class Constraints:
         masks: NDArray[np.int32],
         first_entries: NDArray[np.int64],
     ) -> tuple[list[ConstrainedRequest], list[int]]:
-        """Fill the masks of one entry of each request, after the output and the drafts before the entry.
+        """Fill the mask of entry number `entry` of each request, after its output and its first `entry` drafts.
 
-        masks: int32 [n, words], which allow every token.
+        masks: int32 [n, words], one mask per request. The given masks allow every token.
         Returns (requests in the order of their masks, for each request the index of its entry among all entries of the
             step; -1 if the entry is not masked).
         """
@@ -172,8 +172,8 @@ class Constraints:
     ) -> list[ConstrainedRequest]:
         """Append the draft after `entry` to each request. Returns the requests whose next entry may need a mask.
 
-        Constraints that depend on the output become forks, advanced by the drafts. masks: int32 [n, words], masks of
-            `entry`.
+        Constraints that depend on the output are replaced by forks, which advance by the drafts.
+        masks: int32 [n, words], masks of `entry`.
         """
         continued_requests: list[ConstrainedRequest] = []
         matched_drafts: list[tuple[Constraint, int]] = []
@@ -181,7 +181,7 @@ class Constraints:
             constraint = request.constraint
             if request.num_drafts <= entry or constraint.failure is not None:
                 continue
-            # Other constraints ignore drafts. The host may not know these drafts, because it need not wait for them.
+            # Other constraints ignore drafts. The host does not wait for their drafts, so it may not know them.
             if constraint.depends_on_output:
                 draft = _find_draft(request, entry)
                 if not allows_token(mask, draft):

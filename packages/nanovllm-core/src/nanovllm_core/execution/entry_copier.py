@@ -29,13 +29,15 @@ _log = logging.getLogger(__name__)
 
 
 class EntryCopier:
-    """Executes batches in order: on a CPU in `launch`, on a GPU with a thread and a stream per direction.
+    """Executes the batches of each direction in order.
+
+    On a CPU, `launch` executes the batch. On a GPU, each direction has a thread and a stream.
 
     An entry is a block of keys and values, or a checkpoint of recurrent states. All calls come from the thread that
     launches steps.
 
     cache: must have its final size.
-    publisher: tells the other ranks what to copy. Only rank 0 has a publisher, and only if there are other ranks.
+    publisher: sends the batches of rank 0 to the other ranks. None on the other ranks, and if there is only one rank.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class EntryCopier:
         self._compile_kernels()
         for direction in Direction:
             self._start_thread(f"nanovllm-{direction.name.lower()}s", self._execute_queue, direction)
-        # To pin hundreds of GiB takes minutes.
+        # Pinning hundreds of GiB takes minutes, so a thread does it.
         self._start_thread("nanovllm-pinning", self._pin)
 
     def launch(self, batch: CopyBatch) -> None:
@@ -127,7 +129,7 @@ class EntryCopier:
 
     @torch.inference_mode()
     def _execute(self, batch: CopyBatch, stream: torch.cuda.Stream | None = None) -> None:
-        """Execute and count a batch. stream: the current stream on a GPU."""
+        """Execute and count a batch. stream: the current stream on a GPU; None on a CPU."""
         try:
             for copies in batch.copies:
                 if copies.group == self._request_group:
@@ -138,7 +140,7 @@ class EntryCopier:
                 end.record(stream)
                 end.synchronize()
         except Exception:  # noqa: BLE001 (rank 0 sees the counted failure, and does not use these copies)
-            # After an error of the device, the next step fails too.
+            # Do not raise: after an error of the device, the next step fails too.
             _log.exception("a copy between the cache and host memory failed")
             self.memory.count_failure(self._rank)
         self.memory.count_done(self._rank, batch.direction)

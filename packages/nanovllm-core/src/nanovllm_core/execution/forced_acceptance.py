@@ -12,8 +12,8 @@ _SEED = 0
 class ForcedAcceptance:
     """Decides at random which drafts are kept, whether they are right or wrong.
 
-    Samples of steps without drafts are replaced too: they tell the planner whether an unused draft would have been
-    kept.
+    Samples of steps without drafts are replaced too: these samples tell the planner whether an unused draft would have
+    been kept.
 
     acceptance_length: mean number of new tokens of a request in a step with `max_drafts` drafts, 1..1 + max_drafts.
     """

@@ -67,7 +67,7 @@ class ForwardOutput(NamedTuple):
     positions: int32 [num_samples], position of each sample.
     seq_lens: int32 [num_reqs], context lengths.
     block_tables: int32 [num_reqs, max_blocks], cache blocks of the requests.
-    step: None without speculation.
+    step: the step's tokens for the proposer; None without speculation.
     """
 
     logits: Tensor
@@ -94,7 +94,7 @@ class ForwardPass:
         self._table = table
         self._cache = cache
         self._config = config
-        # Whether the ranks' hidden states have differed since the start. None: not checked.
+        # Whether the ranks' hidden states have differed since the start; None if this is not checked.
         self.has_disagreement: Tensor | None = None
         if config.check_ranks and parallel.size > 1:
             self.has_disagreement = torch.zeros(1, dtype=torch.bool, device=table.device)
@@ -113,7 +113,7 @@ class ForwardPass:
             bounds.num_tokens,
             -(-bounds.max_seq_len // block_size),
         )
-        # `launch_attention` is given during a capture. Each replay plans attention again, so this plan serves no step.
+        # `launch_attention` is given during a capture only. Replays plan attention again, so no step uses this plan.
         planned_bounds = bounds if launch_attention is None else bounds._replace(num_decodes=0)
         requests = (batch.block_tables, batch.seq_lens, rows.query_start_loc)
         attention_batch = plan_attention(cache, self._config, requests, planned_bounds)

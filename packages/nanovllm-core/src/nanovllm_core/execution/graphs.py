@@ -57,8 +57,9 @@ class CapturedFunctions(NamedTuple):
     """The functions that graphs capture. They must read inputs at fixed addresses, and ignore requests without tokens.
 
     run_forward: runs the model for a shape. Second argument: see `ForwardContext.launch_attention`.
-    choose_tokens: (`SamplingOps` as an integer, output, whether the step has drafts), see `TokenChooser.choose_padded`.
-    propose: (`SamplingOps` as an integer, output), see `TokenChooser.propose_padded`.
+    choose_tokens: see `TokenChooser.choose_padded`. First argument: `SamplingOps` as an integer. Last argument: whether
+        the step has drafts.
+    propose: see `TokenChooser.propose_padded`. First argument: `SamplingOps` as an integer.
     proposer: None without speculation.
     """
 
@@ -264,8 +265,8 @@ class _Pools:
     """Memory pools of graphs, and the graphs that propose drafts, which several shapes may share.
 
     steps, proposals: memory pools. A shared graph may run after any step, so it can't use the memory of a step.
-    proposing: graphs that propose drafts, by (shape or number of requests, `SamplingOps`). A graph has a shape in its
-        key if `Proposer.reads_step`.
+    proposing: graphs that propose drafts. Keys: (shape, `SamplingOps`) if `Proposer.reads_step` is True, else
+        (number of requests, `SamplingOps`).
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ Int64Array = NDArray[np.int64]
 class Masks(NamedTuple):
     """Masks of tokens that requests may sample: the arguments of `apply_masks_`.
 
-    rows: int32 [n], index of the masked request in the step; -1 for an unused mask.
+    rows: int32 [n], index of the masked sample among the samples of the step; -1 for an unused mask.
     bits: int32 [n, words], one bit per token id; 1 for a token that may be sampled.
     """
 
@@ -29,7 +29,7 @@ class DeviceRows(NamedTuple):
     """The requests of a step, on the device.
 
     table_rows: int32 [n], rows of the request table.
-    query_start_loc: int32 [n + 1], index of each request's first token in the step.
+    query_start_loc: int32 [n + 1], index of each request's first token in the step, then the number of tokens.
     is_sampled: int32 [n], 1 for a request that samples a token, else 0.
     """
 
@@ -60,7 +60,7 @@ def upload(arrays: Sequence[Int32Array], device: torch.device) -> list[Tensor]:
 
 
 class MaskBuffer:
-    """Masks at a fixed device address, for captured graphs. size: maximum number of masks. num_words: per mask."""
+    """Masks at a fixed device address for captured graphs. size: maximum number of masks. num_words: words per mask."""
 
     def __init__(self, size: int, num_words: int, device: torch.device):
         self._size = size

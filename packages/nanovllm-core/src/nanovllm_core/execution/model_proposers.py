@@ -24,7 +24,7 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import CacheEntryRange
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
-# Rows with penalties have no drafts. Masks of grammars do not exist yet when drafts are proposed.
+# Operations that proposing ignores: rows with penalties have no drafts, and masks do not exist yet.
 _IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
 
 
@@ -82,14 +82,14 @@ class _CachingProposer(Proposer):
         is_proposed = has_space * is_sampled
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=table.device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
-        # The position of each row's last token or draft.
+        # `last.num_computed` is the position of each row's last token or draft.
         last = TokenTables(table.tokens, table.num_computed.clone())
         position = table.num_computed.index_select(0, table_rows) + 1
         for index in range(table.max_drafts):
             logits = self._parallel.exchange_columns(self._compute_logits(hidden))[:, : table.vocab_size]
             # Logits of padding may be NaN. A token that is drawn from NaN may be an invalid index.
             tokens = sample(logits, table_rows, position + index, ops & ~_IGNORED_OPS).clamp(0, table.vocab_size - 1)
-            # Write a draft only if the token before it has a cache entry, which an accepted draft needs.
+            # Write a draft only if the token before it has a cache entry. An accepted draft needs this entry.
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
             num_proposed += is_proposed
             if index + 1 < table.max_drafts:
@@ -102,7 +102,7 @@ class _CachingProposer(Proposer):
     def _build_inputs(
         self, table_rows: Tensor, query_start_loc: Tensor, num_computed: Tensor, bounds: BatchBounds
     ) -> BatchInputs:
-        """The inputs of a batch whose first positions are `num_computed`.
+        """The inputs of a batch in which each request begins at its position in `num_computed`.
 
         Blocks that a request does not have yet are null blocks, whose contents are never needed.
         """
@@ -114,7 +114,7 @@ class _CachingProposer(Proposer):
         )
 
     def _limit_starts(self, num_computed: Tensor, bounds: BatchBounds) -> Tensor:
-        """Limit first positions to the table. Rows of padding and of finished requests may have any position."""
+        """Keep a batch's positions in the table. Rows of padding and of finished requests may begin at any position."""
         return num_computed.clamp(0, self._config.max_model_len - bounds.max_query_len)
 
     def _run(self, inputs: BatchInputs, query_start_loc: Tensor, bounds: BatchBounds, hidden: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ class DraftModelProposer(_CachingProposer):
 
     def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
         del step
-        # Only the last two tokens lack entries. Proposing computed the entries of accepted drafts. All other entries
-        # were late entries.
+        # Only the last two tokens lack entries. Proposing computed the entries of accepted drafts, and
+        # `compute_late_draft_entries` computed all other entries.
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
@@ -185,7 +185,7 @@ class HeadProposer(_CachingProposer):
     """Proposes the tokens of the model's head for multi-token prediction.
 
     The cache entry of a token is at the position before the token, where the head takes the hidden state. So the last
-    entry of a block in the prefix cache may be of another request's next token. This only lowers acceptance.
+    entry of a block in the prefix cache may belong to another request's next token. This only lowers acceptance.
     """
 
     entry_offset = 1
@@ -208,7 +208,10 @@ class HeadProposer(_CachingProposer):
 
 
 def find_draft_spec(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec | None:
-    """The draft model; None without one. Raises ConfigError if it is missing or has other token ids than the model."""
+    """The spec of the draft model; None if `config.speculate` is not "draft".
+
+    Raises ConfigError if the draft model is not named, or has a different vocabulary size than the model.
+    """
     if config.speculate != "draft":
         return None
     draft = spec.draft

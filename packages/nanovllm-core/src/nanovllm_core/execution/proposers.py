@@ -50,7 +50,10 @@ class Proposer(ABC):
         """
 
     def warm_up(self, num_tokens: int) -> None:
-        """Compile the code that graphs do not contain. num_tokens: maximum number of late entries of a step."""
+        """Compile the code that graphs do not contain.
+
+        num_tokens: maximum number of entries that a call of `compute_late_draft_entries` computes.
+        """
         if self.can_lag:
             self.compute_late_draft_entries([CacheEntryRange(0, 0, num_tokens)])
 

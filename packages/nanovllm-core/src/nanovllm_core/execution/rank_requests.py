@@ -13,8 +13,8 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, PromptLogprobsRange
 class RankRequests:
     """Selects the rows of one rank's requests: all rows, unless ranks have different requests.
 
-    A plan numbers the rows of all ranks. If ranks have different requests, each rank has `num_rows` consecutive rows.
-    In the rank's own tables, the rank's first row is row 0.
+    The row numbers of a plan cover all ranks. If ranks have different requests, each rank has `num_rows` consecutive
+    rows. In the rank's own tables, the rank's first row is row 0.
     """
 
     def __init__(self, parallel: ParallelContext, num_rows: int):
@@ -74,9 +74,9 @@ class RankRequests:
     def locate_prompt(
         self, prompt_range: PromptLogprobsRange, scheduled: ScheduledRows
     ) -> tuple[int, PromptLogprobsRange]:
-        """The rank that has a prompt, and `prompt_range` with the row and the logits index counted within that rank.
+        """Returns (rank that has the prompt, `prompt_range` with that rank's own row number and logits index).
 
-        On other ranks, the row and the logits index of the range are 0.
+        On other ranks, the row and the logits index of the returned range are 0.
         """
         if self._num_groups == 1:
             return 0, prompt_range

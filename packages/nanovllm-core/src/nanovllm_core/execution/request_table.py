@@ -28,7 +28,7 @@ _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6  # kernels need a positive top-p
-# At most this many of a request's predicted tokens are searched for drafts. A multiple of 16 keeps the rows aligned.
+# Maximum number of a request's predicted tokens that are searched for drafts. A multiple of 16 keeps the rows aligned.
 _MAX_PREDICTION_TOKENS = 16_384
 _NO_TOKEN = -1
 
@@ -136,7 +136,7 @@ class RequestTable:
         self.max_prediction_tokens = 0
         if max_drafts:
             self.max_prediction_tokens = min(-(-max_model_len // 16) * 16, _MAX_PREDICTION_TOKENS)
-        # The additional columns are for tokens that a step in flight samples after its request has finished.
+        # The additional columns are for tokens that a step in flight samples for a request that has finished meanwhile.
         self.search_tokens = zeros(num_rows, self.max_prediction_tokens + max_model_len + 1 + max_drafts)
         self.tokens = self.search_tokens[:, self.max_prediction_tokens :]
         self.num_computed = zeros(num_rows)
@@ -163,7 +163,7 @@ class RequestTable:
         self._ops = np.zeros(num_rows, np.uint8)
         # The `SamplingOps` last written to each row's tables. The values may be those of a finished request.
         self._written_ops = np.zeros(num_rows, np.uint8)
-        # `SamplingParams.logprobs` by row of the plan. A plan numbers the rows of all ranks.
+        # `SamplingParams.logprobs` by row of the plan. The row numbers of a plan cover all ranks.
         self._num_logprobs = np.full(parallel.count_gathered(num_rows), -1, np.int64)
         # If the same requests decode again, only new blocks are uploaded.
         self._last_step: tuple[ScheduledRows, StepInputs] | None = None
@@ -171,8 +171,8 @@ class RequestTable:
     def apply_plan(self, plan: StepPlan, num_reqs: int = 0) -> StepInputs:
         """Update the tables with this rank's part of `plan`, and return the inputs of its step.
 
-        num_reqs: number of requests that each rank computes, including padding, if ranks have different requests;
-            otherwise ignored.
+        num_reqs: number of requests that each rank computes, including padding. Ignored unless ranks have different
+            requests.
         """
         requests = self.requests
         blocks = requests.select_blocks(plan.new_blocks)
@@ -211,8 +211,8 @@ class RequestTable:
         for index, state in enumerate(states):
             if state.checkpoints:
                 checkpoints[index, : len(state.checkpoints)] = state.checkpoints
-        # A plan may evict the slot from which one request copies, and give it to another request as its target. Order
-        # the copies so that each slot is read before it is overwritten.
+        # A plan may evict the source slot of one copy, and use this slot as the target of another copy. Order the
+        # copies so that each slot is read before it is overwritten.
         pairs = order_slot_copies([(state.source_slot, state.slot) for state in states if state.source_slot])
         copies = np.array(pairs, np.int64).reshape(-1, 2)
         rows, slots, flat_checkpoints, sources, targets = upload(
@@ -299,7 +299,7 @@ class RequestTable:
         self.search_tokens.view(-1)[token_indices.long()] = token_ids
 
     def _write_optional_tables(self, new_rows: Sequence[NewRow]) -> None:
-        """Write counts, biases, forbidden sequences and predictions, or clear those of the row's previous request.
+        """Write token counts, biases, forbidden sequences and predictions, or clear the previous request's values.
 
         Few requests need these tables, so each request has its own upload.
         """

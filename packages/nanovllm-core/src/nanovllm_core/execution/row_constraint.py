@@ -23,7 +23,7 @@ class GrammarFailure(NamedTuple):
     """Why a request of a step can't sample a token.
 
     request_index: index of the request among the step's sampling requests.
-    num_drafts: number of drafts before the token. If the step rejects one of them, the request does not fail.
+    num_drafts: number of drafts before the token. If the step rejects one of these drafts, the request does not fail.
     """
 
     request_index: int
@@ -39,7 +39,7 @@ class Constraint:
     budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
     allowed_mask: see `make_mask`; allows `allowed_token_ids` and tokens that end a grammar; None if all are allowed.
     num_launched_outputs: number of output tokens after all launched steps, if no draft is rejected.
-    output_ids: the output tokens. In a fork, drafts follow them.
+    output_ids: the output tokens. In a constraint made by `fork`, drafts follow the output tokens.
     draft_ids: the drafts that the token table had for this row when the row's last step finished.
     match_s: seconds spent in matcher calls for this row. Calls for several rows do not count.
     failure: why the row cannot sample a token; None if it can.

@@ -167,7 +167,7 @@ class Runner:
         self.graphs.capture(self._captured_functions)
 
     def release_graphs(self) -> None:
-        """Free the graphs. Call before leaving the other ranks, because NCCL waits for the graphs that use NCCL."""
+        """Free the graphs. Call before this rank leaves its group, because NCCL waits for the graphs that use NCCL."""
         self.graphs.release()
         gc.collect()
 

@@ -106,7 +106,7 @@ class StepHandle:
 
     @property
     def drafts(self) -> DraftResults | None:
-        """See `StepResults.drafts`, in a finished step."""
+        """`StepResults.drafts` of a finished step."""
         if self._proposals is None:
             return None
         # In a step with drafts all requests sample.

@@ -26,7 +26,7 @@ from nanovllm_kernels.request_tables import TokenTables, commit_tokens, verify_d
 # Tokens, and the number of new tokens of each request, see `ChosenTokens`.
 SampledTokens = tuple[Tensor, Tensor | None]
 ResultT = TypeVar("ResultT")
-# Graphs of one shape, least work first. SamplingOps -> (graph, its result).
+# The graphs of one shape, least work first: maps the operations of each graph, as an integer, to (graph, its result).
 GraphsByOps = Mapping[int, tuple[torch.cuda.CUDAGraph, ResultT]]
 
 # The `SamplingOps` for which graphs are captured, least work first. The last graph does all operations and serves every
@@ -186,10 +186,11 @@ class TokenChooser:
     def _sample(
         self, logits: Tensor, table_rows: Tensor, positions: Tensor, ops: int, masks: Masks | None = None
     ) -> Tensor:
-        """Choose the tokens of n requests, of which each rank chooses its share. Returns int32 [n] for all ranks.
+        """Choose the tokens of this rank's share of the samples, and gather the tokens that all ranks chose.
 
-        logits: this rank's share of [n, vocab].
+        logits: [m, vocab], logits of this rank's share.
         table_rows, positions: int32 [n], see `ForwardOutput`.
+        Returns int32 [`ParallelContext.count_gathered(n)`].
         """
         parallel = self._parallel
         own_rows, own_positions = map(parallel.own_requests, (table_rows, positions))
@@ -216,7 +217,7 @@ class TokenChooser:
 
 
 def _update_pending(num_pending: Tensor, rows: DeviceRows, num_new: Tensor | None) -> None:
-    """Set the number of accepted drafts that the recurrent state of each request with tokens does not include.
+    """For each request with tokens, set the number of accepted drafts that its recurrent state does not include yet.
 
     num_pending: see `RequestTable`.
     num_new: int32 [n], number of new tokens of each request; None without drafts.

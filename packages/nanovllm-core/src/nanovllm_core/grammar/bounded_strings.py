@@ -22,8 +22,9 @@ BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
 # Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# xgrammar's automaton compiles a string fast if `low` is above MAX_REQUIRED_LENGTH, `high` is at most
-# MAX_AUTOMATON_LENGTH, and its class has at most MAX_FEW_CHARACTERS characters. Such a string gets no rules.
+# xgrammar's automaton compiles a string of `low` to `high` characters fast if `low` is above MAX_REQUIRED_LENGTH,
+# `high` is at most MAX_AUTOMATON_LENGTH, and the string's character class has at most MAX_FEW_CHARACTERS characters.
+# Such a string gets no rules.
 MAX_REQUIRED_LENGTH = 32
 MAX_FEW_CHARACTERS = 64
 MAX_AUTOMATON_LENGTH = 128
@@ -137,7 +138,7 @@ def write_common_string_rules() -> str:
 class _SharedRules:
     """Rules that all strings of one character class share. prefix: beginning of the rules' names.
 
-    A chain is a rule for required characters and their end: the rule of a tail, or of unlimited characters (`rest`).
+    A chain is a rule for required characters, followed by an end. The end is a tail, or unlimited characters (`rest`).
     """
 
     def __init__(self, characters: str, prefix: str):
@@ -213,7 +214,7 @@ class _SharedRules:
             rules.append(f'{prefix}part1 ::= {prefix}last (= "\\x01")')
             rules += [f'{name} ::= {character} {after} (= "\\x01")' for after, name in pairwise(names[1:])]
         if self._run_lengths or self._max_part_length:
-            # xgrammar inlines rules without references and drops their lookahead. So other rules refer to `last`.
+            # xgrammar inlines rules that refer to no rule, and drops their lookahead. So blocks and parts use `last`.
             rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules
 

@@ -14,14 +14,14 @@ from nanovllm_core.grammar.bounded_strings import write_common_string_rules
 MAX_COMPILE_STEPS = 320_000
 
 STEPS_PER_LITERAL_CHARACTER = 4
-# A literal character takes longer in a grammar with many rules: characters * rules / this number, in steps.
+# A literal character takes longer in a grammar with many rules: one step per this number of pairs (character, rule).
 CHARACTER_RULE_PAIRS_PER_STEP = 300
 STEPS_PER_RULE = 40
 # xgrammar compares each rule with others: one step per this number of pairs of rules.
 RULE_PAIRS_PER_STEP = 60
 # Before each property, xgrammar visits all optional properties that may follow: one step per this number of visits.
 VISITS_PER_STEP = 20
-# xgrammar tests most tokens of the vocabulary in each state that allows many characters.
+# A wide state allows many characters. In each wide state, xgrammar tests most tokens of the vocabulary.
 STEPS_PER_WIDE_STATE = 6_500
 # A loop over many characters allows most tokens without a test.
 STEPS_PER_WIDE_LOOP = 1_000
@@ -140,7 +140,7 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
 
     def find_key(name: str) -> int | str:
         if name not in keys:
-            keys[name] = name  # The key of a rule that refers to itself, and of rules at the end of a long chain.
+            keys[name] = name  # The key while the rule's references are resolved, and at the end of a long chain.
             if name in bodies and len(in_progress) < MAX_REFERENCE_DEPTH:
                 in_progress.append(name)
                 parts = _LITERAL.sub("", _CLASS.sub("", bodies[name]))

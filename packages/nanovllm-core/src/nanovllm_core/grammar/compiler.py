@@ -33,7 +33,7 @@ MAX_WHITESPACE = 1
 RULE_CACHE_BYTES = 48 << 20
 # Maximum number of characters of a rule in this cache. The time of a search in the cache is linear in a rule's states.
 MAX_CACHED_RULE_LENGTH = 20_000
-# Longer error messages of xgrammar, which may quote the whole grammar, are cut.
+# Maximum number of characters of xgrammar's error messages. Longer messages are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
 # Fields that contain the inner formats of a format in a structural tag.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")
@@ -248,7 +248,7 @@ def write_rules(spec: GrammarSpec) -> str | None:
 
 
 def write_json_rules(spec: GrammarSpec) -> str | None:
-    """Like `write_rules`, but raises ValueError, RuntimeError, TypeError and RecursionError."""
+    """Like `write_rules`, but lets ValueError, RuntimeError, TypeError and RecursionError pass to the caller."""
     import xgrammar
 
     text, bounded_strings = prepare_source(spec)

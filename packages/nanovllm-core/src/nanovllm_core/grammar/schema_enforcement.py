@@ -18,7 +18,7 @@ class EnforceableGrammar(msgspec.Struct, frozen=True):
     """A grammar with converted JSON schemas.
 
     parameter_types: types of the values in XML parameters.
-    rules: the result of `compiler.write_rules`; None before the rules are written, and for other kinds of grammars.
+    rules: the result of `compiler.write_rules`; also None before the rules are written.
     """
 
     spec: GrammarSpec

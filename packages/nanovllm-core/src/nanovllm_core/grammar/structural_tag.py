@@ -33,7 +33,7 @@ def ebnf(grammar: str) -> TagFormat:
 def json_value(schema: JSON, excludes: Sequence[str] = ()) -> TagFormat:
     """JSON that `schema`, a result of `convert_schema`, allows.
 
-    excludes: texts that strings may not contain, except strings for which `schema` has a pattern.
+    excludes: texts that no string may contain. Strings for which `schema` has a pattern are exempt.
     """
     return {"type": "json_schema", "json_schema": schema, "excludes": [*excludes]}
 

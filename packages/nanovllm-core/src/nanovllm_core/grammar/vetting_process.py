@@ -82,7 +82,7 @@ def _serve(
     poll.register(wakeup_read, select.POLLIN)
     while True:
         next_deadline = min((child.deadline for child in children.values()), default=None)
-        # One millisecond more, so that the deadline has passed when `poll` returns.
+        # Wait one millisecond longer, so that the deadline has passed when `poll` returns.
         timeout = None if next_deadline is None else max(next_deadline - time.monotonic(), 0) * 1000 + 1
         ready = {descriptor for descriptor, _ in poll.poll(timeout)}
         if wakeup_read in ready:

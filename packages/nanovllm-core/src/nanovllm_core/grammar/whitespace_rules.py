@@ -11,7 +11,7 @@ from collections.abc import Iterator
 WHITESPACE_BODY = r'("" | ([ \n\r\t]))'
 # A rule's name and the first line of the rule's body. The bodies of some structural tags have several lines.
 _RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
-# Group 1 is the name of a rule. A literal or character class matches as a whole, because it may contain names.
+# Group 1 is the name of a rule. Literals and character classes match as a whole, because they may contain names.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|([A-Za-z_][\w.-]*)|[()]')
 # A name (group 1), and the element after it: the beginning of a literal (group 2) or a name (group 3).
 # Groups 2 and 3 do not match a repeated element, because the element may be absent.
@@ -24,9 +24,10 @@ _SHORT_ESCAPES = frozenset(['\\"', "\\\\"])
 
 
 def merge_whitespace_rules(grammar: str) -> str:
-    """Return an equivalent grammar in which positions before the same element share a whitespace rule.
+    """Return an equivalent grammar in which whitespace positions with the same lookahead share a rule.
 
-    The lookahead of a shared rule is that element, because xgrammar derives lookaheads only for rules with one use.
+    The lookahead of a position is the next element's first character; if the character is unknown, the next rule.
+    Shared rules state their lookahead, because xgrammar derives lookaheads only for rules with one use.
 
     grammar: xgrammar's printed EBNF.
     """

@@ -122,7 +122,7 @@ class _ElementBuilder:
             elements.append(element if isinstance(required, list) and key in required else optional(element))
             types = declared_types(value, self._root)
             known = self._types_by_name.get(key, types)
-            # If only some branches allow a string, the written text does not show whether the value is a string.
+            # If only some `anyOf` branches allow a string, the output does not show whether the value is a string.
             self._types_by_name[key] = known | types if ("string" in known) == ("string" in types) else set()
         return sequence(*elements)
 

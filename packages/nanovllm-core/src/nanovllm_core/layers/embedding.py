@@ -16,11 +16,11 @@ from nanovllm_kernels.platform import residual_dtype
 class VocabEmbedding(WeightedModule):
     """Looks up a vector for each token id. The vectors have the dtype of the residual stream.
 
-    The ranks share the vocabulary. The table ends with padding rows of zeros, so that all shares are equal. If ranks
-    have different requests, each rank has the whole table.
+    The ranks share the vocabulary. The table ends with padding rows of zeros, so that each rank has equally many rows.
+    If ranks have different requests, each rank has the whole table.
 
     weight: [rows of this rank, hidden_size].
-    head_weight: the rows for which this rank computes logits, if the output head has the same weight.
+    head_weight: the rows of `weight` for which this rank computes logits, if the output head uses this table.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):

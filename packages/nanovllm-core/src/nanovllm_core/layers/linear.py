@@ -36,7 +36,7 @@ class LinearPart(NamedTuple):
     splits_groups: bool = False
 
     def own_rows(self, parallel: ParallelContext) -> slice:
-        """The rows of this rank, which may exceed the rows of the layer: the additional rows are zeros.
+        """The indices of this rank's rows. The slice may end after the layer's last row: additional rows are zeros.
 
         Raises ValueError if the ranks can't share the rows.
         """

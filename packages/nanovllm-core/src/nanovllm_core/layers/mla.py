@@ -231,7 +231,7 @@ def _view_bytes(weight: Tensor) -> Tensor:
 
 
 def _check_fp8_blocks(shape: LatentAttentionConfig) -> None:
-    """Raise ValueError if rotated rows of a head lie in FP8 blocks (of GROUP rows) with different scales."""
+    """Raise ValueError if the rotated rows of a head, or of the latents, span several FP8 blocks (of GROUP rows)."""
     head_dim = shape.key_dim + shape.rope_dim
     starts = [shape.latent_dim, *(head * head_dim + shape.key_dim for head in range(shape.num_heads))]
     for start in starts:

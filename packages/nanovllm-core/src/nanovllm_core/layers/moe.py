@@ -127,7 +127,7 @@ class Router(WeightedModule):
             self._bf16_parts = split_float32(self._all_rows)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (float32 weights, int32 ids) of the chosen experts of x, each [T, k].
+        """Returns (float32 weights, int32 ids) of the experts chosen for the tokens x, each [T, k].
 
         If a shared expert is fused, every token chooses this expert too, and each result is [T, k + 1].
         """
@@ -239,7 +239,7 @@ class Experts(WeightedModule):
 
         shape: shape of the tensor in the checkpoint.
         expert: id of the expert. The slot ignores the tensor, without reading it, if another rank has the expert.
-        part: index of the part in the expert's slice of `target`; () for the whole slice.
+        part: index of the part (gate or up) in the expert's slice of `target`; () for the whole slice.
         dim: dimension that the ranks split.
         """
         dtype = DTYPE if target.dtype == DTYPE else None

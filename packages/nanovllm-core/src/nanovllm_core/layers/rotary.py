@@ -32,7 +32,7 @@ class YarnScaling:
     attention_factor: multiplies cosines and sines.
     mscale_all_dim: coefficient for `yarn_mscale`. MLA multiplies attention scores by the square of that function's
         result. 0 for no scaling.
-    truncate: whether the ramp starts and ends at whole dimensions.
+    truncate: whether the ramp's start is rounded down, and its end up, to whole indices of dimension pairs.
     """
 
     factor: float

@@ -104,7 +104,10 @@ def load_weights(
 
 
 def fill_random(module: nn.Module, seed: int) -> None:
-    """Fill `module` with random weights and call each layer's `finish_loading`. Weights depend on the device type."""
+    """Fill `module` with random weights and call each layer's `finish_loading`.
+
+    One seed gives different weights on different types of devices.
+    """
     layers = _named_weighted_modules(module)
     generator = torch.Generator(layers[0][1].device).manual_seed(seed)
     for _, layer in layers:

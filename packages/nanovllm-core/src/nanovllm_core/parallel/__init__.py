@@ -40,7 +40,7 @@ class ParallelContext:
         return total // self.size
 
     def own_groups(self, num_groups: int, quantity: str) -> slice:
-        """This rank's slice of `num_groups` groups. All slices have one size, so the last may end after `num_groups`.
+        """This rank's slice of `num_groups` groups. All slices are equally long, so some may end after `num_groups`.
 
         If there are more ranks than groups, several ranks have the same group.
         Raises ValueError if some groups would have more ranks than others.
@@ -55,7 +55,7 @@ class ParallelContext:
 
     @property
     def num_request_groups(self) -> int:
-        """The number of disjoint groups of requests, each of which belongs to one rank or to all ranks together."""
+        """The number of groups of requests: one group per rank if ranks have different requests, else one group."""
         return self.size if self.splits_requests else 1
 
     def for_attention(self) -> "ParallelContext":
@@ -81,11 +81,11 @@ class ParallelContext:
         return self.communicator.reduce_scatter(x.contiguous())
 
     def count_gathered(self, count: int) -> int:
-        """The number of rows of `gather_requests` for `count` rows."""
+        """The number of rows that `gather_requests` returns if each rank passes `count` rows."""
         return self.num_request_groups * count
 
     def broadcast_rows(self, x: Tensor, owner: int) -> Tensor:
-        """The `x` of rank `owner` if ranks have different requests, else `x`. All ranks pass `x` of one shape."""
+        """The `x` of rank `owner` if ranks have different requests, else `x`. Every rank's `x` has the same shape."""
         if self.splits_requests:
             x = x.clone()
             self.broadcast(x, owner)

@@ -32,7 +32,7 @@ class RankGroup:
     def __init__(self, rank: int, config: ResolvedConfig, rendezvous: Path):
         """Connect to the other ranks, and wait until all have connected.
 
-        rendezvous: path of a file, the same on all ranks. Only processes of ranks may have access.
+        rendezvous: path of a file, the same on all ranks. Only the ranks' processes may have access to this file.
         Raises ConfigError if the process is already in a group of torch.distributed.
         """
         if distributed.is_initialized():
@@ -65,7 +65,7 @@ class RankGroup:
         self.context = ParallelContext(rank, size, self._communicator, config.expert_parallel, config.dp_attention)
 
     def leave(self) -> None:
-        """Disconnect. All ranks call this method after the last step, when no graph exists."""
+        """Disconnect. All ranks call this method after the last step, when no CUDA graph exists any more."""
         self._communicator.close()
         if self._is_cuda:
             # NCCL sometimes waits forever for a rank that has left. The group then exists until the process ends.

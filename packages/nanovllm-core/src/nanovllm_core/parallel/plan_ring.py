@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
 
-# Bytes per position. Each position has its own cache line, so that readers do not slow each other down.
+# Bytes per position (see `PlanRing`). Each position has its own cache line, so that readers don't slow each other down.
 _POSITION_BYTES = 64
 # Header of a piece of a message: length in bytes and CRC-32 of the payload, and whether the message has more pieces.
 _PIECE_HEADER = struct.Struct("<IIQ")
 RING_BYTES = 1 << 22
 # A message is cut into pieces of at most this size, so that a message may be larger than the ring.
 MAX_PIECE_BYTES = RING_BYTES // 4
-# A reader polls without sleeping for this time after a message, and then sleeps between polls.
+# A reader polls without sleeping for SPIN_S after a message, and then sleeps IDLE_POLL_S between polls. While the ring
+# is full, the writer sleeps WRITER_POLL_S between polls.
 SPIN_S = 0.2
 IDLE_POLL_S = 0.0005
 WRITER_POLL_S = 0.0001
@@ -23,7 +24,8 @@ WRITER_POLL_S = 0.0001
 class PlanRing:
     """The shared memory of a ring with one writer and `num_readers` readers. Can be an argument of a new process.
 
-    Each reader receives every message. A position counts all bytes that its owner wrote or read, and never wraps.
+    Each reader receives every message. The writer's position is the number of bytes written so far, and a reader's
+    position is the number of bytes read so far. Positions never wrap.
     """
 
     def __init__(self, num_readers: int):

@@ -24,8 +24,8 @@ class StepLimits(NamedTuple):
     """Limits of every step.
 
     max_tokens: maximum number of tokens of each group of requests (see `Scheduler`).
-    target_s: time limit of a step with prompts and decodes; None for the larger of `mixed_step_limit_s` and
-        MIN_MIXED_DECODE_STEPS usual decode steps.
+    target_s: time limit of a step with prompts and decodes. None: the limit is `mixed_step_limit_s` or the time of
+        MIN_MIXED_DECODE_STEPS usual decode steps, whichever is larger.
     prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
     attention_estimator: estimates how long the attention of chunks takes.
     padded_token_counts: token counts per group, ascending, to which steps with prompts are padded. Larger steps are not
@@ -77,7 +77,7 @@ class StepBudget:
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
-        # A chunk that leaves its prompt unfinished delays prompts that finish in the step, so its limit is lower.
+        # A chunk that leaves its prompt unfinished delays prompts that finish in the step, so this limit may be lower.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 
@@ -93,8 +93,8 @@ class StepBudget:
     def size_chunk(self, start: int, end: int) -> int:
         """The number of tokens of a prompt's next chunk. start: number of computed tokens. end: length of the prompt.
 
-        The first chunk of a step may exceed the time limit up to `chunk_unit` tokens, so that slow decodes can't starve
-        prompts.
+        The first chunk of a step may have up to `chunk_unit` tokens even if the step then exceeds the time limit, so
+        that slow decodes can't starve prompts.
         """
         if self.is_full:
             return 0

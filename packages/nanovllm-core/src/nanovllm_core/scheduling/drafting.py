@@ -1,7 +1,7 @@
 """Decides how many drafts each decode has in a step, from the measured acceptance and the predicted step times.
 
-A draft is a proposed token. A step computes drafts after the request's last token, and keeps the drafts that equal the
-sampled tokens. A late entry is an entry of the proposer's cache that earlier steps left out.
+A proposer, such as a draft model, proposes tokens (drafts). A step computes drafts after the request's last token, and
+keeps the drafts that equal the sampled tokens. A late entry is a proposer's cache entry that earlier steps left out.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from nanovllm_core.scheduling.plan import CacheEntryRange, DraftResults, RowIndi
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# The acceptance is the share of drafts that are accepted. For all requests, it is a moving average over the steps that
-# measure it: the first value, the weight of a new step, and the limits of the acceptance of one step.
+# The acceptance is the share of drafts that are accepted. The acceptance of all requests is a moving average. These
+# constants are the average's first value, the weight of a new step, and the limits of one step's acceptance.
 _FIRST_ACCEPTANCE = 0.7
 _STEP_WEIGHT = 0.2
 _MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.01, 0.99
@@ -24,7 +24,7 @@ _ACCEPTANCE_DECAY = 0.9
 # Drafts pay if they raise the number of output tokens per second. A probe is a step that measures the acceptance by
 # proposing drafts that are not expected to pay. Probes take at most this share of the time.
 _PROBE_SHARE = 0.005
-# To decide whether late entries pay, their time is spread over this number of steps.
+# To decide whether computing late entries pays, the planner spreads the computing time over this number of steps.
 _LATE_ENTRY_STEPS = 64
 
 
@@ -62,7 +62,7 @@ class DraftPlanner:
     def plan_proposals(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], work: StepWork, *, has_prompts: bool
     ) -> tuple[bool, list[CacheEntryRange], NDArray[np.bool_]]:
-        """Choose whether a step proposes drafts, because they should pay or as a probe. Updates `RowTable.draft_lag`.
+        """Choose whether a step proposes drafts: if drafts should pay, or as a probe. Updates `RowTable.draft_lag`.
 
         num_computed_tokens: see `ScheduledStep`.
         work: work of the step without drafts.
@@ -71,13 +71,13 @@ class DraftPlanner:
         table, limits, (rows, num_tokens, is_sampled) = self._rows, self._limits, scheduled
         lag = np.zeros_like(rows)
         if limits.can_lag:
-            # Drafts that were rejected after a step without proposals still count, so limit the lag to all tokens.
+            # The lag may include rejected drafts, so limit the lag to the number of computed tokens.
             lag = np.minimum(table.draft_lag[rows] + num_tokens, num_computed_tokens)
-        # If the last step proposed drafts (lag < num_tokens), the entries of accepted drafts exist, so none is late.
+        # If the last step proposed drafts (lag < num_tokens), the entries of accepted drafts exist: no entry is late.
         # Proposing itself computes the entries of the last two tokens.
         num_late = np.where(lag < num_tokens, 0, np.maximum(lag - 1, 0))
         proposes, num_now = not limits.uses_cache, np.zeros_like(rows)
-        # Propose nothing if the next step may not verify drafts.
+        # Propose nothing if the next step may be unable to verify drafts.
         if limits.uses_cache and not has_prompts and 2 * len(rows) <= limits.max_step_tokens:
             proposes, num_now = self._choose_proposals(rows, num_late, work)
         has_proposals = is_sampled & table.can_draft[rows] & (num_now == num_late) & proposes
@@ -112,7 +112,7 @@ class DraftPlanner:
         late_s = costs.per_late_entry * float(num_late[index])
         self._spare_s += _PROBE_SHARE * self._model.predict(work)
         if self._spare_s < costs.per_proposal + late_s:
-            # Wait, unless drafts pay with the acceptance of the last step that measured it.
+            # Propose nothing yet, unless drafts would pay at the acceptance that was measured last.
             acceptance = np.full(len(rows), self._last_acceptance)
             num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work)
             if not self._pays(num_drafts, acceptance, work, costs.per_proposal + late_s / _LATE_ENTRY_STEPS):
@@ -147,8 +147,8 @@ class DraftPlanner:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Learn from a finished step.
 
-        Returns the numbers of each row's verified and accepted drafts, int64 [n]. A step may have tokens in the place
-        of drafts that were never proposed. These tokens do not count.
+        Returns the numbers of each row's verified and accepted drafts, int64 [n]. A step may verify more tokens than
+        were proposed as drafts. The excess tokens are not counted as drafts.
 
         rows: int64 [n], the rows that sampled.
         num_drafts: int64 [n], number of drafts in the step.

@@ -61,7 +61,7 @@ class RequestLifecycle:
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting requests, including preempted requests with an unreleased row, and loads in flight."""
+        """The number of requests that are queued, wait for a load, or are preempted with an unreleased row."""
         return len(self.waiting) + self.num_preempted_unreleased + len(self._loads)
 
     @property
@@ -74,7 +74,7 @@ class RequestLifecycle:
         return self.caches[self.rows.group_of(request.row)]
 
     def has_free_row(self, group: int) -> bool:
-        """Whether a request can be admitted to `group`. Requests that wait for loads will need rows."""
+        """Whether `group` has a row for one more request, besides the rows for requests that wait for loads."""
         num_loads = sum(load.group == group for load in self._loads.values())
         return self.rows.count_free_rows(group) > num_loads
 

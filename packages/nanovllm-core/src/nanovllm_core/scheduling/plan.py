@@ -22,7 +22,7 @@ class BatchShape(NamedTuple):
 
     num_reqs: number of requests in the group with the most requests (see `Scheduler`).
     num_tokens: number of tokens in the group with the most tokens.
-    query_len: number of tokens per request; None if requests have different numbers, or if the step has drafts.
+    query_len: number of tokens per request; None if this number differs between requests, or if the step has drafts.
     has_only_whole_prompts: whether the step has prompts, and computes each of them from its first token on.
     has_drafts: whether the step consists of decodes with drafts. A request's tokens after the first are then drafts,
         and the step samples a token after every token.
@@ -172,7 +172,7 @@ class ScheduledStep(NamedTuple):
 class DraftResults(NamedTuple):
     """Results of a finished step with speculation, for the sampled rows in the plan's order.
 
-    num_tokens: int64 [n], number of new tokens of each row: the accepted drafts and one token.
+    num_tokens: int64 [n], number of new tokens of each row: the accepted drafts and one further token.
     num_proposed: int64 [n], number of drafts that are proposed for the row's next step.
     draft_ids: int32 [n, max_drafts], tokens after the row's last token: drafts of this step or of earlier steps.
     """
@@ -190,7 +190,7 @@ class StepResults(NamedTuple):
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that ask for log-probabilities.
     grammar_failures: pairs (index among the sampled rows, reason). The tokens of a row whose grammar failed are
         meaningless.
-    prompt_logprobs: one entry per `PromptLogprobsRange` of the plan.
+    prompt_logprobs: one `PromptLogprobs` per `PromptLogprobsRange` of the plan, in the same order.
     drafts: None without speculation, or if no row samples.
     """
 

@@ -13,7 +13,7 @@ from nanovllm_core.scheduling.plan import NewBlocks, NewRow, NewState
 from nanovllm_core.scheduling.request_order import request_class
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search considers
+MAX_WAITING_CANDIDATES = 64  # maximum number of waiting requests that one search for candidates considers
 # Chunks end at multiples of this number, or of the block size if the block size is smaller.
 CHUNK_UNIT_TOKENS = 16
 # Every RETRY_INTERVAL_SEARCHES-th search retries requests that lacked blocks: their prefix may be cached by then.
@@ -24,8 +24,9 @@ MIN_OLDEST_SHARE = 0.25
 # Once this many other requests have been admitted while a request waits for free blocks, only requests of earlier
 # service classes may overtake the waiting request.
 MAX_BYPASSES = 32
-# A request starts in the group that has cached the longest part of its prompt, unless this group runs over
-# MAX_GROUP_IMBALANCE more requests than the emptiest group. Steps take as long as the largest group needs.
+# A group (see `Scheduler`) is overloaded if it exceeds the emptiest group by more than this number of running requests.
+# A request starts in the group that has cached most of its prompt, preferably in a group that is not overloaded: steps
+# take as long as the largest group needs.
 MAX_GROUP_IMBALANCE = 4
 
 
@@ -170,7 +171,7 @@ class PromptScheduler:
 
     def _running_candidates(self) -> list[_Candidate]:
         rows = self._rows
-        # A request with only one token left to compute decodes, so it is no candidate.
+        # A request that has only one token left to compute is decoding, so exclude it.
         prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
         starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
         return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))
@@ -213,7 +214,7 @@ class PromptScheduler:
     def _must_wait(self, request: RequestState) -> bool:
         """Whether `request` must wait for free blocks, or for a request that too many others have overtaken."""
         num_blocks = self._needed_blocks_by_key.get(request.key, 0)
-        # `num_blocks` includes the watermark, which must stay free only while requests run.
+        # `num_blocks` includes the watermark (blocks in reserve), which must stay free only while requests run.
         if num_blocks and all(
             cache.pool.num_free < num_blocks and len(self._rows.running_rows(group))
             for group, cache in enumerate(self._caches)
@@ -227,7 +228,7 @@ class PromptScheduler:
     def _admit(
         self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts
     ) -> float | BlockShortage:
-        """Admit a waiting request to `group` if possible. Return the predicted seconds of its first chunk, or 0."""
+        """Admit a request to `group`. Returns the first chunk's predicted seconds, 0 without a chunk, or a shortage."""
         cache = self._caches[group]
         if cache.awaits_load(request):
             return 0.0

@@ -100,9 +100,9 @@ class ResultApplier:
         return totals
 
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
-        """Register the blocks that a step filled. Finished requests register theirs when they release them."""
+        """Register the blocks that a step filled. A finished request's blocks are registered when it is released."""
         rows, block_size, scheduled = self._rows, self._block_size, step.plan.scheduled
-        # The last token of a decode is not computed yet.
+        # The newest token of a row that sampled is not computed yet.
         num_computed_tokens = np.where(
             scheduled.is_sampled, rows.num_host_tokens[scheduled.rows] - 1, step.num_computed_tokens
         )

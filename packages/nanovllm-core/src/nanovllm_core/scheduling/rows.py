@@ -28,7 +28,7 @@ class RowTable:
     num_tokens: tokens on the host plus tokens that steps in flight sample, if these steps reject no draft.
     num_computed_tokens: tokens that are computed once all steps in flight have finished, if these steps reject no
         draft; at most num_tokens.
-    capacity: number of tokens that the request's blocks hold.
+    capacity: number of tokens for which the request's blocks have space.
     num_steps_in_flight: number of unfinished steps that compute the row.
     draft_lag: upper bound on the number of computed tokens that the proposer of drafts has not processed. -1 if the
         last step proposed drafts for the request: the proposer then also knows the token after the computed tokens.

@@ -44,7 +44,7 @@ class Scheduler:
     limits of a step apply to each group.
 
     Several steps may be in flight: `schedule` may be called before `complete` of earlier steps.
-    tier: the tier below the caches, in host memory; None without such a tier.
+    tier: the cache tier in host memory, one level below `caches`; None without this tier.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting requests, including preempted requests with an unreleased row."""
+        """The number of requests that are queued, wait for a load, or are preempted with an unreleased row."""
         return self._lifecycle.num_waiting
 
     @property
@@ -149,7 +149,7 @@ class Scheduler:
             StepWork(len(rows), int(self.rows.num_computed_tokens[rows].sum()) + len(rows))
             for rows in self.rows.split_by_group(decode_rows)
         ]
-        # Admit no request while a preempted request waits for the release of its row: it gets free blocks first.
+        # Preempted requests get free blocks first, so admit no request while one of them waits for its row's release.
         has_preempted = self.counters.num_preemptions > num_preemptions_before
         has_preempted |= self._lifecycle.num_preempted_unreleased > 0
         self._prompt_scheduler.schedule(decode_works, prompts, may_admit=not has_preempted)
@@ -337,7 +337,7 @@ class Scheduler:
     def _measure_largest_group(
         self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
     ) -> tuple[int, StepWork]:
-        """The largest number of requests of a group, and a `StepWork` whose numbers are each the largest of a group.
+        """The number of requests of the largest group, and a `StepWork` with the maximum of each number over groups.
 
         No number includes padding.
         chunk_ranges: (first position, number of tokens) of each chunk.

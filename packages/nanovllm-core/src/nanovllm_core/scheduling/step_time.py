@@ -20,7 +20,7 @@ _DECODE_STRIDE = 8
 _PRIOR_WEIGHT = 1e-3
 # Each new error multiplies the weights of earlier errors in the mean error by this factor.
 _ERROR_DECAY = 0.95
-# Weight of a new decode step in the moving average of decode steps.
+# Weight of a new decode step in the moving average of the times of decode steps.
 _DECODE_STEP_WEIGHT = 0.1
 
 
@@ -58,7 +58,7 @@ _COEFFICIENT_UNITS = 1 / np.array([1.0, 1e3, 1e6, 1e8, 1.0, 1e3])
 _CALIBRATION_CHUNK_TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MAX_CALIBRATION_STEP_S = 0.02
 # Then one more chunk, which follows cached tokens, is measured. The chunk has at most _CONTEXT_CHUNK_TOKENS tokens.
-# The cached tokens are at most _CONTEXT_RATIO times as many.
+# The number of cached tokens is at most _CONTEXT_RATIO times the number of tokens of the chunk.
 _CONTEXT_CHUNK_TOKENS = 512
 _CONTEXT_RATIO = 32
 # Initial `mean_excess`. Under load the device's clock rate falls, so steps take longer than the measurements predict.

@@ -1,6 +1,6 @@
 """Computes attention over a paged cache, for steps with decodes, prefill chunks or both.
 
-This package exports grouped-query attention, and `AttentionEstimator`, which estimates the time of prompts' attention.
+This package exports grouped-query attention, and `AttentionEstimator`, which estimates the attention time of prompts.
 `mla` exports latent attention.
 """
 

@@ -86,7 +86,7 @@ def merge_parts(
 
 @triton.jit
 def load_part(tile_first_blocks_ptr, parts_ptr, part):
-    """Return (first block of keys, block after the last, first tile, tile after the last) of part `part`."""
+    """Return (first key block, end of the blocks, first tile, end of the tiles) of part `part`. Ends are exclusive."""
     part_start = tl.load(parts_ptr + 2 * part)
     first_tile = tl.load(parts_ptr + 2 * part + 1).to(tl.int32)
     part_end = tl.load(parts_ptr + 2 * part + 2)
@@ -98,7 +98,7 @@ def load_part(tile_first_blocks_ptr, parts_ptr, part):
 
 @triton.jit
 def load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end):
-    """Return (first block, block after the last, slot) for the blocks of `tile` that are in part `part`.
+    """Return (first block, exclusive end of the blocks, slot) for the blocks of `tile` that are in part `part`.
 
     Blocks are counted from the tile's first block. slot: index in the partial results, -1 if the part has all blocks.
     """

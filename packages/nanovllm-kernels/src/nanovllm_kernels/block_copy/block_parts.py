@@ -16,9 +16,9 @@ class BlockParts:
 
     caches: [num_blocks, ...] each, on one device, with contiguous blocks. Shapes and dtypes may differ.
     row_bytes: number of bytes of a row.
-    word_dtype: widest integer dtype, of up to 8 bytes, in which all parts of blocks can be copied.
-    chunks: on CUDA, int64 [n, 4], one row per chunk of a block: the chunk's address in block 0, words from a block to
-        the next block, the chunk's first word in a row of bytes, number of words. Empty on a CPU.
+    word_dtype: dtype of words: the widest integer dtype, up to 8 bytes, in which all parts of blocks can be copied.
+    chunks: on CUDA, int64 [n, 4], for each chunk of a block: address of the chunk in block 0, number of words from a
+        block to the next block, index of the chunk's first word in a row, number of words. Empty on a CPU.
 
     Raises ValueError if the blocks of a cache are not contiguous.
     """

@@ -22,8 +22,8 @@ class Communicator:
     """The collectives of one rank among the `size` ranks (processes) of a process group on one host.
 
     All ranks call the same methods in the same order, with tensors of equal shapes and dtypes. Tensors are contiguous
-    and on the communicator's device. On CUDA it is also the current device, and all calls use one stream, or streams
-    that wait for each other. Calls can be captured in CUDA graphs, and work under torch.compile(fullgraph=True).
+    and on the communicator's device. On CUDA this device is also the current device, and all calls use one stream, or
+    streams that wait for each other. Calls can be captured in CUDA graphs. torch.compile(fullgraph=True) is supported.
 
     Sums have the same bits on every rank. They are computed in float32 in rank order and rounded once, except by NCCL:
     see `all_reduce`.
@@ -86,7 +86,7 @@ class Communicator:
         return _all_gather_op(x, self._name)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part [n, ...] of the sum of the ranks' `x`. Rank r gets the r-th n rows.
+        """Return this rank's part [n, ...] of the sum of the ranks' `x`. Rank r gets rows r * n to (r + 1) * n - 1.
 
         x: [size * n, ...], with a dtype that `all_reduce` supports.
         """
@@ -96,7 +96,7 @@ class Communicator:
         """Turn some columns of all rows into all columns of some rows (an all-to-all).
 
         x: [n, c], this rank's c columns of n rows. n is a multiple of `size`. Any dtype.
-        Returns: [n / size, size * c]. Rank r gets the r-th n / size rows. Columns are in rank order.
+        Returns: [n / size, size * c]. Rank r gets n / size rows, from row r * n / size on. Columns are in rank order.
         """
         return _exchange_columns_op(x, self._name)
 
@@ -105,7 +105,7 @@ class Communicator:
         _broadcast_op(x, source, self._name)
 
     def close(self) -> None:
-        """Free the buffers. All ranks close together, after their last call has ended. Graphs must not be replayed."""
+        """Free the buffers. All ranks close together, after their last call has ended. Do not replay graphs later."""
         _open_collectives.pop(self._name).close()
 
 
@@ -134,7 +134,7 @@ def _open(group: ProcessGroup, device: torch.device, *, use_peer_memory: bool) -
     return PeerCollectives(group, open_peer_memory(group, device))
 
 
-# Keys: names of process groups. Custom operators take only tensors and plain values, so they take the name.
+# Keys: names of process groups. Custom operators take only tensors and plain values, so they take a name.
 _open_collectives: dict[str, Collectives] = {}
 
 

@@ -17,7 +17,7 @@ def sum_all(peers: PeerMemory, x: Tensor, out: Tensor, launch: ExchangeLaunch, *
     Sums are computed in float32, in rank order.
 
     x: contiguous; float32, bfloat16 or float16.
-    sends_parts: sum this rank's part of each `x` [size, ...]. False: sum whole `x`, and `out` may be `x`.
+    sends_parts: sum this rank's part of each `x` [size, ...]. False: sum the whole tensors, and `out` may be `x`.
     """
     part_size = out.numel()
     _launch(peers, x, out, part_size, part_size, launch, sends_parts=sends_parts, sums=True, is_exact=False)

@@ -81,7 +81,7 @@ _TAKE_EXACT = gl.constexpr("""{
     st.relaxed.sys.global.v2.b64 [$2], {-1, -1};
     DONE:
 }""")
-# A name ends with the number of elements in a unit. Two elements of 2 bytes share a register.
+# The number at the end of a name is the number of elements in a unit. Two elements of 2 bytes share a register.
 _PUT_CONSTRAINTS_2 = gl.constexpr("=&r,=&r,r,r,l,l,~{memory}")
 _PUT_CONSTRAINTS_4 = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,l,l,l,l,~{memory}")
 _PUT_CONSTRAINTS_8 = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,l,l,l,l,l,l,l,l,~{memory}")

@@ -48,7 +48,7 @@ def _all_reduce(
     part_size,
     RANK: gl.constexpr,
     SIZE: gl.constexpr,
-    REGION_BYTES: gl.constexpr,  # the first half receives terms of sums, the second half sums
+    REGION_BYTES: gl.constexpr,  # the first half receives terms of sums, the second half receives sums
     CHUNK_UNITS: gl.constexpr,
     PER_UNIT: gl.constexpr,  # elements per unit
     WARPS: gl.constexpr,
@@ -108,5 +108,5 @@ def _find_chunk(chunk, units, unit_elements, part, num_elements, part_size):
     starts = part * part_size + unit_starts
     slots = chunk // gl.num_programs(0) * units.shape[0] + units
     slots = gl.where((unit_starts < part_size) & (starts < num_elements), slots, -1)
-    # Units do not cross the end of a part, because `part_size` is a multiple of their size.
+    # Units do not cross the end of a part, because `part_size` is a multiple of PER_UNIT.
     return starts + unit_elements, (slots >= 0) & (starts + unit_elements < num_elements), slots

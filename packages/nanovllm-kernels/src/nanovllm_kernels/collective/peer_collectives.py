@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def open_peer_memory(group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    """Allocate and map the receive buffers. All ranks of `group` call this.
+    """Allocate and map the receive buffers. All ranks of `group` call this function.
 
     Raises: RuntimeError if the GPUs can't access each other's memory.
     """
@@ -42,7 +42,7 @@ class PeerCollectives:
         policy: LaunchPolicy | None = None,
         fallback: TorchCollectives | None = None,
     ) -> None:
-        """policy: limits of the kernels. None: default limits. fallback: for tensors beyond the kernels. None: NCCL."""
+        """Use kernels within the limits of `policy` (None: default limits), and `fallback` (None: NCCL) beyond."""
         self.rank, self.size = peers.rank, peers.size
         self._peers = peers
         self._policy = policy or LaunchPolicy(peers.size, peers.num_programs, peers.region_bytes)
@@ -110,9 +110,9 @@ class PeerCollectives:
         del self._peers
 
     def _concatenate(self, x: Tensor, out: Tensor, row_bytes: int, *, sends_parts: bool) -> bool:
-        """Concatenate rows of all ranks' `x`, or of this rank's part of each `x`. Returns False if NCCL must do this.
+        """Concatenate rows of all ranks' `x`, or of this rank's part of each `x`, in a kernel.
 
-        Kernels copy words of 4 bytes.
+        Returns False if no kernel supports the tensors. Kernels copy words of 4 bytes.
         """
         is_exact = x.dtype not in FLOAT_DTYPES
         part_bytes = x.nbytes // (self.size if sends_parts else 1)

@@ -14,12 +14,12 @@ class PeerMemory:
     A slot receives one unit of SLOT_BYTES bytes (see `gluon_peer_memory`). Program p of a kernel sends only to program
     p of each peer. A slot must be empty before a program sends to the slot again. The calls of a program therefore
     alternate between two phases. Between two calls of the same phase, the program receives units from each peer. A peer
-    sends these units only after the kernel that emptied the slots has ended.
+    sends these units only after the peer's kernel that emptied the slots of this phase has ended.
 
     size: number of ranks.
     addresses: int64 [size], the address of each rank's buffer.
-    phases: int32 [MAX_PROGRAMS], the phase of each program's next call. In device memory, so that graphs can replay
-        calls.
+    phases: int32 [MAX_PROGRAMS], the phase of each program's next call. Device memory holds the phases, so that
+        graphs can replay calls.
     num_programs: maximum number of programs of a kernel.
     region_bytes: size of the slots that a program has per phase and sender.
     buffer: the owner of the mapped memory.

@@ -15,12 +15,12 @@ EMPTY_BYTE = 0xFF  # value of each byte of an empty slot
 ONE_SHOT_MAX_SENT_BYTES = 1 << 20
 # Two-shot kernels sum tensors of at most this number of bytes. NCCL sums larger tensors.
 TWO_SHOT_MAX_BYTES = 8 << 20
-# Units of 16 bytes that a program sends at once, one per thread. Programs of large tensors have more threads.
+# Number of units that a program sends at once, one per thread. Programs of large tensors have more threads.
 CHUNK_UNITS, LARGE_CHUNK_UNITS = 256, 512
 # Maximum number of warps of a program that norms a row. If a row has more units than these warps have threads, each
 # thread handles several units.
 MAX_NORM_WARPS = 32
-# A region holds at least a row of 8,192 float32.
+# A region (a program's slots for one phase and one sender) holds at least a row of 8,192 float32.
 MIN_REGION_BYTES = 32 << 10
 
 

@@ -56,8 +56,8 @@ def norm_parts(
 
     x: [T, W]. Only the last dimension must be contiguous.
     weights: [sizes[0]] and [sizes[1]], plain or from `prepare_norm_weight`.
-    mean_squares: float32 [T, 2], mean squares of both parts, if other ranks have more elements of each part. None: `x`
-        has all elements.
+    mean_squares: float32 [T, 2], mean squares of both parts over the elements of all ranks. None: `x` has all elements
+        of both parts.
     """
     if x.is_cuda:
         _norm_parts_op(x, list(sizes), *weights, eps, mean_squares)
@@ -104,8 +104,8 @@ def rope_and_cache(
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
-    On CUDA, infinite and NaN elements of value heads are cached as 0: FlashAttention may read them past a request's
-    end.
+    On CUDA, infinite and NaN elements of value heads are cached as 0, because FlashAttention may read cached values
+    past a request's end.
 
     qkv: [T, Hq + 2 Hkv, D], query, key and value heads. Heads are contiguous. Tokens may have any stride. Query heads
         are overwritten, and key heads may be overwritten.

@@ -17,9 +17,9 @@ def prepare_norm_weight(weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See the package's `rms_norm`. A LayerNorm of x and -x takes half the time of torch's RMSNorm.
+    """See the package's `rms_norm`. Computes a LayerNorm of (x, -x), in half the time of torch's RMSNorm.
 
-    x and -x together have mean 0 and variance mean(x^2).
+    The concatenation (x, -x) has mean 0 and variance mean(x^2).
     """
     size = x.shape[-1]
     if weight.shape[0] == size:
@@ -41,7 +41,7 @@ def rope_and_cache(
     kv_scales: Tensor | None,
     qk_norm: QKNorm | None,
 ) -> Tensor:
-    """See the package's `rope_and_cache`. Returns all heads instead of the query heads."""
+    """See the package's `rope_and_cache`. Returns all heads, not only the query heads."""
     _, page_size, num_cached_heads, head_dim = kv_cache.shape
     num_q_heads, num_kv_heads = qkv.shape[1] - num_cached_heads, num_cached_heads // 2
     if qk_norm is not None:
@@ -94,7 +94,7 @@ def latent_rope_and_cache(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """See the package's `silu_and_mul`. Rounds twice: SiLU before the product, and the product."""
+    """See the package's `silu_and_mul`. Rounds the SiLU, then the product."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate).mul_(up)
 

@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 class RotationFactors(NamedTuple):
-    """Float32 factors [T, 1, rot]. The rotation of x is x * cos + concat(second_half(x), first_half(x)) * sin."""
+    """Float32 factors [T, 1, rot]. The rotation of x is x * cos + concat(second_half(x), first_half(x)) * sin.
+
+    The first half of `sin` is negated.
+    """
 
     cos: Tensor
     sin: Tensor

@@ -82,7 +82,7 @@ def compute_mean_squares(x: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _num_warps(num_elements: int) -> int:
-    """Return the number of warps for eight elements per thread, at most 16."""
+    """Return the number of warps: one per 256 elements (eight per thread), at least 1 and at most 16."""
     return max(1, min(16, triton.next_power_of_2(num_elements) // 256))
 
 

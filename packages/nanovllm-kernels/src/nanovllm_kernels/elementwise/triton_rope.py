@@ -86,7 +86,7 @@ def _rope_and_cache(
     WRITES_BACK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Process a block of one token's query heads, or equal blocks of the token's key heads and value heads."""
+    """Process a block of one token's query heads, or a block of key heads and the value heads of the same indices."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -184,7 +184,7 @@ def _rotate_heads(
     """Norm and rotate `heads` of one token, and store them at `target_ptr`, which may equal `source_ptr`.
 
     WRITES_BACK: store the result at `source_ptr` too.
-    scales_ptr: address of head 0's scale, used with QUANTIZE only. Scales of a token are PAGE_SIZE elements apart.
+    scales_ptr: address of head 0's scale, used with QUANTIZE only. Scales of neighbouring heads are PAGE_SIZE apart.
     """
     pairs = tl.arange(0, PADDED_HALF)
     dims = tl.arange(0, PADDED_DIM)

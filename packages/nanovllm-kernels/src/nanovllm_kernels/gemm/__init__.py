@@ -76,7 +76,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 @functools.cache
 def _find_onednn_operator() -> torch._ops.OpOverload:
-    """Return oneDNN's operator. The lookup by name takes longer than a small product, so it is cached."""
+    """Return oneDNN's operator for linear layers. The cache saves a lookup, which is slower than a small product."""
     return torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
 
 
@@ -118,9 +118,10 @@ def _project_panels(
 
 
 def round_up_rows(num_rows: int) -> int:
-    """Round `num_rows` up to a number that oneDNN computes. Adds at most num_rows / 8 and MAX_PADDING_ROWS rows.
+    """Round up the number of rows for a product in oneDNN. Adds at most min(num_rows / 8, MAX_PADDING_ROWS) rows.
 
-    oneDNN compiles one kernel per number of rows. A kernel takes 3 to 6 ms and about 1 MB. oneDNN caches 1,024 kernels.
+    oneDNN compiles one kernel per number of rows. Each kernel costs 3 to 6 ms and about 1 MB. oneDNN caches 1,024
+    kernels.
     """
     step = min(1 << max(0, num_rows.bit_length() - 4), MAX_PADDING_ROWS + 1)
     return -(-num_rows // step) * step

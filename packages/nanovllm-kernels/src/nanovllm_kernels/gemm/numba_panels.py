@@ -60,7 +60,7 @@ MAX_BLOCK_DEPTH = 320
 MAX_PACKED_ROWS = 252
 # Minimum number of rows for which bf16 panels are first converted to float32.
 MIN_CONVERTED_ROWS = 43
-# Tiles with more rows multiply one group of columns at once, instead of a whole panel.
+# A tile with more rows is multiplied by one group of columns at a time, instead of by a whole panel.
 MAX_WHOLE_PANEL_ROWS = 3
 
 _ZERO = np.float32(0.0)
@@ -252,7 +252,7 @@ def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
     # A pass multiplies one tile by a block, or by one group of a block. Each pass prefetches an equal part of the next
     # block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
-    step_bytes = LINE_BYTES * UNROLL // num_passes  # prefetched per UNROLL values of k
+    step_bytes = LINE_BYTES * UNROLL // num_passes  # bytes prefetched per UNROLL values of k
     for first_k in range(0, padded_depth, block_depth):
         size = min(block_depth, padded_depth - first_k)
         prefetched_bytes = step_bytes * size // UNROLL

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Up to this number of weight elements, `triton_few_rows` beats cuBLAS. Keys: rows, rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
-# Bounds on a weight's size that define the kinds in FEW_ROWS_CONFIGS.
+# Bounds on a weight's size that define the kinds of weight in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
 MAX_LONG_COLUMNS = 4096
 MIN_LONG_DEPTH = 4096
@@ -17,7 +17,7 @@ MIN_VOCABULARY_COLUMNS = 1 << 16
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256
-# Columns and depth must be multiples of these numbers, so that the tiles in SPLIT_CONFIGS divide them evenly.
+# A weight's columns and depth must be multiples of these numbers, so that all tiles of SPLIT_CONFIGS are whole.
 SPLIT_COLUMNS_MULTIPLE = 64
 SPLIT_DEPTH_MULTIPLE = 512
 

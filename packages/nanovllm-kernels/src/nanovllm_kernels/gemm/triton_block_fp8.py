@@ -43,7 +43,7 @@ def quantize_groups(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[
         x.stride(0),
         eps,
         K=depth,
-        GROUPS=num_groups,  # per row
+        GROUPS=num_groups,  # groups per row
         BLOCK_GROUPS=groups_per_program,  # a power of two
         GROUP=GROUP,
         NORM=norm_weight is not None,
@@ -102,7 +102,7 @@ def project(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         NUM_SPLITS=config.num_splits,
-        STAGES=config.num_stages,  # of the pipelined loop over K
+        STAGES=config.num_stages,  # stages of the pipelined loop over K
         PREFETCHED_TILES=min(NUM_PREFETCHED_TILES, -(-triton.cdiv(depth, GROUP) // config.num_splits)),
         # Whether all columns of a tile share one scale per group.
         TILE_SHARES_SCALE=weight.block_rows % config.block_n == 0 and (not gated or num_columns % config.block_n == 0),
@@ -183,9 +183,10 @@ def _multiply(
     TILE_SHARES_SCALE: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Multiply one group of each row by this tile's columns. Column 0 is row `first_weight_row` of the weight.
+    """Multiply one group of each row by the weights of this tile's columns.
 
-    Returns [M, N]. With SWAP the weight is the left operand, and the result is [N, M].
+    first_weight_row: row of the weight for column 0 of the output.
+    Returns: [M, N]. With SWAP the weight is the left operand, and the result is [N, M].
     """
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -237,7 +238,7 @@ def _sum_splits(
 
 @triton.jit
 def _add_bias(sums, bias_ptr, first_bias, num_columns, BLOCK_N: tl.constexpr, BIAS: tl.constexpr):
-    """Add the bias of this tile's columns to `sums` [M, N]. first_bias: index of the bias of column 0."""
+    """Add the bias of this tile's columns to `sums` [M, N]. first_bias: index of the bias of output column 0."""
     if BIAS:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         bias = tl.load(bias_ptr + first_bias + columns, mask=columns < num_columns, other=0.0)
@@ -264,7 +265,7 @@ def _project(
     residual_ptr,
     out_ptr,
     partial_ptr,  # sums per part of K: [tile, split, plane, BLOCK_M, BLOCK_N]
-    counter_ptr,  # finished parts of K, per tile
+    counter_ptr,  # number of finished parts of K, per tile
     num_rows,
     num_columns,
     x_stride,

@@ -1,7 +1,7 @@
 """Multiplies tens or hundreds of rows by a weight with few columns on CUDA.
 
 With fewer tiles than SMs, SMs would be idle. Therefore several CTAs share a tile, and each CTA sums over a part of K.
-The CTA of a tile that finishes last adds up the parts in a fixed order.
+When the last CTA of a tile finishes its part, it adds up the sums of all parts in a fixed order.
 """
 
 import torch

@@ -158,7 +158,7 @@ def latent_decode_case(batch: int, context: int, num_heads: int, *, is_fp8: bool
 
 
 def latent_prefill_case(batch: int, length: int, num_heads: int, backend: Backend = "triton") -> BenchmarkCase:
-    """Make a case of whole prompts over latents. The cost is operations on keys and values expanded from latents."""
+    """Make a case of latent attention for whole prompts. The cost is operations on the expanded keys and values."""
     pairs_per_prompt = length * (length + 1) / 2  # (query, visible key) pairs.
     cost = 2 * batch * num_heads * pairs_per_prompt * (KEY_DIM + ROPE_DIM + VALUE_DIM)
     name = _name_with_backend("MLA prefill", backend)

@@ -129,7 +129,7 @@ def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> Ben
 def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> BenchmarkCase:
     """Make a case of the kernel that cuts attention work into equal parts (`WorkList`).
 
-    The cost is the bytes of the input: two int32 lengths per entry.
+    The cost is the bytes of the input: two int32 numbers per entry (a row of the block tables).
     """
     from nanovllm_kernels.attention.plan import tile_configs
 

@@ -33,16 +33,16 @@ class GraphInputs:
         self._indices = torch.arange(max_elements, dtype=torch.int32, device=device)
 
     def advance(self) -> None:
-        """Change the values."""
+        """Change the values for the next replay."""
         self._step += 1
 
     def make(self, rank: int, shape: tuple[int, int], dtype: torch.dtype = DTYPE) -> Tensor:
-        """Return the values of `rank` in this step."""
+        """Return the values of `rank` in this replay."""
         indices = self._indices[: shape[0] * shape[1]].view(shape)
         return ((indices + (self._step * 5 + rank * 13)) % self._modulus).to(dtype)
 
     def make_all(self, shape: tuple[int, int], dtype: torch.dtype = DTYPE) -> list[Tensor]:
-        """Return the values of all ranks in this step."""
+        """Return the values of all ranks in this replay."""
         return [self.make(rank, shape, dtype) for rank in range(self.size)]
 
     def count_errors(self, actual: Tensor, expected: Tensor) -> None:
@@ -53,13 +53,13 @@ class GraphInputs:
 def run_collectives(communicator: Communicator, inputs: GraphInputs, normed_sum: Tensor) -> None:
     """Call the collectives on inputs of all shapes, and count wrong elements.
 
-    normed_sum: float64 scalar, to which the sum of all normed rows is added. It must be equal on all ranks.
+    normed_sum: float64 scalar, to which the sum of all normed rows is added. The result must be equal on all ranks.
     """
     rank, size = communicator.rank, communicator.size
     inputs.advance()
     for num_rows, hidden_size in SHAPES:
         shape = (num_rows, hidden_size)
-        # Do not fill the weight right before the norm: the norm may load it before the previous kernel ends.
+        # Do not fill the weight right before the norm, which may load the weight before the previous kernel ends.
         weight = torch.ones(hidden_size, dtype=DTYPE, device=normed_sum.device)
         parts = inputs.make_all(shape)
         total = torch.stack(parts).sum(0)

@@ -31,14 +31,14 @@ HIDDEN_SIZES = (4096, 8192)
 # at the same time.
 NUM_CALLS, NUM_COPIES, NUM_REPLAYS = 320, 16, 11
 UNLIMITED = 1 << 40
-# For each column: maximum number of bytes for the one-shot kernels, and for the two-shot kernels.
+# For each column of the output: maximum number of bytes for the one-shot kernels, and for the two-shot kernels.
 LIMITS = {"one-shot": (UNLIMITED, 0), "two-shot": (0, UNLIMITED), "NCCL": (0, 0)}
 OPERATORS = ("all_reduce_norm", "all_reduce", "all_gather", "reduce_scatter", "exchange_columns")
 
 
 @dataclass(frozen=True)
 class CollectiveFigure:
-    """Microseconds per call of an operator on [num_rows, hidden_size], by column. None: no kernel of this column."""
+    """Microseconds per call of an operator on [num_rows, hidden_size], by column. None: the column lacks a kernel."""
 
     operator: str
     num_rows: int
@@ -133,7 +133,7 @@ def measure_operators(device: torch.device, name_part: str) -> Iterator[Collecti
 
 
 def measure_operator(method: Callable[..., object], operator: str, num_rows: int, hidden_size: int) -> float | None:
-    """Return the median time of `method`, a method of PeerCollectives, or None if no kernel can do the call."""
+    """Return the median microseconds per call of a PeerCollectives method, or None if no kernel can do the call."""
     arguments = [[random(num_rows, hidden_size)] for _ in range(NUM_COPIES)]
     if operator == "all_reduce_norm":
         weight = random(hidden_size)

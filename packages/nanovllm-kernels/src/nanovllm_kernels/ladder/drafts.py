@@ -22,7 +22,7 @@ def _make_tables(batch: int, context: int, num_token_ids: int) -> TokenTables:
 
 
 def _proposal_case(batch: int, context: int, num_token_ids: int) -> BenchmarkCase:
-    """Make a case with `context` known tokens per request, of `num_token_ids` ids. With one id, all tokens match."""
+    """Make a case with `context` known tokens per request, from `num_token_ids` ids. With one id, all tokens match."""
 
     def make_call() -> Callable[[], object]:
         tables = _make_tables(batch, context, num_token_ids)
@@ -55,7 +55,7 @@ def _verification_case(batch: int) -> BenchmarkCase:
 
 
 def draft_cases() -> Iterator[BenchmarkCase]:
-    """Yield cases of n-grams at several contexts and batch sizes, and of verification."""
+    """Yield cases of proposals at several context lengths and batch sizes, and of verification."""
     for context in (1024, 8192, 131_072):
         for batch in (1, 8, 64, 512):
             yield _proposal_case(batch, context, 50_000)

@@ -34,7 +34,7 @@ class Mixture:
 
     @property
     def routing(self) -> Routing:
-        """How tokens choose experts."""
+        """The model's routing options."""
         return Routing(self.top_k, shared="gated" if self.has_shared else "none")
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Maximum time for which the host waits for other ranks.
+# Timeout of torch.distributed calls in which a rank waits for other ranks.
 GROUP_TIMEOUT = timedelta(seconds=120)
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -54,8 +54,8 @@ def plan_states(
     seq_lens: int32 [B], number of each request's tokens, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens. A
         request may have no tokens.
-    num_decodes: number of requests with one token in this step. These come first. None: unknown. A captured graph then
-        supports any query lengths up to `max_query_len`. "torch" does not allow None.
+    num_decodes: number of requests with one token in this step. These requests come first. None: unknown. A captured
+        graph then supports any query lengths up to `max_query_len`. "torch" does not allow None.
     max_query_len: maximum number of tokens of a request in the step.
     num_tokens: maximum number of tokens in the step.
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,

@@ -95,7 +95,7 @@ class Prefill(NamedTuple):
 
 
 class TokenRound(NamedTuple):
-    """Holds at most one token per decode. All tokens have the same distance to the first tokens of their decodes.
+    """Holds at most one token per decode. Every token has the same distance to its decode's first token in the step.
 
     offset: this distance, negative for pending tokens.
     decodes: int64 [m], index of each token's decode.

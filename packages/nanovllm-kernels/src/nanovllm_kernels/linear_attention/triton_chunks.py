@@ -131,7 +131,7 @@ def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, chunk_number):
     """Find the chunk with number `chunk_number`.
 
     The first chunk of request r has the number query_start_loc[r] // CHUNK + 2 r. Adding 2 r leaves numbers for
-    incomplete first and last chunks. A binary search finds the last r whose first number is at most `chunk_number`.
+    incomplete first and last chunks. A binary search finds the last r whose first chunk has at most this number.
 
     Returns: request, index in the step of the request's first token, position of this token, sequence length (0 if no
         chunk has this number), position at which the chunk begins.

@@ -116,7 +116,7 @@ def _prepare_token(
     RING_ROWS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
 ):
-    """Return what the token at `position` does to the state: query, key, value, decay, step size, and key times query.
+    """Return the delta rule's inputs at `position`: query, key, value, decay, step size, and key times query.
 
     qkvz_ptr, ba_ptr: the row at `first_position`. ring_ptr: the request's slot of `conv_states`.
     """
@@ -221,7 +221,7 @@ def _store_inputs(
 ):
     """Store the inputs of the step's tokens in the ring. A key head's first value head stores its query and key.
 
-    `conv_state_shape` explains why this overwrites no inputs that other programs still read.
+    `conv_state_shape` explains why these stores overwrite no inputs that other programs still read.
     """
     k_dims, v_dims = tl.arange(0, 2 * PADDED_K), tl.arange(0, PADDED_V)
     writes_qk = (k_dims < 2 * K_DIM) & (head_in_group == 0)
@@ -263,10 +263,10 @@ def _save_checkpoints(
     RING_ROWS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
 ):
-    """Copy the head's state after the token at `first_position`, and the inputs that the next token needs.
+    """For a checkpoint at `first_position` + 1, copy the head's state and the inputs that the next token needs.
 
-    state_ptr, ring_ptr: the request's slot. checkpoints_ptr: the request's pairs. The first value head of a
-    key head also copies the inputs of the query and key.
+    state_ptr, ring_ptr: the request's slot. checkpoints_ptr: the request's pairs (position, slot). The first
+    value head of a key head also copies the inputs of the query and key.
     """
     k_dims, v_dims, rows = tl.arange(0, 2 * PADDED_K), tl.arange(0, PADDED_V), tl.arange(0, BLOCK_V)
     state_columns = tl.arange(0, PADDED_K)[None, :]

@@ -334,7 +334,7 @@ def _multiply(
                         mbarrier.arrive(empty.index(stage))
                         right_sums += product * right_scale_product[:, None]
                         left_scale_product, right_scale_product = row_scale * left_scale, row_scale * right_scale
-                        # In the last two steps, this call loads the last scales again. They are not used.
+                        # In the last two steps, this call loads the last scales again. These scales are not used.
                         row_scale, left_scale, right_scale = _load_scales(
                             x_scales_ptr,
                             scales_ptr,

@@ -4,7 +4,7 @@
 |---|---|---|
 | 1 | block FP8 | `triton_matvec`: matrix-vector products |
 | up to MAX_UNSORTED_TOKENS or MAX_UNSORTED_FP8_TOKENS | any | `triton_unsorted`: pairs not sorted by expert |
-| more, at least MIN_SPECIALIZED_AVERAGE_ROWS | FP8, on Hopper | `gluon_grouped`: sorted pairs, specialised warps |
+| more, >= MIN_SPECIALIZED_AVERAGE_ROWS rows per expert | FP8, on Hopper | `gluon_grouped`: sorted, specialised warps |
 | more | any | `triton_grouped`: sorted pairs |
 
 With expert parallelism, tokens and pairs include those of other ranks. A rank expects the same average number of rows
@@ -138,12 +138,12 @@ GROUPED_FP8_BY_MAX_ROWS = {
     16: GroupedConfig(16, GROUP, GROUP, 4, 3, swapped=True, programs_per_sm=4),
     32: GroupedConfig(32, GROUP, GROUP, 4, 3, swapped=True),
 }
-# For weights and devices that `gluon_grouped` does not support.
+# Used for more rows per expert if `gluon_grouped` does not support the weights or the device.
 GROUPED_FP8_OF_MORE_ROWS = GroupedConfig(128, GROUP, GROUP, 8, 4, swapped=False, programs_per_sm=1)
 
 
 def grouped_config(num_pairs: int, num_all: int, *, is_float32: bool, is_block_fp8: bool) -> GroupedConfig:
-    """Return the tile for `num_pairs` pairs of a token and one of `num_all` experts. Both count all ranks."""
+    """Return the tile for `num_pairs` (token, expert) pairs and `num_all` experts. Both numbers include all ranks."""
     if is_float32:
         return GROUPED_FLOAT32
     table, config_of_more_rows = GROUPED_BY_MAX_ROWS, GROUPED_OF_MORE_ROWS

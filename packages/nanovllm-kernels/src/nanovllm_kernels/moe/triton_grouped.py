@@ -223,7 +223,7 @@ def _sum_pairs(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add up one token's pair results of this rank and its residual, for BLOCK columns."""
+    """Add up the results of one token's pairs on this rank, and the token's residual, for BLOCK columns."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

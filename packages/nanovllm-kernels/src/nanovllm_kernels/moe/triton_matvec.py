@@ -3,9 +3,10 @@
 Each program computes a few columns, and loads as many groups of K at once as its registers hold. Tensor cores would use
 only one of their 64 rows.
 
-The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. If it can, ptxas
-12.8 and 12.9 merge an uninitialised register into the word that packs FP8 values (F2FP.E4M3.PACK_AB_MERGE_C). The
-results are garbage or NaN. ptxas 12.8 to 13.0 turn the upper half of such a word into 0x0008.
+The sizes `k` and `top_k` are runtime values, so that ptxas can't prove that masked FP8 values are 0. If ptxas
+can prove this, versions 12.8 and 12.9 merge an uninitialised register into the word that packs FP8 values
+(F2FP.E4M3.PACK_AB_MERGE_C). The results are then garbage or NaN. Versions 12.8 to 13.0 turn the upper half of such a
+word into 0x0008.
 """
 
 import torch

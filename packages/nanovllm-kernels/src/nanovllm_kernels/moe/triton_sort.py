@@ -18,7 +18,7 @@ from nanovllm_kernels.platform import can_overlap_launches
 
 # Maximum number of pairs that one program sorts alone.
 MAX_SINGLE_PART_PAIRS = 2048
-# More pairs are split into up to MAX_SMALL_PARTS small parts, or else into large parts.
+# More pairs are split into small parts if MAX_SMALL_PARTS parts suffice. If not, they are split into large parts.
 SMALL_PART_PAIRS = 1024
 MAX_SMALL_PARTS = 16
 LARGE_PART_PAIRS = 2048
@@ -175,7 +175,8 @@ def _sort_pairs(
     starts = tl.cumsum(totals, 0) - totals
     num_expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first_tiles = tl.cumsum(num_expert_tiles, 0) - num_expert_tiles
-    # For each expert: index of this part's first pair in `order`, and the index if every tile had BLOCK_M pairs.
+    # Per expert: the index in `order` of this part's first pair of the expert, and the index that the pair would have
+    # if every tile had BLOCK_M pairs.
     first_rows_ptr += part * (2 * PADDED_EXPERTS)
     tl.store(first_rows_ptr + experts, starts + earlier_counts)
     tl.store(first_rows_ptr + PADDED_EXPERTS + experts, first_tiles * BLOCK_M + earlier_counts)

@@ -26,7 +26,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     num_experts, hidden_size, intermediate_size = w2.shape
     grid_by_expert = num_tokens * top_k > num_experts  # one program per expert, else per (token, expert) pair
     num_expert_programs = min(num_tokens * top_k, num_experts)
-    # Expected number of programs whose expert is this rank's.
+    # Expected number of programs whose expert belongs to this rank.
     num_busy_programs = max(1, min(num_tokens * top_k, num_all) * num_experts // num_all)
     quantized = scales13 is not None
     rows = max(16, triton.next_power_of_2(num_tokens))  # padded number of tokens
@@ -109,7 +109,8 @@ def _find_expert(
 
     Returns: (expert, chosen_slots, is_owner).
         expert: index of the expert among this rank's experts, if this program computes the expert.
-        chosen_slots: [ROWS], index of the expert among each token's experts, or at least TOP_K if not chosen.
+        chosen_slots: [ROWS], index of the expert among each token's experts; at least TOP_K if the token did not choose
+            the expert.
         is_owner: whether this program computes the expert. If several programs have the same expert, the program of
             the expert's first pair is the owner. No program computes an expert of another rank.
     """

@@ -51,9 +51,10 @@ def commit_tokens(
     tables: TokenTables,
     token_counts: Tensor | None,
 ) -> None:
-    """Add each request's number of tokens in the step to `num_computed`, then write its sampled token at this position.
+    """Add each request's number of tokens in the step to `num_computed`, then write the request's sampled token.
 
-    Never waits for the device. A sampled token is not written if the request's row of `tokens` is full.
+    The token is written at position `num_computed` (the new value), unless the request's row of `tokens` is full. Never
+    waits for the device.
 
     table_rows: int32 [B], each request's row in the tables. Requests with tokens in the step have different rows.
     query_start_loc: int32 [B + 1], index of each request's first token in the step, then the number of tokens.
@@ -98,7 +99,7 @@ def propose_ngrams(
 
     The last known token of a request stands at position n = `num_computed`. The operator takes the longest suffix of
     `min_match` to `max_match` known tokens that also ends at an earlier position e. The two occurrences may overlap.
-    If a suffix has several earlier occurrences, the last occurrence counts. Draft i (from 0) is the token at position
+    If a suffix has several earlier occurrences, e is the end of the last one. Draft i (from 0) is the token at position
     e + 1 + (i mod (n - e)): after the last known token, drafts continue at e + 1 again. Drafts beyond the end of the
     request's row of `tokens` are dropped. Without a match nothing is written. Never waits for a GPU.
 

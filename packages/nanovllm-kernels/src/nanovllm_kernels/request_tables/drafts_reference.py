@@ -20,7 +20,7 @@ def verify_drafts(
     rows, query_lens = table_rows.numpy()[requests, None], query_lens[requests, None]
     num_computed = tables.num_computed.numpy()
     positions = num_computed[rows] + 1
-    # In a request's row, columns beyond the request's query length are computed but not used.
+    # In a request's row, columns beyond the request's number of tokens are computed but not used.
     steps = np.arange(query_lens.max())
     choices = choices[np.minimum(starts[requests, None] + steps, choices.shape[0] - 1)]
     is_accepted = choices == tokens[rows, np.minimum(positions + steps, tokens.shape[1] - 1)]
@@ -63,9 +63,9 @@ def propose_ngrams(
 
 
 def _find_last_occurrence(known: np.ndarray, min_match: int, max_match: int) -> int | None:
-    """Find the longest suffix of `known` that also occurs earlier. Return the end of its last earlier occurrence.
+    """Find the longest suffix of `known` that also occurs earlier. The suffix has `min_match` to `max_match` tokens.
 
-    The suffix has `min_match` to `max_match` tokens. Returns None if no such suffix occurs earlier.
+    Returns the position of the last token of the suffix's last earlier occurrence; None if no suffix occurs earlier.
     """
     last = known.shape[0] - 1
     longest_matches, longest_length = None, 0

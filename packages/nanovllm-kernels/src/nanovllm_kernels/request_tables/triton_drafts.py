@@ -147,7 +147,7 @@ def _find_matches(
     MAX_MATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the longest match that ends in one piece of a request's tokens. Among equally long matches, the last counts.
+    """Find the longest match that ends in one piece of a request's tokens. Of equally long matches, find the last.
 
     A match is an earlier occurrence of the request's last known tokens. With P pieces, piece p consists of the blocks
     p, p + P, p + 2P and so on. A match is stored as length << 32 | position of its last token, so that the greatest

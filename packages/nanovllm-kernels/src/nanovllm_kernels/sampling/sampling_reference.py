@@ -7,7 +7,7 @@ from torch import Tensor
 from nanovllm_kernels.sampling import noise
 from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_LOGIT, MIN_TEMPERATURE, DrawSettings
 
-# Filters first apply to this number of largest logits. Sorting all logits takes ten times as long.
+# Filters are first applied to this number of the largest logits. Sorting all logits takes ten times as long.
 NUM_FIRST_CANDIDATES = 128
 # If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16

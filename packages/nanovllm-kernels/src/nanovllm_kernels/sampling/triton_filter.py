@@ -1,9 +1,10 @@
 """Draws the token with the largest noisy logit (Gumbel noise) of the tokens that a row's filters keep. Does not sort.
 
 The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the largest noisy logit if
-the filters keep this candidate. Otherwise it drops candidates with smaller or equal logits, and tries again. A segment
-is a group of adjacent tokens. Candidates are the tokens of the segments with the largest maxima. If the filters may
-keep other tokens too, all tokens of the row are candidates. A token's value is its logit divided by the temperature.
+the filters keep this candidate. If not, it drops this candidate and all candidates with smaller or equal logits, and
+tries again. A segment is a group of adjacent tokens. Candidates are the tokens of the segments with the largest maxima.
+If the filters may keep other tokens too, all tokens of the row are candidates. A token's value is its logit divided by
+the temperature.
 """
 
 import triton
@@ -189,7 +190,7 @@ def draw_filtered(
     segment_maxima_ptr: the largest logit of each segment of SEGMENT_TOKENS tokens.
     candidate_segments_ptr: scratch space for MAX_CANDIDATE_SEGMENTS segment ids.
     max_logit: the largest logit, at least MIN_MAX_LOGIT.
-    total_mass: mass of all tokens, 1 / probability of the likeliest token.
+    total_mass: sum of the masses of all tokens, which is 1 / (probability of the likeliest token).
     """
     max_value = _divide_by_temperature(max_logit, temperature)
     # Tokens with smaller values are never drawn, and their mass does not change the float32 sum.

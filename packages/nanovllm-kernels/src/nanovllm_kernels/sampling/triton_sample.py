@@ -1,5 +1,6 @@
-"""Draws tokens on CUDA. One program per chunk of a row stores the chunk's best token. Then one per row chooses a token.
+"""Draws tokens on CUDA.
 
+One program per chunk of a row stores the chunk's best token. Then one program per row chooses the row's token.
 Programs read the settings from the device, so that a captured graph can be replayed with any settings.
 """
 
@@ -17,10 +18,10 @@ CHUNK_TOKENS = 4096
 SEGMENT_TOKENS = 16
 NUM_SCAN_WARPS = 4  # of `_scan_chunk`
 NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
-# Maximum number of segments with candidates, which are tokens that may pass the filters. Their 8192 tokens fit the
-# registers of one program.
+# Maximum number of segments with candidates (tokens that may pass the filters). The 8192 tokens of these segments fit
+# the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
-# Tokens per iteration if a row has more candidates and the program therefore reads the whole row.
+# Tokens per iteration if a row has candidates in more segments: the program then reads the whole row.
 ROW_BLOCK_TOKENS = 8192
 # Maximum distance of a drawn token's scaled logit from the row's maximum. Gumbel noise is between -2.9 and 22.2.
 MAX_DRAWN_DISTANCE = 30.0

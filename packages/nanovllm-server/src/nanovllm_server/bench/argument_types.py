@@ -1,4 +1,4 @@
-"""Parsers of flag values, named after the values: argparse answers a ValueError with `invalid NAME value`."""
+"""Parsers of flag values. After a ValueError, argparse prints `invalid NAME value`, where NAME is the parser's name."""
 
 import argparse
 

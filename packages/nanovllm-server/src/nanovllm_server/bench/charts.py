@@ -51,7 +51,7 @@ def draw_curves(
     x_name: str,
     x_values: Sequence[float],
     point_labels: Sequence[str],
-    lines_by_panel: Mapping[str, Mapping[str, Sequence[float]]],  # By y axis label, then by line name: the y values.
+    lines_by_panel: Mapping[str, Mapping[str, Sequence[float]]],  # y axis label -> line name -> y values.
 ) -> None:
     """Draws panels of lines side by side. point_labels: texts beside the points of each panel's first line."""
     figure = _make_figure(4.5 * len(lines_by_panel), 4)

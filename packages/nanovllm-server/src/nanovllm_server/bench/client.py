@@ -52,6 +52,7 @@ class TimedAnswer:
 
     start_time: time before the connection was opened.
     piece_times: arrival time of each delta with content; `(end_time,)` if no delta has content.
+    end_time: arrival time of the finish reason.
     accepted_drafts, rejected_drafts: numbers of tokens proposed by speculative decoding; 0 if the server reports none.
     """
 
@@ -237,7 +238,7 @@ async def _send_request(
 
 
 async def _read_body(reader: StreamReader, headers: dict[bytes, bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the parts of a body. If it has no chunks and no Content-Length, it ends when the server disconnects."""
+    """Yields the parts of a body. Without chunks and Content-Length, the body ends when the server disconnects."""
     if headers.get(b"transfer-encoding") == b"chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]

@@ -1,7 +1,8 @@
 """The command `grammars`: measures how answers that follow schemas delay unconstrained answers.
 
-Each round measures three mixes of streams. In the first mix, no stream follows a schema. In the second, half of the
-streams do. The third is like the second, while further requests send new schemas that take long to compile.
+Each round measures three mixes of streams. In the first mix, no stream follows a schema. In the second mix, half
+of the streams follow a schema. The third mix is like the second, but further requests send new schemas that take long
+to compile.
 """
 
 import asyncio

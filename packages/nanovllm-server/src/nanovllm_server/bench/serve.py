@@ -37,7 +37,7 @@ class ServeOptions:
     rates: requests per second; None for all at once. Each pair of a rate and a concurrency is one load.
     concurrencies: maximum numbers of simultaneous requests; None for no limit.
     repeat: number of runs of each load. Results are medians of the runs.
-    seed: selects the words of the prompts. The server may still cache the prompts of an earlier run with this seed.
+    seed: selects the words of the prompts. The server may have cached the prompts of an earlier call with this seed.
     """
 
     endpoint: Endpoint

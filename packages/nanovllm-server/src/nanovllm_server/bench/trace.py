@@ -13,7 +13,7 @@ from nanovllm_server.bench.workload import IntegerRange
 
 # A track is either the device or one activity of the host, such as planning. A track has one time span per step.
 DEVICE_TRACK = "device"
-# `TrackTimes.track` of an additional row, which sums each step's times over all tracks except the device.
+# Value of `TrackTimes.track` in the row that sums each step's times over all tracks except the device.
 HOST_SUM = "host"
 # `IdleTimes.long` counts the idle times above this limit.
 LONG_IDLE_US = 50.0
@@ -49,7 +49,7 @@ class TrackTimes:
 
 @dataclass(frozen=True, slots=True)
 class IdleTimes:
-    """Idle times of the device between steps, in us. most: maximum. long: number of times above LONG_IDLE_US."""
+    """Idle times of the device between steps, in us. most: maximum. long: number of idle times above LONG_IDLE_US."""
 
     p50: float
     p99: float
@@ -113,7 +113,7 @@ def read_trace(path: Path) -> dict[str, EventByStep]:
 
 
 def measure_tracks(tracks: dict[str, EventByStep]) -> Iterable[TrackTimes]:
-    """First yields the sums over all host tracks, for steps that all of them have. Then yields each track's times."""
+    """First yields sums over all host tracks, for steps that every host track has. Then yields each track's times."""
     host_tracks = [events for track, events in tracks.items() if track != DEVICE_TRACK]
     if host_tracks and (complete_steps := set[int].intersection(*map(set[int], host_tracks))):
         yield _track_times(HOST_SUM, [sum(events[step].dur for events in host_tracks) for step in complete_steps])

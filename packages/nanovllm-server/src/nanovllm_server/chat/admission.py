@@ -35,7 +35,7 @@ class AdmissionControl:
         """Admits sequences. Returns the function that releases these sequences. Raises ApiError (429, 503)."""
         if self.shutdown_reason is not None:
             raise unavailable(self.shutdown_reason, "draining")
-        # Count before the comparison: if workers admit simultaneously, they may refuse too many, never admit too many.
+        # Add before comparing: simultaneous admissions may refuse too many sequences, but never admit too many.
         self._counters.add(_ACTIVE, num_sequences)
         num_active = self.num_active
         if num_active > self.capacity:

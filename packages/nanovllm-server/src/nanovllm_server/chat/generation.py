@@ -58,7 +58,7 @@ class OutputNotifier:
 class Generation:
     """The answer to one HTTP request: `n` choices, each with an engine request and an output assembler.
 
-    timeout_s: maximum time from the requests' arrival to the end of the answer; None for no limit.
+    timeout_s: maximum time from the HTTP request's arrival to the end of the answer; None for no limit.
     make_grammar_error: makes the exception to raise if a grammar fails during generation. Its argument is the reason.
     prompt_logprobs: log-probabilities of the prompt; None before the first token, or if not requested.
     """

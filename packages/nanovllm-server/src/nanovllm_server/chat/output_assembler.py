@@ -71,7 +71,7 @@ class OutputAssembler:
         self._calls: list[CallDelta] = []
 
     def process_output(self, output: RequestOutput) -> Delta | None:
-        """Adds an output. Returns the new delta; None without text, calls or an end. The choice must not have ended."""
+        """Adds an output of an unfinished choice. Returns the new delta; None if there is no new text, call or end."""
         token_ids = output.new_token_ids
         # A stop token is the last token of its output. It becomes text only if `include_stop` is set.
         num_text_tokens = len(token_ids) - (output.stop_token is not None and not self._options.include_stop)

@@ -62,8 +62,9 @@ class Renderer:
     ) -> Prompt:
         """Renders and encodes a conversation. Raises ApiError (400) if the template refuses the conversation.
 
-        max_tokens: maximum number of prompt tokens; None for no limit. This method refuses a text that certainly has
-            more, without encoding it. The caller must refuse other longer prompts, which the tokenizer does not cache.
+        max_tokens: maximum number of prompt tokens; None for no limit. If the text certainly has more tokens, this
+            method refuses the text without encoding it. If the returned prompt has more tokens, the tokenizer has not
+            cached the prompt, and the caller must refuse it.
         """
         pool = self._choose_pool(sum(len(message.content or "") + 1 for message in messages))
         return await asyncio.get_running_loop().run_in_executor(

@@ -161,7 +161,7 @@ class Service:
         return await self.renderer.encode_prediction(chat.prediction, self.engine.info.max_model_len)
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt, budget or None). If there is a budget, adds a missing tag that begins reasoning."""
+        """Returns (prompt, budget or None). With a budget, adds the tag that begins reasoning if it is missing."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":
@@ -189,7 +189,7 @@ class Service:
             raise await self._locate_grammar_error(constraint, error) from error
 
     async def _locate_grammar_error(self, constraint: AnswerConstraint, error: GrammarError) -> ApiError:
-        """Returns the ApiError. If `error.place` is None, it names the first field whose grammar fails alone."""
+        """Returns an ApiError. If `error.place` is None, the result names the first field whose grammar fails alone."""
         is_field_unknown = error.place is None and len(constraint.field_grammars) > 1
         for path, spec in constraint.field_grammars if is_field_unknown else ():
             try:

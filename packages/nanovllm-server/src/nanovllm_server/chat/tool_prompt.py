@@ -42,7 +42,7 @@ def write_past_calls_as_text(messages: Sequence[TemplateMessage], call_format: T
 
 
 def write_call(call_format: ToolCallFormat, name: str, arguments: JSON) -> str:
-    """Writes a call in the model's format. arguments: an object, or text if the arguments were cut off."""
+    """Writes a call in the model's format. arguments: an object, or incomplete JSON text if the call was cut off."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     match call_format:
         case JsonCalls() as tags:

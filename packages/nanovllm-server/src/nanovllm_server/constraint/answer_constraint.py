@@ -63,8 +63,8 @@ def constrain(
 ) -> AnswerConstraint | None:
     """Returns the constraint on the answer; None for free text. Raises ApiError (400) if a grammar is too large.
 
-    answer_rule: format that the client requests for content.
-    reasoning_state: state of the reasoning where the prompt ends.
+    answer_rule: format that the client requests for content; None if content is free text.
+    reasoning_state: state of the reasoning at the end of the prompt.
     """
     call_form = model_format.chat_format.tool_calls if tools is not None else None
     if tools is None or call_form is None or not (tools.needs_grammar or answer_rule is not None):

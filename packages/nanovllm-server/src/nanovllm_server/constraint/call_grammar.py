@@ -23,7 +23,7 @@ from nanovllm_server.protocol.tools import Function
 
 # Maximum number of calls in one answer: without a limit, a small model may never stop.
 MAX_CALLS = 16
-# Maximum number of spaces and line breaks at the beginning of an answer.
+# Maximum number of spaces and line breaks at the beginning of an answer without calls.
 MAX_LEADING_SPACES = 4
 
 
@@ -61,7 +61,7 @@ def call_beginnings(form: ToolCallFormat) -> tuple[str, ...]:
 
 
 def can_omit_opening_tag(form: ToolCallFormat) -> bool:
-    """Returns whether calls need no opening tag. Then only an answer that begins with a call has calls."""
+    """Returns whether calls need no opening tag. If True, an answer has calls only if it begins with a call."""
     return isinstance(form, JsonCalls) and form.may_omit_begin
 
 

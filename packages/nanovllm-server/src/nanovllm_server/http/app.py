@@ -27,7 +27,7 @@ from nanovllm_server.protocol.openapi import openapi_document
 from nanovllm_server.protocol.request import ChatRequest, parse_chat_request
 from nanovllm_server.protocol.response import Delta, Envelope
 
-BODY_TIMEOUT_S = 60  # From the start of reading a body to its end.
+BODY_TIMEOUT_S = 60  # Maximum time to read a request's body.
 # A thread parses bodies of at least this size, which would block the event loop for milliseconds.
 MIN_THREADED_BODY_BYTES = 1 << 17
 EVENT_STREAM_HEADERS = {
@@ -150,7 +150,7 @@ def _add_static_routes(app: Quart, service: Service) -> None:
 
 
 def _reserved_body_bytes(service: Service) -> int:
-    """Returns Content-Length, or the server's limit if the body is chunked. Raises RequestEntityTooLarge."""
+    """Returns Content-Length. If absent: max_body_bytes for a chunked body, else 0. Raises RequestEntityTooLarge."""
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:

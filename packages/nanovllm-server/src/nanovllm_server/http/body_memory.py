@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from nanovllm_server.protocol.error import unavailable
 
-# Smaller bodies do not count, because small requests must not wait for large bodies that arrive slowly.
+# Smaller bodies do not count toward the limit: small requests must not wait for large bodies that arrive slowly.
 MIN_COUNTED_BYTES = 64 << 10
 MAX_WAIT_S = 10.0  # A request that waits longer for memory is refused.
 

@@ -21,7 +21,8 @@ from nanovllm_server.protocol.error import ApiError
 BACKLOG = 2048  # Maximum number of connections that this worker has not accepted yet.
 # A client that reads nothing for this time is dropped.
 WRITE_TIMEOUT_S = 60.0
-# By default, event loops read up to 256 KiB from a connection at once: too much memory for a thousand connections.
+# Maximum number of bytes read from a connection at once. The default of event loops, 256 KiB, would take too much
+# memory for a thousand connections.
 MAX_READ_BYTES = 8 << 10
 # A line feed without a carriage return, or a header that continues on the next line.
 AMBIGUOUS_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
@@ -33,7 +34,7 @@ INVALID_HTTP_MESSAGE_BY_STATUS = {
 
 
 class StrictConnection(h11.Connection):
-    """Refuses heads (first line and headers) of requests that h11 accepts, but that a proxy may read differently."""
+    """Refuses request heads (first line and headers) that h11 accepts, but that a proxy may read differently."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Returns the next event. Raises RemoteProtocolError for invalid HTTP."""

@@ -31,7 +31,7 @@ def serialize_error_event(error: ApiError) -> bytes:
 
 
 class ChatStream:
-    """The server-sent events of one answer. The data of an event is a chunk, such as new output of one choice.
+    """The server-sent events of one answer. The data of an event is a chunk, for example with new output of one choice.
 
     envelope: fields that all chunks of the answer share.
     include_usage: the last chunk has the token counts.
@@ -54,7 +54,7 @@ class ChatStream:
         self._must_send_prompt_token_ids = envelope.prompt_token_ids is not None
 
     async def wait_for_first_deltas(self) -> None:
-        """Waits for the first deltas. The HTTP status is not sent yet: a failure here can become an error response."""
+        """Waits for the first deltas (new output). A failure here becomes an error response: no status is sent yet."""
         self._first_deltas = await anext(self._delta_batches)
 
     async def events(self, exchange: HttpExchange, logger: Logger) -> AsyncIterator[bytes]:

@@ -20,7 +20,8 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 class HostCheck:
     """Refuses requests whose Host header has a name that a web site can own.
 
-    names: further names to allow. `*.example.com` allows all names under example.com, `*` all names.
+    names: names to allow although a web site can own them. `*.example.com` allows all names under example.com, and
+        `*` allows all names.
     """
 
     def __init__(self, names: Iterable[str]):

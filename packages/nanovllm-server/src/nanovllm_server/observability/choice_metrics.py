@@ -10,7 +10,7 @@ class ChoiceMetrics:
     """Records the latencies of one choice. Records phases and end-to-end latency only if the choice is not aborted.
 
     num_cached_tokens: number of prompt tokens found in the prefix cache.
-    num_accepted_drafts, num_rejected_drafts: see `RequestOutput`.
+    num_accepted_drafts, num_rejected_drafts: numbers of drafts (proposed tokens) accepted and rejected so far.
     first_token_s: seconds from the request's arrival to the first token; None before the first token.
     is_finished: whether the choice has ended without being aborted.
     """
@@ -30,7 +30,7 @@ class ChoiceMetrics:
         self._submission_time = time.monotonic()
 
     def record_output(self, output: RequestOutput) -> None:
-        """Records the times of new tokens, and the number of drafts."""
+        """Records the times of new tokens, and the numbers of accepted and rejected drafts."""
         self.num_accepted_drafts, self.num_rejected_drafts = output.num_accepted_drafts, output.num_rejected_drafts
         now, num_tokens = time.monotonic(), len(output.new_token_ids)
         if not num_tokens:

@@ -7,13 +7,16 @@ from nanovllm_server.observability.shared_counters import SharedCounters
 
 
 class Histogram:
-    """Counts observations in buckets. Fast enough for one observation per token. Not thread-safe."""
+    """Counts observations in buckets. Fast enough for one observation per token. Not thread-safe.
+
+    bounds: upper bounds of the buckets, except the last bucket's, which is infinite.
+    """
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):
         self.name = name
         self.help_text = help_text
         self._bounds = bounds
-        # Counters: one per bound, one for larger values, one for the sum of all values.
+        # Counters: one per bound, one for values above all bounds, one for the sum of all values.
         self._counters = counters.claim(len(bounds) + 2)
         self._sum_index = len(bounds) + 1
 

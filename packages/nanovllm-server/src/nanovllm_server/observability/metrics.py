@@ -23,6 +23,7 @@ FORMER_VLLM_NAMES = {
 }
 
 # Upper bounds of histogram buckets. E2E: time to the last token. PHASE: time of queue, prefill, decode or inference.
+# LAG: delay of an event loop.
 TTFT_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5, 10, 20, 40, 80, 160)
 ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 5)
 E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
@@ -50,7 +51,7 @@ class Metrics(Collector):
     model: value of the label `model_name`.
     prefix: prefix of all names except the names of process metrics. "vllm" adds vLLM's label `engine`.
     read_stats: returns the engine's current statistics.
-    process_metrics: None for no metrics of processes.
+    process_metrics: metrics of the server's processes (memory, CPU time, open files); None to leave them out.
     """
 
     def __init__(

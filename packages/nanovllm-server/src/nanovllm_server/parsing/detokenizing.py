@@ -15,7 +15,7 @@ class TextVocabulary:
     """The bytes of each token of a tokenizer. Raises VocabularyError if the kind of tokenizer is not supported.
 
     special_ids: ids of special tokens, such as end of sequence.
-    strips_leading_space: the space at the beginning of a decoded text is not part of the text.
+    strips_leading_space: decoding removes one space at the beginning of a text.
     """
 
     def __init__(self, backend: Tokenizer):

@@ -44,7 +44,7 @@ class WhitespaceTrimmer:
     """Removes whitespace at the ends of a text that comes in pieces.
 
     holds_trailing: hold back whitespace at the end until more text follows.
-    skips_leading: remove leading whitespace and the characters `separator_characters`.
+    skips_leading: remove leading whitespace and leading characters of `separator_characters`.
     """
 
     def __init__(self, *, holds_trailing: bool, skips_leading: bool):

@@ -15,7 +15,7 @@ def to_object_json(value: str | None) -> str | None:
     """Converts the arguments of a call to the JSON text of an object.
 
     value: JSON text of an object, of a string that itself contains the JSON text of an object, or of null.
-    null stands for {}. For all other values, returns None.
+    JSON's null becomes {}. Returns None for all other texts, and if `value` is None.
     """
     if value is None or value == "null":
         return value and "{}"

@@ -1,6 +1,6 @@
 """Parses the text of an answer, which arrives in pieces, into events.
 
-If the same text arrives in other pieces, only the division of text between events changes. Parsing never fails.
+If the same text arrives in other pieces, the events differ only in how they divide the text. Parsing never fails.
 """
 
 from nanovllm_models.chat_formats import ChatFormat, ReasoningFormat

@@ -195,7 +195,7 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes an object without its { to `sink`. Stops after the closing } or before a line that begins with {."""
+        """Passes an object whose { is already read to `sink`. Stops after its } or before a line that begins with {."""
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text

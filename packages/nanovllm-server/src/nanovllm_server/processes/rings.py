@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# Size of the positions `begin` and `end` at the start of a ring, padded to one cache line.
+# Bytes at the start of a ring that hold the positions `begin` and `end`, padded to one cache line.
 _POSITIONS_BYTES = 64
 # Header of a message: length of the payload in bytes, checksum.
 _MESSAGE_HEADER = struct.Struct("<QQ")
@@ -49,7 +49,10 @@ class RingMemory:
 
 
 class Ring:
-    """A ring buffer. Only one thread may write at a time. Positions count all bytes ever written, and never wrap."""
+    """A ring buffer. Only one thread may write at a time.
+
+    Positions are offsets in all bytes ever written: they never wrap.
+    """
 
     def __init__(self, memory: memoryview):
         # Processors load and store 64 bits at once. Readers therefore never see a partly written position.

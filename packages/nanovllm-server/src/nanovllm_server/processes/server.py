@@ -24,9 +24,9 @@ from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import Settings, SettingsError, read_sampling_defaults, read_template
 
-# Maximum number of connections that no worker has accepted yet.
+# Maximum number of connections per worker that the worker has not accepted yet.
 BACKLOG = 2048
-# Maximum unsent bytes per connection in the kernel. Above this size, the worker joins new text into one event.
+# Maximum unsent bytes per connection in the kernel. While more are unsent, the worker joins new text into one event.
 MAX_UNSENT_BYTES = 16 << 10
 # The kernel drops clients that acknowledge no data for this time.
 ACKNOWLEDGE_TIMEOUT_S = 75

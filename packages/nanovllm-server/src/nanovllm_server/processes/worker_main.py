@@ -11,7 +11,7 @@ from nanovllm_core.malloc_heaps import limit_malloc_heaps
 from nanovllm_server.observability.logs import configure_logs
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 
-# malloc allocates larger memory blocks outside of its heaps, with mmap.
+# Maximum size of memory blocks in malloc's heaps. malloc allocates larger blocks with mmap.
 MAX_HEAP_BLOCK_BYTES = 1 << 20
 # Number of tokenizer threads and of malloc heaps. With a single heap, encoding takes almost twice as long.
 NUM_ENCODING_THREADS = 4

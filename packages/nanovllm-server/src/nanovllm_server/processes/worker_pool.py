@@ -14,7 +14,7 @@ MAX_HEARTBEAT_INTERVAL_S = 1.0  # between two questions to a worker's event loop
 START_TIMEOUT_S = 120.0
 # If a worker dies after at least this time, the replacement starts without a delay.
 STABLE_RUN_S = 60.0
-FIRST_BACKOFF_S = 0.5  # delay of the first replacement; later delays double, up to the maximum
+FIRST_BACKOFF_S = 0.5  # delay of the first replacement; later delays double, up to MAX_BACKOFF_S
 MAX_BACKOFF_S = 30.0
 
 
@@ -156,7 +156,7 @@ class WorkerPool:
             self.failed.set_exception(error)
 
     async def _wait_for_replacement(self, index: int) -> None:
-        """Waits until a new worker is ready. Raises SettingsError or RuntimeError if it fails or is too slow."""
+        """Waits until a worker is ready. Raises SettingsError or RuntimeError if the worker fails or is too slow."""
         worker = self._workers[index]
         # Unlike `await`, `wait` does not cancel the future when this task is cancelled.
         if not (await asyncio.wait((worker.ready,), timeout=START_TIMEOUT_S))[0]:

@@ -14,6 +14,7 @@ from nanovllm_server.settings import Settings
 # open: serve. drain: refuse new requests, and report the end of the last running request. close: exit.
 # answer: report "alive" from the event loop.
 WorkerOrder = Literal["open", "drain", "close", "answer"]
+# ready: the worker can serve. drained: after the order "drain", the last request has ended. alive: see "answer".
 WorkerReport = Literal["ready", "drained", "alive"]
 
 

@@ -229,7 +229,7 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _add_schema_paths(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Returns a copy of `tag_part`. A new field `place` next to each `json_schema` is the schema's path, for errors.
+    """Returns a copy of `tag_part` with a new field `place` next to each `json_schema`: the schema's path, for errors.
 
     Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
     """

@@ -76,7 +76,7 @@ class FieldReader:
         return value
 
     def text(self, name: str, max_length: int | None = None, documented_schema: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """Reads a string of at most `max_length` characters (None: no limit). documented_schema: more keywords."""
+        """Reads a string of at most `max_length` characters (None: no limit). documented_schema: further keywords."""
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))

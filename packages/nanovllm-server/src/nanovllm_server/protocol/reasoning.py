@@ -20,7 +20,7 @@ class ReasoningOptions:
     effort: requested effort; None for the chat template's default.
     is_enabled: whether the model may reason; None for the chat template's default.
     max_tokens: maximum number of reasoning tokens; None for no limit.
-    max_tokens_field: path of the request's field with `max_tokens`, for errors.
+    max_tokens_field: path of the request's field that sets `max_tokens`, for errors.
     is_included: whether the answer includes the reasoning.
     unknown_fields: paths of unknown fields in the object `reasoning`.
     """

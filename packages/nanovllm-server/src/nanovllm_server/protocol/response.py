@@ -66,7 +66,7 @@ class Usage:
     """Token counts of one request.
 
     completion_tokens: output tokens of all choices, including reasoning.
-    accepted_prediction_tokens, rejected_prediction_tokens: proposed tokens that are in the output, or are not.
+    accepted_prediction_tokens: proposed tokens in the output. rejected_prediction_tokens: the other proposed tokens.
     """
 
     prompt_tokens: int
@@ -147,7 +147,10 @@ class Clock:
 
 
 def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
-    """Splits a delta into objects: role, reasoning, text, each call, the end. is_first: the first delta of a choice."""
+    """Splits a delta into one object each for role, reasoning, text, every call, and the end of the choice.
+
+    is_first: the delta is the first of its choice. Only this delta has an object for the role.
+    """
     choice_deltas: list[ChoiceDelta] = []
     if delta.reasoning:
         # DeepSeek's clients read `reasoning_content`.

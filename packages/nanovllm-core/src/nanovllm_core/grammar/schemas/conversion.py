@@ -1,4 +1,4 @@
-"""Converts a JSON schema to one that xgrammar enforces completely."""
+"""Converts a JSON schema to a schema that xgrammar enforces completely."""
 
 from nanovllm_core.grammar.schemas.document import Document
 from nanovllm_core.grammar.schemas.json_values import JSON
@@ -10,7 +10,7 @@ from nanovllm_core.grammar.schemas.shape_resolver import ShapeResolver
 def convert_schema(schema: JSON, place: str) -> dict[str, JSON]:
     """Converts `schema`, of draft 2020-12 or older, to a schema that xgrammar enforces.
 
-    A grammar of the result permits at least one value. Each permitted value is valid against `schema`.
+    A grammar of the converted schema permits at least one value. Each permitted value is valid against `schema`.
     Raises SchemaError if the conversion is not possible.
 
     place: JSON pointer to `schema` in the client's request, for errors.

@@ -89,7 +89,7 @@ def parse(pattern: str, *, is_permissive: bool = False) -> Node:
     """Parses `pattern` into a tree with its anchors. Raises RegexError for invalid and unsupported patterns.
 
     Regex engines disagree about `\\d`, `\\w`, `\\s` and `.` beyond ASCII.
-    is_permissive: True: the tree matches the strings that any engine matches. False: those that all engines match.
+    is_permissive: True: the tree matches a string if at least one engine does. False: only if all engines do.
     """
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise RegexError(f"it has {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are supported")

@@ -14,8 +14,8 @@ from nanovllm_core.grammar.schemas.shapes import Text, keyword_place
 MAX_LENGTH = 1_000_000
 # Maximum depth in characters of the trie in `exclude_strings`.
 MAX_TRIE_DEPTH = 32
-# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms, so the later objects of a schema with many
-# objects may have fewer prefixes.
+# Maximum number of prefixes in this trie. Compiling a prefix takes 7 ms, so if a schema has many objects, the tries of
+# later objects may have at most MAX_LATER_TRIE_PREFIXES.
 MAX_TRIE_PREFIXES = 6
 MAX_LATER_TRIE_PREFIXES = 1
 
@@ -103,7 +103,8 @@ class _TrieNode:
     """A node of the trie of excluded strings.
 
     is_end: an excluded string ends here.
-    is_truncated: an excluded string is longer than the trie's maximum depth. All strings with this prefix are excluded.
+    is_truncated: an excluded string continues below this node, which has the trie's maximum depth. All strings with
+        this node's prefix are excluded.
     """
 
     is_end: bool = False

@@ -12,8 +12,8 @@ from nanovllm_core.grammar.schemas.string_patterns import (
     string_tree,
 )
 
-# Number of objects with undeclared properties that may have MAX_TRIE_PREFIXES prefixes. Later objects may have
-# MAX_LATER_TRIE_PREFIXES, which forbids more names of undeclared properties.
+# Number of objects with declared and undeclared properties for which `exclude_strings` may use MAX_TRIE_PREFIXES
+# prefixes. For later objects, the maximum is MAX_LATER_TRIE_PREFIXES, which forbids more names.
 MAX_EXACT_OBJECTS = 4
 
 

@@ -35,9 +35,9 @@ from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_
 MAX_ENUMERATED_VALUES = 2_000
 # Maximum number of enum values of an item if uniqueItems is set. A list of all allowed arrays replaces such a schema.
 MAX_UNIQUE_ENUM_VALUES = 200
-# Maximum of minItems and maxItems in xgrammar.
+# Maximum value of minItems and maxItems in xgrammar.
 MAX_ITEMS = 100_000
-# Maximum multipleOf of a number without bounds.
+# Maximum multipleOf of an integer without bounds, and maximum denominator of a multipleOf for integers.
 MAX_UNBOUNDED_MULTIPLE = 1024
 # Maximum magnitude of integers in xgrammar.
 MAX_INT64 = 2**63 - 1
@@ -75,7 +75,10 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Arrays of `low` to `high` items. prefix: schemas of the first items. rest: schemas of every other item."""
+    """Arrays of `low` to `high` items; no maximum if `high` is None.
+
+    prefix: schemas of the first items. rest: schemas of every other item.
+    """
 
     prefix: tuple[Conjunction, ...]
     rest: Conjunction
@@ -85,7 +88,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """Objects of `low` to `high` properties.
+    """Objects of `low` to `high` properties; no maximum if `high` is None.
 
     named: tuples (name, schemas of the value, whether the property is required), in the order of the output.
     name_patterns: pairs (pattern, schemas of the value) for undeclared properties. A pattern of None means any name.
@@ -247,7 +250,7 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
             raise _error_at(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
             return [Numbers(True, divisor=step)]
-        # With other steps, appended zeros may never give a multiple, so the grammar could not always end a number.
+        # For other steps, appended zeros may never make a number a multiple. The grammar could then not end the number.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
         problem = "can be enforced with both bounds or without bounds; give the other bound"
@@ -319,7 +322,7 @@ def _add_contained_items(shape: Array, high: int | None, place: str) -> tuple[li
 def _plan_unique_items(
     resolver: ShapeResolver, shape: Array, prefix: list[Conjunction], low: int, high: int | None, place: str
 ) -> Plan:
-    """List all arrays of distinct enum values. If there are too many, list only the arrays in the order of the enum."""
+    """List all arrays of distinct enum values. If these are too many, list only arrays with items in enum order."""
     items = resolver.shapes(shape.rest)
     values = [item.value for item in items if isinstance(item, Constant)]
     max_length = min(len(values) if high is None else high, len(values))
@@ -345,7 +348,7 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     named = [prop for prop in named if prop[1] != FALSE_SCHEMA]
     rest = shape.rest
     if rest is None:
-        # No keyword mentions other properties: exclude them if declared properties exist and suffice for `low`.
+        # No keyword mentions undeclared properties: exclude these if declared properties exist and suffice for `low`.
         rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     name_patterns: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:

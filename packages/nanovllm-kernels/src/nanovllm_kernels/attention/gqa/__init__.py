@@ -23,7 +23,7 @@ __all__ = [
 
 # Page size, in tokens, that is used unless larger pages make attention faster.
 DEFAULT_PAGE_SIZE = 16
-# Maximum number of queries per request with which the CuTe DSL kernel computes all requests of a step.
+# If no request of a step has more queries than this number, the CuTe DSL kernel may compute all requests of the step.
 MAX_TILED_QUERIES = 16
 
 
@@ -97,8 +97,8 @@ def _plan_cute_decodes(
 ) -> AttentionBatch:
     """Plan the requests that the CuTe DSL kernel computes, if it supports sizes and dtypes. Return the new batch.
 
-    If each request has few queries (for example, decodes with drafts), these are all requests. Otherwise, these are
-    the requests with one query.
+    If each request has few queries (for example, decodes with drafts), the kernel computes all requests. If not, the
+    kernel computes only the requests with one query.
     """
     has_few_queries = 1 < batch.max_query_len <= MAX_TILED_QUERIES
     if (num_decodes == 0 and not has_few_queries) or backend not in ("cutedsl", "fastest") or not has_cute():
@@ -146,7 +146,7 @@ def _plan_work_lists(
         return batch
     num_kv_heads, head_dim = kv_cache.shape[2] // 2, kv_cache.shape[3]
     group_size = num_heads // num_kv_heads
-    # For narrow tiles (few queries), then for wide tiles. A tile has `block_m` rows: one per query and query head.
+    # First narrow tiles (for few queries), then wide tiles. A tile has `block_m` rows: one per query and query head.
     configs = [
         tile_configs.gqa_tile_config(head_dim, batch.work_element_bytes, group_size, many_queries=many_queries)
         for many_queries in (False, True)
@@ -154,7 +154,7 @@ def _plan_work_lists(
     queries_per_tile = [config.block_m // group_size for config in configs]
     min_query_len = 2 if num_decodes == 0 or batch.cute_seq_lens is not None else 1
     query_len_ranges = split_query_lens(*queries_per_tile, min_query_len, batch.max_query_len)
-    # The default filter excludes no request. If FlashAttention is used, another filter excludes its requests.
+    # The default filter excludes no request. Another filter excludes the requests that FlashAttention computes.
     request_filter, excluded_query_lens = WorkListFilter(), None
     min_flash_queries = flash_prefill.MIN_CAPTURED_TOKENS if num_decodes is None else 2
     uses_flash = (

@@ -136,7 +136,7 @@ def paged_decode(
         heads. This step's keys and values are already written.
     kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
-    seq_lens: int32 [B], number of tokens of each request; with `tiles`, `QueryTiles.lens`.
+    seq_lens: int32 [B], number of tokens of each request. If `tiles` is given, `QueryTiles.lens` instead.
     scale: positive factor of the query-key products.
     out: contiguous [T, Hq, D] in q's dtype.
     tiles: `QueryTiles.queries`; tiles have up to `max_tile_queries` queries. None: row b is the only query of

@@ -3,9 +3,9 @@
 A tile holds consecutive queries of one request (see `cute_decode`). A tile's length is the number of tokens that the
 tile's last query sees. A slice is 16 consecutive tokens of one page, for one key-value head.
 
-Each warp loads its slices into a ring buffer in shared memory, and computes them. For each key-value head, the slices
-of all tiles are cut into equal parts, one per CTA (Osama et al. 2023). The warps of a CTA take the CTA's slices in
-turn, and synchronise only where a tile ends.
+Each warp loads its slices into a ring buffer in shared memory, and computes attention over each slice. For each
+key-value head, the slices of all tiles are cut into equal parts, one per CTA (Osama et al. 2023). The warps of a CTA
+take the CTA's slices in turn, and synchronise only where a tile ends.
 """
 
 from dataclasses import dataclass
@@ -331,7 +331,7 @@ class DecodeKernel:
             lower_slices = arch.shuffle_sync_up(slices_up_to_lane, 1 << i)
             slices_up_to_lane += lower_slices * Int32(lane >= 1 << i)
         total_slices = arch.shuffle_sync(slices_up_to_lane, WARP_SIZE - 1)
-        # Parts with less than one slice per warp would cost more time in merges than such parts save.
+        # If a part had fewer slices than the CTA has warps, merging would cost more time than the shorter part saves.
         part_size = cutlass.max((total_slices + num_parts - 1) // num_parts, Int32(self.shape.num_warps))
         part_begin = part * part_size
         part_end = cutlass.min(part_begin + part_size, total_slices)

@@ -25,7 +25,7 @@ class ResultExchange:
     """Holds the memory through which warps and CTAs exchange results, and the thread's position.
 
     out: [T, Hq, D].
-    partial_out: float32 [slots, Hkv, num_rows, D].
+    partial_out: float32 [slots, Hkv, num_rows, D], where `num_rows` is `shape.num_rows`.
     partial_stats: float32 [slots, Hkv, num_rows, 2], each row's maximum score and sum of weights.
     counters: int32 [(group slots + tiles) * Hkv], number of arrived CTAs for each group of parts, then for each tile.
     row_stats: float32 [warps, 2, 16] in shared memory, each warp's maximum scores and sums of weights.
@@ -123,7 +123,7 @@ def _merge_parts(
     """Merge the parts of a tile that spans several parts. With many parts, merge each group first."""
     num_group_slots = 2 * ((exchange.num_parts + (PARTS_PER_GROUP - 1)) // PARTS_PER_GROUP)
     first_slot, first_index, last_index = Int32(0), first_part, last_part
-    # Whether this CTA continues: the parts have no groups, or the CTA is the last to arrive in its group.
+    # True if the parts are not grouped, or if this CTA is the last CTA to arrive in its group.
     is_last = Boolean(True)
     if last_part - first_part >= 2 * PARTS_PER_GROUP:
         first_slot = 2 * exchange.num_parts
@@ -221,7 +221,7 @@ def _locate_lane_sums(shape, lane, row, lane_row, mma_tile):
         first = 4 * mma_tile + 2 * lane_row
         second = first + 1
     else:
-        # The first tile of a pair holds even dimensions, the second tile odd dimensions.
+        # The first `mma` tile of a pair holds even dimensions, the second `mma` tile odd dimensions.
         even, odd = 4 * (mma_tile & ~1), 4 * (mma_tile | 1)
         octet, column = (mma_tile & ~1) + ((lane & 3) >> 1), (lane & 1) * 4 + (mma_tile & 1) * 2
         first, second = even + (mma_tile & 1), odd + (mma_tile & 1)
@@ -256,7 +256,10 @@ def _merge_slots(
     first_merged: Int32,
     last_merged: Int32,
 ):
-    """Merge parts (or groups) first_merged..last_merged, as `_merge_warps` does. The tile begins in `first_part`."""
+    """Merge parts (or groups) first_merged..last_merged. Return what `_merge_warps` returns.
+
+    first_part: the part (or group) in which the tile begins.
+    """
     max_score, weight_sum = -Float32.inf, Float32(0.0)
     sum_0, sum_1, sum_2, sum_3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
     for first_loaded in range(first_merged, last_merged + 1, PARTS_PER_GROUP):
@@ -303,7 +306,7 @@ def _store_slot(
     weight_sum: Float32,
     sums: cutlass.Constexpr,
 ):
-    """Store four partial sums. With the first four sums of a row, store the row's maximum score and sum of weights."""
+    """Store four partial sums. For a row's first four sums, also store the row's maximum score and sum of weights."""
     row, column = _partial_row(shape, exchange, slot, quad), quad % (shape.head_dim // 4)
     cute_ptx.store_global_4_floats(exchange.partial_out + row * shape.head_dim + column * 4, sums)
     if column == 0:

@@ -17,7 +17,7 @@ WARP_SIZE = 32
 # Tokens per slice. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
 SLICE_TOKENS = 16
 TILE_ROWS = 16
-# Initial maximum score of a row. Finite, because infinity minus infinity is not a number.
+# Initial maximum score of a row. It is finite, because infinity minus infinity would be NaN.
 NO_SCORE = -1e30
 # Bytes of a row of shared memory under the 128-byte swizzle.
 ROW_BYTES = 128
@@ -30,8 +30,8 @@ class DecodeShape:
     dtype: CUTLASS type of the queries.
     cache_dtype: CUTLASS type of the cache: `dtype`, or Uint8 for e4m3.
     group_size: query heads per key-value head.
-    has_tile_list: whether the caller lists the tiles. Otherwise, tile b is row b of the queries, the only query of
-        request b.
+    has_tile_list: whether the caller lists the tiles. If False, each request has one query, and tile b is the query of
+        request b, in row b of the queries.
     tile_queries: maximum number of queries per tile. A tile has at most 16 rows, or 8 with an FP8 cache.
     num_warps: warps of a CTA.
     num_stages: number of slots in each warp's ring buffer in shared memory. A slot holds one slice.
@@ -129,7 +129,7 @@ def locate_row(shape, tile, row):
 
 
 def count_visible_tokens(shape, row, num_valid, num_queries):
-    """Return how many of the next `num_valid` tokens a row sees. The tile's last query sees all of them."""
+    """Return how many of the next `num_valid` tokens a row sees. The tile's last query sees all these tokens."""
     return num_valid - (num_queries - 1 - row // shape.group_size)
 
 
@@ -191,7 +191,7 @@ def clear_values(shape: cutlass.Constexpr, values_address: Int32, num_valid: Int
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the slice's scores as two adjacent tiles of 8 tokens."""
+    """Compute the slice's scores as two adjacent `mma` tiles of 8 tokens."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for k in range(shape.head_dim // 16):
         keys = cute_ptx.load_matrices(addresses[k % 4] + (k // 4) * SLICE_TOKENS * ROW_BYTES, transpose=False)

@@ -3,8 +3,8 @@
 The cache has e4m3 elements, with one scale per token and head (see `fp8`). Products are in float16, which represents
 every e4m3 number. Queries are divided by a power of two, so that products do not overflow. Value scales are applied to
 weights instead of values: log2 of the scale is added to the base-2 score. A tile uses at most 8 rows, because the
-memory of one slice holds the float32 sums of 8 rows. Within each 16 dimensions, the order differs from `cute_tile`:
-lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
+memory of one slice holds the float32 sums of only 8 rows. Within each block of 16 dimensions, the order of dimensions
+differs from `cute_tile`: lane l holds dimensions 4 (l % 4) to 4 (l % 4) + 3 of queries, keys and sums.
 """
 
 from typing import NamedTuple
@@ -103,7 +103,7 @@ def attend(
 
 
 def _multiply_keys(shape, queries, scores, addresses):
-    """Compute the slice's scores as two adjacent tiles of 8 tokens. A dimension block has 32 dimensions."""
+    """Compute the slice's scores as two adjacent `mma` tiles of 8 tokens. A `dim_block` has 32 dimensions."""
     low, high = [Float32(0.0)] * 4, [Float32(0.0)] * 4
     for dim_block in range(shape.head_dim // 32):
         keys = cute_ptx.load_matrices(
@@ -161,8 +161,8 @@ def _update_softmax(shape, scores, inverse_value_exponents, acc, row_max, row_su
 def _multiply_values(shape, scores, acc, addresses):
     """Add the slice's weighted values.
 
-    `ldmatrix` transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions. Of
-    16 dimensions, the 8 even dimensions are therefore summed in one accumulator, and the 8 odd dimensions in the next.
+    `ldmatrix` transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions. Each
+    block of 16 dimensions therefore has two accumulators: one for its 8 even dimensions, the next for its 8 odd ones.
     """
     weights = [cute_ptx.round_pair(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_ptx.round_pair(Float16, scores[4], scores[5]), Int32(0)]

@@ -14,11 +14,11 @@ from nanovllm_kernels.platform import make_cache_directory
 PAGED_HEAD_DIMS = (64, 96, 128, 256)
 # Supported (key size, value size) of a head, if keys and values are rows of tensors instead of pages.
 ROW_HEAD_DIMS = ((192, 128),)
-# Minimum of FlashAttention's argument `max_seqlen_q`. If all queries fit one tile, FlashAttention uses another kernel,
-# which it compiles on first use. This minimum exceeds a tile, so that all steps use the same compiled kernel.
+# Minimum value to pass as FlashAttention's `max_seqlen_q`. If all queries fit one tile, FlashAttention uses another
+# kernel, which it compiles on first use. This minimum exceeds a tile, so that all steps use the same compiled kernel.
 MIN_QUERY_LEN_BOUND = 256
-# Minimum number of tokens of a captured step for FlashAttention. Smaller captured steps use the work-list kernels,
-# because FlashAttention would leave most of the device idle.
+# A captured step uses FlashAttention only if the step has at least this many tokens. Smaller captured steps use the
+# work-list kernels, because FlashAttention would leave most of the device idle.
 MIN_CAPTURED_TOKENS = 512
 # Page size, in tokens, and head sizes with which the bulk copy engine (TMA) copies pages. Smaller pages are slower.
 TMA_PAGE_SIZE = 128

@@ -37,7 +37,7 @@ def gather_decodes(kv_cache: Tensor, kv_scales: Tensor | None, group: DecodeGrou
 
     If the group has no mask, the result has all slots of each request's pages, including slots past the last token.
     """
-    if group.mask is None:  # `pages_or_slots` then holds page numbers, otherwise slot numbers.
+    if group.mask is None:  # Without a mask, `pages_or_slots` holds page numbers; with a mask, slot numbers.
         return gather_pages(kv_cache, kv_scales, group.pages_or_slots, dtype)
     _, page_size, heads_per_slot, head_dim = kv_cache.shape
     slots = group.pages_or_slots
@@ -96,8 +96,8 @@ def _attend_prefill(
     padded_queries = num_keys = round_up_tokens(num_queries, q.dtype)
     if prefill.mask is not None:
         padded_queries, num_keys = prefill.mask.shape
-    # No query sees the padding: the mask hides it, or it comes after the last token. It has zeros, because the weight 0
-    # of an unfilled slot would not cancel a NaN.
+    # No query sees the padded keys: the mask hides them, or they come after the last token. The padding is 0, because
+    # unfilled slots may hold NaN, which a weight of 0 would not cancel.
     queries = _pad_tokens(q.transpose(0, 1).unsqueeze(0), padded_queries)
     out = functional.scaled_dot_product_attention(
         queries,

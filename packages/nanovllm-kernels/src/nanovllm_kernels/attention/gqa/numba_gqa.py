@@ -2,8 +2,9 @@
 
 Each tile (the queries of consecutive tokens) visits blocks of keys in order, with an online softmax (Milakov and
 Gimelshein 2018, https://arxiv.org/abs/1805.02867). A query's result does not depend on the other queries. A row of a
-tile is the query of one token and one head. Kernels multiply a row tile (up to TILE_ROWS rows) by a group (GROUP_WIDTH
-keys, or GROUP_WIDTH elements of values). Names that end in `_ptr` are addresses as integers.
+tile is the query of one token and one head. The rows are cut into row tiles of up to TILE_ROWS rows. Kernels multiply a
+row tile by a group (GROUP_WIDTH keys, or GROUP_WIDTH elements of values). Names that end in `_ptr` are addresses as
+integers.
 """
 
 import numba

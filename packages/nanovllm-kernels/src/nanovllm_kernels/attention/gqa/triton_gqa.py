@@ -1,8 +1,8 @@
 """Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
 A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
-loads of keys and values. The list puts the key blocks of all tiles in a sequence and cuts the sequence into parts, so
-that a part may span several tiles. A program computes one part.
+loads of keys and values. The work list puts the key blocks of all tiles in a sequence and cuts the sequence into
+parts, so that a part may span several tiles. A program computes one part.
 """
 
 import triton
@@ -111,7 +111,7 @@ def _attend(
     """Compute one part of the work list, for the query heads of one key-value head.
 
     tile_first_blocks_ptr, tiles_ptr, parts_ptr: tensors of `WorkList`.
-    UNMASKED_LOOP: whether a first loop, without masks, visits keys that all rows see. For decodes, one loop is faster.
+    UNMASKED_LOOP: whether a first loop, without masks, visits keys that all rows see. One loop is faster for decodes.
     QUANTIZED: whether the cache is FP8. OVERLAP: whether to use programmatic dependent launch.
     """
     if OVERLAP:
@@ -123,9 +123,9 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    # disable_licm: otherwise addresses stay in registers across tiles, and too few registers are left for products.
+    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
-        # `partial_slot`: where the tile's partial result goes, or -1 if this part has the whole tile.
+        # `partial_slot`: slot that receives the tile's partial result, or -1 if this part has the whole tile.
         first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
         request, first_query, query_start, query_len, context_len = load_tile(
             tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile

@@ -2,9 +2,9 @@
 
 The cache holds one latent and one rotated key part (with rotary embedding) per token, shared by all heads. Absorbed
 attention works on latents: it projects queries into the latent space, and projects results back. A whole prompt is a
-prompt that has all of its tokens in the step. Its latents are expanded to keys and values instead, because this needs
-less arithmetic. The projections of absorbed attention skip whole prompts at the end of a step. A key has K unrotated
-and R rotated elements, a value has V elements, and a latent has L elements.
+prompt that has all of its tokens in the step. For whole prompts, latents are expanded to keys and values instead,
+because this needs less arithmetic. The projections of absorbed attention skip whole prompts at the end of a step. A
+key has K unrotated and R rotated elements, a value has V elements, and a latent has L elements.
 """
 
 from dataclasses import replace
@@ -23,8 +23,8 @@ from nanovllm_kernels.platform import has_flash_attention
 
 __all__ = ["latent_attention", "plan_latent_batch"]
 
-# Steps with at least this many tokens use `triton_head_projection` instead of cuBLAS for projections. This kernel is
-# slower per token, but skips tokens that need no projection.
+# Steps with at least this many tokens use `triton_head_projection` instead of cuBLAS for projections. The Triton kernel
+# is slower per token, but skips tokens that need no projection.
 MIN_SKIPPING_TOKENS = 1024
 
 

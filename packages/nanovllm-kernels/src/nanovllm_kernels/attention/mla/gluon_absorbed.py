@@ -257,7 +257,7 @@ def _score_and_sum(
     columns = gl.arange(0, 64, gl.SliceLayout(0, SCORE_LAYOUT))
     num_blocks_done = 0  # Counts blocks of 64 latents.
     num_tiles_done = 0
-    num_exchanges = 0  # Counts the weights or row factors that the warps have exchanged.
+    num_exchanges = 0  # Counts how often these warps have passed weights or row factors to the other warps.
     first_tile, end_tile, head = load_program_tiles(plan, NUM_HEADS)
     for tile in range(first_tile, end_tile):
         _request, token, begin, end, partial_slot = load_tile_share(plan, tile, NUM_HEADS)

@@ -17,7 +17,7 @@ _load_tile = gluon.jit(triton_split_kv.load_tile.fn)
 
 @gluon.jit
 def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
-    """Return (first tile, tile after the last, first head) of this program."""
+    """Return (first tile, exclusive end of the tiles, first head) of this program."""
     tile_first_blocks_ptr, _tiles_ptr, parts_ptr, _seq_lens_ptr, _query_start_loc_ptr = plan
     HEAD_BLOCKS: gl.constexpr = NUM_HEADS // 64  # Number of programs per part.
     _start, _end, first_tile, end_tile = _load_part(tile_first_blocks_ptr, parts_ptr, gl.program_id(0) // HEAD_BLOCKS)
@@ -26,7 +26,7 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
-    """Return (request, token, first latent, latent after the last, partial slot) for this program's share of `tile`.
+    """Return (request, token, first latent, exclusive end of latents, partial slot) for the program's share of `tile`.
 
     token: index of the query in the step. partial slot: index in the partial results, -1 for a whole tile.
     """

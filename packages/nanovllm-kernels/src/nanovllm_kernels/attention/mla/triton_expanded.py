@@ -131,7 +131,7 @@ def _gather_latents(
 
 @triton.jit
 def _find_request(query_start_loc_ptr, num_reqs, tile, BLOCK_Q: tl.constexpr, EXTRA_TILES: tl.constexpr):
-    """Return the request of a tile. Request r's first tile is (r's first token // BLOCK_Q) + r * EXTRA_TILES."""
+    """Return the request of a tile. Request r's tiles begin at (r's first token) // BLOCK_Q + r * EXTRA_TILES."""
     # Find the last request whose tiles begin at or before `tile`, by binary search.
     low = 0
     high = num_reqs - 1

@@ -27,7 +27,7 @@ NUM_PROGRAMS = 528
 
 
 def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor) -> None:
-    """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `num_projected`. Later rows are not written.
+    """Write `x[t, h] @ weight[h]` into `out[t, h]` for tokens t < `num_projected`. Rows of later tokens stay as is.
 
     x: [T, H, K], stride 1 in K, other strides any.
     weight: [H, K, N], any strides. num_projected: int32 [1].

@@ -30,8 +30,8 @@ class AttentionBatch:
     torch_plan: groups of requests for the backend "torch", which copies the cached tokens of a group together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
-    cute_seq_lens: int32 [n], number of tokens that the CuTe DSL kernel reads. With `cute_tiles`: `QueryTiles.lens`.
-        Without: one element per request, 0 for a request with several queries.
+    cute_seq_lens: int32 [n], numbers of tokens that the CuTe DSL kernel reads. If `cute_tiles` is set, this is
+        `QueryTiles.lens`. If not, this has one element per request, 0 for a request with several queries.
     cute_tiles: `QueryTiles.queries`, with which the CuTe DSL kernel computes all requests. None: the kernel computes
         only requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).
@@ -68,7 +68,7 @@ class AttentionBatch:
         return replace(self, torch_plan=plan_gathers(*request_tensors, num_decodes, page_size, dtype))
 
     def check_element_size(self, q: Tensor, kv_cache: Tensor) -> None:
-        """Raise ValueError if the work lists were planned for another element size."""
+        """Raise ValueError if the work lists were planned for another element size than that of `q` and `kv_cache`."""
         element_bytes = tile_configs.tile_element_bytes(q.element_size(), kv_cache.element_size())
         if element_bytes != self.work_element_bytes:
             raise ValueError(f"the batch was not planned for queries of {q.dtype}: pass dtype={q.dtype} to the plan")

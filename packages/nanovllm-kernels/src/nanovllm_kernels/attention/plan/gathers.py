@@ -11,8 +11,8 @@ from torch import Tensor
 
 # Maximum number of tokens copied at once. A larger copy spends most of its time on page faults of new memory.
 MAX_GATHER_TOKENS = 8192
-# For bf16 on a CPU with AMX, torch compiles and keeps kernels for each number of queries and of keys. Few numbers occur
-# if they are padded to multiples of this number.
+# For bf16 on a CPU with AMX, torch compiles and keeps kernels for each pair (number of queries, number of keys). There
+# are few pairs if both numbers are padded to multiples of this number.
 BF16_PADDED_TOKENS = 16
 
 
@@ -23,7 +23,7 @@ class DecodeGroup(NamedTuple):
     end: index after the group's last request.
     pages_or_slots: page numbers if all requests have the same length. Otherwise slot numbers (positions in the cache)
         of each request's tokens, padded to `max_len`. A slice means consecutive pages, which are read in place.
-    mask: [n, 1, 1, max_len], 0 for a request's tokens, -inf for padding. None: all lengths are equal.
+    mask: [requests, 1, 1, max_len], 0 for a request's tokens, -inf for padding. None: all lengths are equal.
     """
 
     begin: int
@@ -38,8 +38,8 @@ class PrefillRequest(NamedTuple):
 
     begin: index of the request's first query in the step.
     end: index after the request's last query in the step.
-    mask: [queries, tokens], 0 for visible tokens, -inf for others. Both are padded to multiples of BF16_PADDED_TOKENS
-        if the mask is bf16. None: causal, and all tokens are in the step.
+    mask: [queries, tokens], 0 for visible tokens, -inf for others. If the mask is bf16, both dimensions are padded to
+        multiples of BF16_PADDED_TOKENS. None: attention is causal, and all tokens are in the step.
     """
 
     begin: int
@@ -93,12 +93,12 @@ def plan_gathers(
 
 
 def round_up_tokens(num_tokens: int, dtype: torch.dtype) -> int:
-    """The number of queries or keys to which `num_tokens` are padded for attention in `dtype`."""
+    """Return the number of queries or keys to which `num_tokens` are padded for attention in `dtype`."""
     return -(-num_tokens // BF16_PADDED_TOKENS) * BF16_PADDED_TOKENS if dtype == torch.bfloat16 else num_tokens
 
 
 def _split_decodes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges (begin, end) of decodes that form a `DecodeGroup`.
+    """Yield ranges (begin, end) of decodes. Each range becomes a `DecodeGroup`.
 
     A range of several decodes has at most MAX_GATHER_TOKENS tokens, with all lengths padded to the longest.
     """

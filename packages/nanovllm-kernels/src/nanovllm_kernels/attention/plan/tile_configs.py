@@ -7,7 +7,7 @@ from typing import NamedTuple
 MIN_PART_TOKENS = 128
 # Rows of a narrow tile: the number of rows of the tensor core instruction `mma`.
 NARROW_TILE_ROWS = 16
-# Registers of an SM, on every architecture from Ampere to Hopper.
+# Number of registers of an SM, on every architecture from Ampere to Hopper.
 SM_REGISTERS = 65536
 
 
@@ -50,14 +50,14 @@ WIDE_32_BIT = {64: TileConfig(32, 32, 4, 2, 2), 128: TileConfig(32, 32, 4, 2, 2)
 NARROW_TILES = {1: NARROW_8_BIT, 2: NARROW_16_BIT, 4: NARROW_32_BIT}
 WIDE_TILES = {1: WIDE_8_BIT, 2: WIDE_16_BIT, 4: WIDE_32_BIT}
 
-# Tiles of absorbed attention (directly over latents). The number 16 selects the narrow tile, 64 the wide tile.
+# Tiles of absorbed attention (directly over latents). Key 16 is the narrow tile, key 64 the wide tile.
 LATENT_16_BIT = {16: TileConfig(16, 32, 4, 5, 2), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_8_BIT = {16: TileConfig(16, 64, 8, 5, 1), 64: TileConfig(64, 64, 8, 3, 1)}
 LATENT_32_BIT = {16: TileConfig(16, 16, 4, 2, 1), 64: TileConfig(16, 16, 4, 2, 1)}
 LATENT_TILES = {1: LATENT_8_BIT, 2: LATENT_16_BIT, 4: LATENT_32_BIT}
 # Query heads in a tile of `gluon_absorbed`.
 GLUON_TILE_HEADS = 64
-# Latent attention over expanded keys (192 elements) and values (128 elements), by element size in bytes.
+# Tiles of latent attention over expanded keys (192 elements) and values (128 elements), by element size in bytes.
 EXPANDED_TILES = {2: TileConfig(128, 64, 8, 3, 1), 4: TileConfig(32, 16, 4, 2, 1)}
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Requests, tiles or parts that the program processes at once.
+# Number of requests, tiles or parts that the program processes at once.
 PLAN_BLOCK = 512
 
 
@@ -92,9 +92,10 @@ def _plan_work(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the work list. The other arguments are those of `plan_work`.
+    """Write the work list.
 
-    request_search_steps, tile_search_steps: number of iterations of the binary searches.
+    request_search_steps, tile_search_steps: number of iterations of the binary searches. Other arguments: as in
+        `work_list._plan_work_op`.
     """
     lanes = tl.arange(0, BLOCK)
     # Count the queries of all short requests, which are requests with few queries and a long context. If all short

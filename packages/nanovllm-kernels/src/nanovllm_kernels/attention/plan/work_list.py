@@ -26,7 +26,7 @@ class WorkList(NamedTuple):
     tile_first_blocks: int64 [max_tiles + 1], index of each tile's first block, then the total number of blocks.
     tiles: int32 [max_tiles, 2], pairs (request, index of the tile's first query within the request).
     parts: int64 [num_parts + 1, 2], pairs (index of the part's first block, index of the block's tile). The
-        last row, and the rows of empty parts, are (number of blocks, number of tiles).
+        last row, and the rows of empty parts, are (total number of blocks, total number of tiles).
     """
 
     tile_first_blocks: Tensor
@@ -40,7 +40,7 @@ class WorkList(NamedTuple):
 
 
 class WorkListFilter(NamedTuple):
-    """Decides which requests with several queries stay in work lists. Another kernel computes excluded requests.
+    """Decides which requests with several queries stay in work lists. Another kernel computes the excluded requests.
 
     A short request has fewer than `query_limit` queries, and at least `min_context` tokens before its first query.
     Short requests stay in work lists if all short requests together have fewer than `query_limit` queries.
@@ -125,7 +125,7 @@ def _plan_work_op(
     min_context: int,
     max_excluded: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the three tensors of a `WorkList`, then the second result of `make_work_list`.
+    """Return the three tensors of a `WorkList`, then the number of queries of each excluded request (int32 [B]).
 
     min_part_blocks: minimum number of blocks in a part. Other arguments: see `make_work_list` and `WorkListFilter`.
     """

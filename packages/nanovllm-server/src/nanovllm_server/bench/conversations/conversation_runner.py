@@ -18,10 +18,10 @@ from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, single_message, with_next_turn
 
-# A prompt is cold if at most this share of its tokens is cached. The tokens of the chat template may be cached.
+# At most this share of a cold prompt's tokens may be cached: the server may have cached the chat template's tokens.
 MAX_COLD_CACHED_SHARE = 0.1
 
-# One entry per request. The entry is None if the request failed.
+# The answer to each request; None for a request that failed.
 Answers: TypeAlias = list[TimedAnswer | None]
 
 

@@ -1,4 +1,4 @@
-"""The cases and the sizes of their workloads. Imports nothing slow, because --help needs this module."""
+"""The cases of `conversations` and their sizes. Imports nothing slow, because --help needs this module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -221,5 +221,5 @@ def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | 
 
 
 def _find_latest_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:
-    """Returns the time at which the last answer began; the current time if there is no answer."""
+    """Returns the latest arrival time of an answer's first piece; the current time if there is no answer."""
     return max((answer.piece_times[0] for answer in answers if answer is not None), default=time.perf_counter())

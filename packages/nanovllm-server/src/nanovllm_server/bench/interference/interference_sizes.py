@@ -1,4 +1,4 @@
-"""The cases and the sizes of their workloads. Imports nothing slow, because --help needs this module."""
+"""The cases of `interference` and their sizes. Imports nothing slow, because --help needs this module."""
 
 from dataclasses import dataclass
 

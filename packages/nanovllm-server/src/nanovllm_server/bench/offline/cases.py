@@ -1,4 +1,4 @@
-"""The cases of `throughput`, `latency` and `prefill`. A case computes a rate from the times of a run."""
+"""The cases of `throughput`, `latency` and `prefill`. A case has requests, and computes a rate from a run's times."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class OfflineBenchmark:
-    """The cases of one command. needs_time_to_all_first_tokens: rates depend on `RunTiming.all_first_tokens_s`."""
+    """The cases of one command. needs_time_to_all_first_tokens: whether rates need `RunTiming.all_first_tokens_s`."""
 
     command: Literal["throughput", "latency", "prefill"]
     title: str

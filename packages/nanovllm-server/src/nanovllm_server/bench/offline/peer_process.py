@@ -47,7 +47,7 @@ class Peer:
     """The engine to compare to.
 
     name: `peers/peer_<name>.py` runs the peer.
-    python: interpreter that has the peer.
+    python: interpreter of the environment in which the peer is installed.
     environment: variables in addition to this process's environment.
     gguf: None except for llama.cpp.
     """
@@ -118,7 +118,7 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # Reading stdout ends only when all processes have closed the pipe. A thread kills them when the peer exits.
+        # stdout ends only when all processes of the peer have closed it. A thread kills them when the peer exits.
         killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer_thread.start()

@@ -31,11 +31,11 @@ class CaseResult:
         self.ttfts_ms.setdefault(kind, []).extend(1000 * answer.ttft_s for answer in answers if answer is not None)
 
     def summarize_ttfts(self, kind: str) -> None:
-        """Adds the percentiles of the recorded times to the first token to `figures`."""
+        """Adds to `figures` the percentiles of the recorded times to the first token."""
         self.figures |= _percentile_figures(f"{kind}_ttft", self.ttfts_ms.get(kind, ()))
 
     def summarize_gaps(self, kind: str, gaps_s: Sequence[float]) -> None:
-        """Adds the number of gaps (times between pieces) and their percentiles to `figures`."""
+        """Adds to `figures` the number of gaps (times between pieces), and the percentiles of the gaps."""
         self.figures |= _percentile_figures(f"{kind}_gap", [1000 * gap for gap in gaps_s])
         self.figures[f"{kind}_gaps"] = len(gaps_s)
 

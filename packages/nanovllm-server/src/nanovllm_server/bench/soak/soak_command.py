@@ -62,7 +62,7 @@ class SoakOptions:
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Counts of exchanges (request and answer). num_5xx: from the server's metrics, which count aborted ones too."""
+    """Counts of exchanges (request and answer). num_5xx: from the server's metrics, including aborted exchanges."""
 
     exchanges_by_kind: Counter[str] = field(default_factory=Counter[str])
     answers_by_status: Counter[int] = field(default_factory=Counter[int])
@@ -85,7 +85,7 @@ class SoakResult:
     warm_up_s: time of the warm-up, in seconds.
     was_flat: whether memory was flat at the end of the warm-up.
     lasting: processes that are in every sample. short_lived: all other processes.
-    busy_gauges: those of IDLE_GAUGES that stay above 0 after the traffic, by name.
+    busy_gauges: values by name of the IDLE_GAUGES that stay above 0 after the traffic.
     """
 
     model: str
@@ -170,7 +170,7 @@ def _memory_table(result: SoakResult) -> Table:
 
 
 def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
-    """Returns one row per parent, for all its short-lived processes. For example, each schema check is a process."""
+    """Returns one row per parent, for all its short-lived processes. A schema check, for example, is a process."""
     by_parent: dict[int, list[ProcessMemory]] = {}
     for memory in memories:
         by_parent.setdefault(memory.parent_pid, []).append(memory)

@@ -19,12 +19,12 @@ EXCHANGE_TIMEOUT_S = 300.0
 SUCCESS = frozenset([200])  # Statuses of answers to valid requests.
 REFUSALS = frozenset(range(400, 500))  # Statuses of answers to requests that the server must refuse.
 MAX_OUTPUT_TOKENS = 24
-# Size of a large schema. Its compiled grammar takes about 2 MiB of the server's grammar cache.
+# Objects in a large schema, and fields of each object. The compiled grammar takes about 2 MiB of the grammar cache.
 NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# On a CPU, a step rarely has more tokens than this number of the longest random prompts together.
+# On a CPU, a step rarely has more tokens than this number of longest random prompts have together.
 MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8
@@ -96,7 +96,7 @@ class TrafficSource:
     def build_long_prompt_request(self, max_model_len: int) -> Exchange:
         """Builds a request with a new long prompt, which the server encodes and caches.
 
-        The server refuses `max_tokens`, because prompt and answer together exceed the context: the model does not run.
+        The server refuses `max_tokens`, because prompt and answer would exceed the context. The model does not run.
         """
         words = self.random.choices(SINGLE_TOKEN_WORDS, k=_count_long_prompt_words(max_model_len))
         messages: list[JSON] = [{"role": "user", "content": " ".join(words)}]
@@ -105,8 +105,8 @@ class TrafficSource:
     def build_prompts_of_all_lengths(self, max_model_len: int) -> Iterator[Exchange]:
         """Builds requests for one token each, from the shortest prompt to the longest.
 
-        Each prompt has 1/16 more words than the previous one, but at least 1 and at most 32. If the requests run one by
-        one, an engine on a CPU compiles its kernels for all step sizes (tokens per step).
+        Each prompt has 1/16 more words than the previous prompt, but at least 1 and at most 32 more words. If the
+        requests run one by one, an engine on a CPU compiles its kernels for all step sizes (tokens per step).
         """
         num_words = 1
         while num_words <= min(max_model_len // 2, MAX_LONGEST_PROMPTS_PER_STEP * self._max_prompt_words):

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from nanovllm_server.bench.soak.server_processes import ProcessMemory
 
-# Memory is flat if it has grown by less than this during the last `min_flat_s` seconds.
+# Memory is flat if each process has grown by less than this during the last `min_flat_s` seconds.
 MAX_FLAT_GROWTH_PERCENT = 0.5
 
 
@@ -24,10 +24,10 @@ class Phase(Enum):
 class WarmUp:
     """Ends each phase of the warm-up when the memory of all processes has been flat for `min_flat_s` seconds.
 
-    The phase FILL lasts at least until the clients have sent `num_large_schemas` and `num_long_prompts` requests.
+    The phase FILL lasts at least until the clients have begun all requests with large schemas and long prompts.
 
     end_time: value of `time.monotonic` at which the warm-up ends even if memory still grows.
-    num_large_schemas, num_long_prompts: numbers of requests left to send. Clients count them down, even below 0.
+    num_large_schemas, num_long_prompts: numbers of these requests left to send. Clients decrement them, even below 0.
     """
 
     def __init__(self, min_flat_s: float, end_time: float, num_large_schemas: int, num_long_prompts: int):

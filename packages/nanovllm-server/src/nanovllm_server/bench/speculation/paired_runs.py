@@ -14,8 +14,8 @@ from tqdm import tqdm
 from nanovllm_core import Engine, EngineClient, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 from nanovllm_server.bench.report import BenchError
 
-# Every 0.2 s, an engine on a CPU measures how many cores other processes use, and runs slower if they are busy. After
-# this pause, the measurement no longer includes the other engine's last run.
+# Every 0.2 s, an engine on a CPU measures how many cores other processes use, and runs slower if they need its cores.
+# After this pause, the measurement no longer includes the other engine's last run.
 PAUSE_S = 0.5
 # Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
 # the last bits of keys, and sometimes tokens, even without drafts. With this limit, both engines use the same chunks.
@@ -70,7 +70,7 @@ class RunPair:
 class Difference:
     """The first token in which the answers to a prompt differ. A token is None where an answer has already ended.
 
-    margin: log-probability of `plain_token` minus log-probability of `drafted_token`; None if one is unknown.
+    margin: log-probability of `plain_token` minus that of `drafted_token`; None if either log-probability is unknown.
     """
 
     round_index: int
@@ -82,7 +82,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class PromptRuns:
-    """All rounds of one prompt."""
+    """The runs of one prompt: a pair per round, and the differences of the pairs."""
 
     pairs: list[RunPair]
     differences: list[Difference]

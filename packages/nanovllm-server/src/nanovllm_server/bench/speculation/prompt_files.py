@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# Kinds in the order of tables. Each kind has a file in this directory.
+# Kinds of prompts, in the order in which tables list them. Each kind has a file in this directory.
 FILE_BY_KIND = {"summary": "summaries.txt", "code edit": "code_edits.txt", "chat": "chats.txt"}
 _HEADING = re.compile(r"^=== (.+) ===\n", re.MULTILINE)
 

@@ -28,11 +28,13 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """Figures of one prompt. Rates and the ratio are medians over the rounds; output, draft and step counts are sums.
+    """Figures of one prompt. Rates and the ratio are medians over the rounds.
 
+    num_output_tokens, num_accepted, num_verified, num_steps: sums over the rounds, of the engine with drafts.
     plain_rate, drafted_rate: decoded tokens per second without and with drafts.
     ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
-    num_steps: number of steps of the engine with drafts that gave at least one token.
+    num_accepted, num_verified: number of accepted drafts, number of accepted or rejected drafts.
+    num_steps: number of steps that gave at least one token.
     """
 
     prompt: Prompt

@@ -65,7 +65,7 @@ class LlamaCppPeer:
         self._context = _create_context(self._model, request_batches, self._num_threads)
 
     def generate(self, requests: Requests, output_lens: list[int], _salt: str) -> tuple[float, float]:
-        """Returns the seconds until all first tokens, and until the last token. output_lens: tokens per request."""
+        """Returns (seconds until all first tokens, seconds until the last token). output_lens: tokens per request."""
         start = time.perf_counter()
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         batch = llama_cpp.llama_batch_init(sum(len(request["prompt"]) for request in requests), 0, 1)
