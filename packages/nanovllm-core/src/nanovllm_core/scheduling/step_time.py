@@ -11,7 +11,7 @@ from nanovllm_kernels.attention import attention_pairs
 
 # Each new observation multiplies the weights of earlier observations of its kind (prompts or decodes) by this factor.
 _OBSERVATION_DECAY = 0.99
-# Weight of decode steps in the fit. The weight is low because only steps with prompts are predicted.
+# Weight of decode steps in the fit. The weight is low because predictions mostly size the chunks of prompts.
 _DECODE_WEIGHT = 0.25
 # The fit uses every eighth decode step, because consecutive decode steps are alike. Steps that propose drafts are
 # counted separately, because they may be rare.
