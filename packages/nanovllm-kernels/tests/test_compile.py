@@ -137,7 +137,7 @@ KERNELS = [
         STATES,
         {
             "CHANNELS_PER_KEY_HEAD": 512,
-            "GATES_PER_KEY_HEAD": 256,
+            "Z_COLUMNS_PER_KEY_HEAD": 256,
             "NUM_CHANNELS": 8192,
             "NUM_TAPS": 4,
             "CHANNEL_BLOCK": 1024,

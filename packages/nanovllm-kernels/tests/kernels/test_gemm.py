@@ -71,7 +71,7 @@ def test_float32_stream_matches_float64(device, num_rows):
 def test_odd_sizes_match_float64(device, num_columns, width, shape, monkeypatch):
     monkeypatch.setattr(tiles, "MAX_NARROW_COLUMNS", tiles.MAX_NARROW_COLUMNS if shape == "narrow" else 0)
     monkeypatch.setattr(tiles, "MIN_VOCABULARY_COLUMNS", 0 if shape == "vast" else tiles.MIN_VOCABULARY_COLUMNS)
-    monkeypatch.setattr(tiles, "MIN_LONG_DEPTH", 0 if shape == "deep" else tiles.MIN_LONG_DEPTH)
+    monkeypatch.setattr(tiles, "MIN_DEEP_DEPTH", 0 if shape == "deep" else tiles.MIN_DEEP_DEPTH)
     for num_rows in (1, 3):
         check(num_rows, num_columns, width, torch.float32, device, norm=True, bias=True, residual=True, gated=False)
         check(num_rows, num_columns, width, torch.float16, device, norm=True, bias=True, residual=True, gated=True)
@@ -136,7 +136,7 @@ def check_split(num_rows, num_columns, width, dtype, device, *, bias, residual, 
 
 @pytest.mark.parametrize(("num_rows", "extras"), [(9, False), (17, True), (70, True)])
 def test_small_split_products_match_float64(device, num_rows, extras):
-    assert tiles.can_split(64, 2048)
+    assert tiles.is_split_faster(64, 2048)
     check_split(num_rows, 64, 2048, torch.float16, device, bias=extras, residual=extras)
     check_split(num_rows, 64, 2048, torch.float16, device, bias=False, residual=extras, stream=torch.float32)
 

@@ -1,7 +1,7 @@
 """Proposes drafts with a draft model, or with the model's head for multi-token prediction (MTP).
 
-Both have a cache entry for each token, in the blocks of the model's own cache. A head computes the entries of a step's
-tokens during the step. A draft model computes entries only when it proposes (see `DraftPlanner`).
+Both store one cache entry per token, in blocks with the numbers of the model's blocks. A head computes the entries of a
+step's tokens during the step. A draft model computes entries only when it proposes (see `DraftPlanner`).
 """
 
 from abc import abstractmethod
@@ -56,7 +56,7 @@ class _CachingProposer(Proposer):
 
     def captured_ops(self, *, may_propose: bool) -> tuple[int, ...]:
         """See `Proposer.captured_ops`."""
-        # A set of operations without RANDOM would save little, because running the model takes most of the time.
+        # A graph without RANDOM would save little time, because the draft model or the head takes most of the time.
         proposing_ops = (_IGNORED_OPS | int(SamplingOps.RANDOM), int(~SamplingOps.GREEDY))
         return (*proposing_ops, NO_DRAFTS) if may_propose else (NO_DRAFTS,)
 
@@ -78,7 +78,7 @@ class _CachingProposer(Proposer):
         num_reqs = len(table_rows)
         max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
         bounds = BatchBounds(num_reqs, num_reqs, 1, max_seq_len, has_only_whole_prompts=False)
-        hidden, has_space = self._begin(rows, step, hidden, bounds)
+        hidden, has_space = self._prepare_first_drafts(rows, step, hidden, bounds)
         is_proposed = has_space * is_sampled
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=table.device)
         sampled_starts = functional.pad(is_sampled.cumsum(0, dtype=torch.int32), (1, 0))
@@ -93,7 +93,7 @@ class _CachingProposer(Proposer):
             commit_tokens(table_rows, sampled_starts, tokens, is_proposed, last, None)
             num_proposed += is_proposed
             if index + 1 < table.max_drafts:
-                firsts = self._limit_starts(last.num_computed - self.entry_offset, bounds)
+                firsts = self._clamp_first_positions(last.num_computed - self.entry_offset, bounds)
                 inputs = self._build_inputs(table_rows, starts, firsts, bounds)
                 slots = inputs.slot_mapping * is_sampled
                 is_proposed = (slots >= self._cache.layout.block_size).int()
@@ -113,8 +113,11 @@ class _CachingProposer(Proposer):
             table_rows, query_start_loc, tables, self._table.block_table, block_size, bounds.num_tokens, num_columns
         )
 
-    def _limit_starts(self, num_computed: Tensor, bounds: BatchBounds) -> Tensor:
-        """Keep a batch's positions in the table. Rows of padding and of finished requests may begin at any position."""
+    def _clamp_first_positions(self, num_computed: Tensor, bounds: BatchBounds) -> Tensor:
+        """Clamp the first positions of a batch to the table.
+
+        Rows of padding and of finished requests may begin at any position.
+        """
         return num_computed.clamp(0, self._config.max_model_len - bounds.max_query_len)
 
     def _run(self, inputs: BatchInputs, query_start_loc: Tensor, bounds: BatchBounds, hidden: Tensor) -> Tensor:
@@ -133,7 +136,9 @@ class _CachingProposer(Proposer):
         return step.hidden
 
     @abstractmethod
-    def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+    def _prepare_first_drafts(
+        self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds
+    ) -> tuple[Tensor, Tensor]:
         """Compute the cache entries up to each request's last token.
 
         hidden: result of `_compute_step_entries`.
@@ -166,14 +171,16 @@ class DraftModelProposer(_CachingProposer):
         # A draft model ignores the hidden states, so pass any tensor.
         self._run(inputs, query_start_loc, bounds, table.tokens)
 
-    def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+    def _prepare_first_drafts(
+        self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds
+    ) -> tuple[Tensor, Tensor]:
         del step
         # Only the last two tokens lack entries. Proposing computed the entries of accepted drafts, and
         # `compute_late_draft_entries` computed all other entries.
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
-        firsts = self._limit_starts(self._table.num_computed - 1, bounds)
+        firsts = self._clamp_first_positions(self._table.num_computed - 1, bounds)
         inputs = self._build_inputs(rows.table_rows, starts, firsts, bounds)
         has_tokens = rows.query_start_loc.diff() > 0
         slots = inputs.slot_mapping * has_tokens.repeat_interleave(2, output_size=2 * num_reqs)
@@ -197,7 +204,9 @@ class HeadProposer(_CachingProposer):
         inputs = step.inputs._replace(input_ids=table.tokens[token_rows, positions + 1])
         return self._run(inputs, rows.query_start_loc, step.bounds, step.hidden)
 
-    def _begin(self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds) -> tuple[Tensor, Tensor]:
+    def _prepare_first_drafts(
+        self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds
+    ) -> tuple[Tensor, Tensor]:
         del bounds
         positions = step.inputs.positions
         # The last kept token of the step is at the position before the request's last token.

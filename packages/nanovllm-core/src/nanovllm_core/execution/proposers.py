@@ -63,7 +63,7 @@ class Proposer(ABC):
 
 
 class NgramProposer(Proposer):
-    """Finds the request's last tokens earlier in the request or its prediction, and proposes the tokens after them."""
+    """Finds an earlier occurrence of the request's last tokens, and proposes the tokens that follow it."""
 
     def __init__(self, table: RequestTable):
         self._table = table

@@ -35,7 +35,7 @@ RULE_CACHE_BYTES = 48 << 20
 MAX_CACHED_RULE_LENGTH = 20_000
 # Maximum number of characters of xgrammar's error messages. Longer messages are cut: they may quote the whole grammar.
 _MAX_REASON_LENGTH = 500
-# Fields that contain the inner formats of a format in a structural tag.
+# A structural tag is a tree of formats. These fields of a format contain its child formats.
 _INNER_FORMAT_FIELDS = ("content", "elements", "tags")
 # The prefix of xgrammar's error messages, such as "[12:00:00] /project/cpp/grammar_parser.cc:83: ".
 _SOURCE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -273,7 +273,7 @@ def write_json_rules(spec: GrammarSpec) -> str | None:
 def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     """Prepare a JSON schema or a structural tag for xgrammar.
 
-    Returns (source with marks, which are placeholder patterns of bounded strings; the bounded strings).
+    Returns (source, bounded strings). In the source, a placeholder pattern (a mark) replaces each bounded string.
     Raises ValueError for invalid JSON, and for a structural tag that is not an object.
     """
     # Parsing here gives a short error message; xgrammar's message quotes the whole source.

@@ -182,8 +182,8 @@ def _merge_parts(
     BLOCK_M: rows of a tile. OVERLAP: whether this launch may start before the previous kernel ends (PDL).
     """
     if OVERLAP:
-        # Do not call gdc_launch_dependents: the next kernel would then start during attention, and loads of its weights
-        # would slow down attention.
+        # Do not call gdc_launch_dependents. This kernel may start during attention. The next kernel could then start
+        # too, and its loads of weights would slow down attention.
         gdc_wait()
     cut = tl.program_id(0) + 1
     cut_block = tl.load(parts_ptr + 2 * cut)

@@ -69,7 +69,12 @@ def pack_linear(weight: Tensor) -> PackedWeight:
         if panels is not None:
             return PackedWeight(panels.data, in_onednn_layout=False, panels=panels)
     counters = None
-    if weight.is_cuda and weight.is_contiguous() and weight.element_size() == 2 and tiles.can_split(*weight.shape):
+    if (
+        weight.is_cuda
+        and weight.is_contiguous()
+        and weight.element_size() == 2
+        and tiles.is_split_faster(*weight.shape)
+    ):
         counters = torch.zeros(tiles.num_split_counters(weight.shape[0]), dtype=torch.int32, device=weight.device)
     return PackedWeight(weight, in_onednn_layout=False, counters=counters)
 
@@ -319,7 +324,7 @@ _project_few_rows_op.register_fake(
 def _project_split_k_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor
 ) -> Tensor:
-    """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] that `tiles.can_split` accepts.
+    """Multiply up to 256 rows `x` [M, K] by a contiguous `weight` [N, K] that `tiles.is_split_faster` accepts.
 
     Adds `bias` and `residual`, and rounds once: to the dtype of `residual`, or of `x` without a residual.
     """

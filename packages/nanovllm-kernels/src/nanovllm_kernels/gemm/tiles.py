@@ -9,8 +9,8 @@ from typing import NamedTuple
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds of weight in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
-MAX_LONG_COLUMNS = 4096
-MIN_LONG_DEPTH = 4096
+MAX_DEEP_COLUMNS = 4096
+MIN_DEEP_DEPTH = 4096
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
 # Within these bounds, `triton_split_k`, which splits the sum over K among CTAs, is faster than cuBLAS.
@@ -55,7 +55,7 @@ def few_rows_config(num_rows: int, num_columns: int, depth: int, *, gated: bool)
         kind = "gated"
     elif num_columns <= MAX_NARROW_COLUMNS:
         kind = "narrow"
-    elif num_columns <= MAX_LONG_COLUMNS and depth >= MIN_LONG_DEPTH:
+    elif num_columns <= MAX_DEEP_COLUMNS and depth >= MIN_DEEP_DEPTH:
         kind = "long"
     elif num_columns >= MIN_VOCABULARY_COLUMNS:
         kind = "vocabulary"
@@ -90,7 +90,7 @@ def split_config(num_rows: int) -> SplitConfig:
     return next(config for max_rows, config in SPLIT_CONFIGS.items() if num_rows <= max_rows)
 
 
-def can_split(num_columns: int, depth: int) -> bool:
+def is_split_faster(num_columns: int, depth: int) -> bool:
     """Whether splitting K is faster than cuBLAS for up to MAX_SPLIT_ROWS rows and a 16-bit weight of this size."""
     if num_columns > MAX_SPLIT_COLUMNS or depth < MIN_SPLIT_DEPTH:
         return False

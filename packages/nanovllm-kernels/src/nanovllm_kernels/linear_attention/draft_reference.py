@@ -10,7 +10,7 @@ from nanovllm_kernels.linear_attention.layer_inputs import (
     DeltaWeights,
     DraftPlan,
     LayerSizes,
-    TokenRound,
+    TokensAtOffset,
     TorchPlan,
 )
 from nanovllm_kernels.linear_attention.token_reference import apply_tokens, compute_gates, convolve_windows, split_heads
@@ -27,10 +27,10 @@ def plan_drafts(query_lens: list[int], num_pending: Tensor) -> DraftPlan:
     first_rows = lens.cumsum(0) - lens
     token_decodes = decodes.repeat_interleave(lens)
     num_pending = num_pending.long()
-    rounds: list[TokenRound] = []
+    rounds: list[TokensAtOffset] = []
     for offset in range(-max(num_pending.tolist(), default=0), max(query_lens, default=0)):
         round_decodes = decodes[(-num_pending <= offset) & (offset < lens)]
-        rounds.append(TokenRound(offset, round_decodes, first_rows[round_decodes] + offset))
+        rounds.append(TokensAtOffset(offset, round_decodes, first_rows[round_decodes] + offset))
     token_offsets = torch.arange(len(token_decodes), device=lens.device) - first_rows[token_decodes]
     return DraftPlan(token_decodes, token_offsets, num_pending, tuple(rounds))
 

@@ -71,9 +71,9 @@ def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_dra
     """
     if not max_drafts:
         return num_taps, num_channels
-    # A step with first position f reads positions f - pending - (num_taps - 1) and later, and writes up to f + drafts.
-    # Pending tokens and drafts are at most `max_drafts` each, so these positions have different rows. Therefore reads
-    # and writes may happen in any order, and rejected drafts overwrite no input that a later step reads.
+    # A step with first position f reads from position f - pending - (num_taps - 1), and writes up to f + drafts, where
+    # pending (accepted drafts that the state lacks) and drafts are at most `max_drafts`. So these positions have
+    # different rows: reads and writes may happen in any order, and rejected drafts overwrite no input of a later step.
     return num_taps + 2 * max_drafts, num_channels + 2 * num_v_heads
 
 
@@ -94,8 +94,8 @@ class Prefill(NamedTuple):
     checkpoints: tuple[tuple[int, int], ...]
 
 
-class TokenRound(NamedTuple):
-    """Holds at most one token per decode. Every token has the same distance to its decode's first token in the step.
+class TokensAtOffset(NamedTuple):
+    """Holds the tokens at one offset from the first token of their decode in the step; at most one token per decode.
 
     offset: this distance, negative for pending tokens.
     decodes: int64 [m], index of each token's decode.
@@ -119,7 +119,7 @@ class DraftPlan(NamedTuple):
     token_decodes: Tensor
     token_offsets: Tensor
     num_pending: Tensor
-    rounds: tuple[TokenRound, ...]
+    rounds: tuple[TokensAtOffset, ...]
 
     @property
     def max_query_len(self) -> int:

@@ -1,7 +1,8 @@
 """Computes the part of Gated DeltaNet that does not depend on recurrent states, for all chunks in parallel, on CUDA.
 
-A chunk is CHECKPOINT_INTERVAL positions of one prompt, and begins at a multiple of this number. A program processes one
-chunk of one head: the convolution, or the gates and the triangular system. Positions without a token are masked.
+A chunk is CHECKPOINT_INTERVAL positions of one prompt, and begins at a multiple of this number. A program of
+`_convolve_chunks` computes the convolution of one chunk of one head. A program of `_solve_chunks` computes its gates and
+solves its triangular system. Positions without a token are masked.
 """
 
 from typing import NamedTuple
@@ -93,7 +94,7 @@ def compute_chunks(
         qkvz.stride(0),
         batch.checkpoints.shape[1],
         CHANNELS_PER_KEY_HEAD=2 * sizes.k_dim + sizes.group_size * sizes.v_dim,
-        GATES_PER_KEY_HEAD=sizes.group_size * sizes.v_dim,  # columns of z
+        Z_COLUMNS_PER_KEY_HEAD=sizes.group_size * sizes.v_dim,  # columns of z
         NUM_CHANNELS=sizes.num_channels,
         NUM_TAPS=sizes.num_taps,
         RING_ROWS=sizes.ring_rows,
@@ -133,7 +134,7 @@ def find_chunk(query_start_loc_ptr, seq_lens_ptr, num_reqs, chunk_number):
     The first chunk of request r has the number query_start_loc[r] // CHUNK + 2 r. Adding 2 r leaves numbers for
     incomplete first and last chunks. A binary search finds the last r whose first chunk has at most this number.
 
-    Returns: request, index in the step of the request's first token, position of this token, sequence length (0 if no
+    Returns: request, index of its first token in the step, position of this token, sequence length (0 if no
         chunk has this number), position at which the chunk begins.
     """
     low = 0
@@ -228,7 +229,7 @@ def _save_conv_inputs(
     qkvz_stride,
     num_checkpoints,
     CHANNELS_PER_KEY_HEAD: tl.constexpr,
-    GATES_PER_KEY_HEAD: tl.constexpr,
+    Z_COLUMNS_PER_KEY_HEAD: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     NUM_TAPS: tl.constexpr,
     RING_ROWS: tl.constexpr,
@@ -245,7 +246,7 @@ def _save_conv_inputs(
     first_position = seq_len - num_new_tokens
     channels = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     mask = channels < NUM_CHANNELS
-    source_columns = channels + channels // CHANNELS_PER_KEY_HEAD * GATES_PER_KEY_HEAD
+    source_columns = channels + channels // CHANNELS_PER_KEY_HEAD * Z_COLUMNS_PER_KEY_HEAD
     # row_ptr + position * qkvz_stride is the address of the token at `position`.
     row_ptr = qkvz_ptr + (first_token - first_position).to(tl.int64) * qkvz_stride + source_columns
     slot_ptr = conv_ptr + tl.load(slots_ptr + request).to(tl.int64) * (RING_ROWS * RING_WIDTH) + channels

@@ -90,8 +90,8 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
     """Draw from each row the token with the smallest (draw from Exp(1)) / probability. temperature: [B, 1].
 
-    This exponential race is computed as the minimum of weight / -(draw from Exp(1)). The Gumbel-max trick gives the
-    same token, but needs another logarithm.
+    With a draw e from Exp(1) and a weight w in proportion to the probability p, the token with the minimum of e / p has
+    the minimum of w / -e. The Gumbel-max trick gives the same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)

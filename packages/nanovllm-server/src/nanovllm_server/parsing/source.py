@@ -195,7 +195,10 @@ class Source:
             yield
 
     def read_rest_of_object(self, sink: Callable[[str], None]) -> ReadGenerator[None]:
-        """Passes an object whose { is already read to `sink`. Stops after its } or before a line that begins with {."""
+        """Passes the rest of an object, whose { has been read, to `sink`.
+
+        Stops after the object's } or before a line that begins with {.
+        """
         nesting, is_line_start = NestingCounter(1), False
         while True:
             text = self._text

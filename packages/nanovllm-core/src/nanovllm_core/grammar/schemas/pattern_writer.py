@@ -21,7 +21,7 @@ def write_pattern(node: regex.Node) -> str:
     match (`a|b|[ab]|b{1,2}` accepts "ab"), they accept overlong UTF-8, and they fail with counts above 128.
     `RULES_MARKER` makes xgrammar compile a pattern to rules, which are correct.
 
-    One character class with a repetition stays an automaton: none of the bugs affects it, and rules would be slow. With
+    A repeated character class stays an automaton: the bugs do not affect it, and rules would be slow. With
     rules, xgrammar tests long tokens at run time, which takes 3 to 20 ms per mask. Automata need 0.01 ms.
     """
     match node:

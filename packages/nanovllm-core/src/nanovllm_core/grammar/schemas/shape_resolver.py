@@ -24,7 +24,7 @@ from nanovllm_core.grammar.schemas.shapes import (
     intersect_numbers,
     intersect_strings,
     join_conjunctions,
-    lower_maximum,
+    min_of_maxima,
     schemas_of_item,
     with_origins_of,
 )
@@ -198,7 +198,7 @@ class ShapeResolver:
                 return None
 
     def _intersect_objects(self, first: Object, second: Object, place: str) -> Object | None:
-        low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
+        low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
         if high is not None and low > high:
             return None
         names = dict.fromkeys([name for name, _ in first.properties] + [name for name, _ in second.properties])

@@ -141,7 +141,7 @@ def join_conjunctions(first: Conjunction, second: Conjunction) -> Conjunction:
     return first if not second else tuple(sorted({*first, *second}))
 
 
-def lower_maximum(first: int | None, second: int | None) -> int | None:
+def min_of_maxima(first: int | None, second: int | None) -> int | None:
     """The stricter of two upper bounds."""
     return second if first is None else first if second is None else min(first, second)
 
@@ -178,7 +178,7 @@ def includes_number(shape: Number, value: Fraction) -> bool:
 
 def intersect_strings(first: Text, second: Text) -> Text | None:
     """The strings in both `first` and `second`; None if the length limits do not overlap."""
-    low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
+    low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
     if high is not None and low > high:
         return None
     return Text(
@@ -193,7 +193,7 @@ def intersect_strings(first: Text, second: Text) -> Text | None:
 
 def intersect_arrays(first: Array, second: Array) -> Array | None:
     """The arrays in both `first` and `second`; None if the length limits do not overlap."""
-    low, high = max(first.low, second.low), lower_maximum(first.high, second.high)
+    low, high = max(first.low, second.low), min_of_maxima(first.high, second.high)
     if high is not None and low > high:
         return None
     count = max(len(first.prefix), len(second.prefix))

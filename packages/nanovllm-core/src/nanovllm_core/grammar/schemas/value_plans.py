@@ -26,7 +26,7 @@ from nanovllm_core.grammar.schemas.shapes import (
     Text,
     join_conjunctions,
     keyword_place,
-    lower_maximum,
+    min_of_maxima,
 )
 from nanovllm_core.grammar.schemas.string_patterns import format_pattern, string_pattern
 from nanovllm_core.grammar.schemas.undeclared_properties import plan_undeclared_properties
@@ -284,9 +284,9 @@ def _plan_strings(shape: Text, place: str, count_steps: CountSteps) -> list[Plan
 def _plan_arrays(resolver: ShapeResolver, shape: Array, place: str) -> list[Plan]:
     high = shape.high
     if shape.rest == FALSE_SCHEMA:
-        high = lower_maximum(high, len(shape.prefix))
+        high = min_of_maxima(high, len(shape.prefix))
     if FALSE_SCHEMA in shape.prefix:
-        high = lower_maximum(high, shape.prefix.index(FALSE_SCHEMA))
+        high = min_of_maxima(high, shape.prefix.index(FALSE_SCHEMA))
     prefix, num_contained = _add_contained_items(shape, high, place)
     low = max(shape.low, num_contained)
     if high is not None and low > high:

@@ -48,7 +48,7 @@ def attend_fp8_range(
 ):
     """Attend like `triton_gqa_tile.attend_range`.
 
-    The returned maximum is the maximum score minus 15. The returned sum of weights excludes the value scales.
+    The returned maximum is the maximum score (base 2) minus 15. The returned sum of weights excludes the value scales.
     q: queries in their original dtype.
     exponents_ptr: pointer to the biased exponent of the key head's scale in the cache's first slot.
     """

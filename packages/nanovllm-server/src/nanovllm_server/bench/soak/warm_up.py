@@ -53,12 +53,12 @@ class WarmUp:
         self.is_flat = now - self._phase_start_time >= self._flat_s and self._max_growth() < MAX_FLAT_GROWTH_PERCENT
         if now >= self._end_time:
             self.phase = Phase.MEASURE
-        elif self.is_flat and (self.phase is not Phase.FILL or not self._has_open_requests()):
+        elif self.is_flat and (self.phase is not Phase.FILL or not self._has_unsent_requests()):
             self.phase = Phase.SETTLE if self.phase is Phase.FILL else Phase.MEASURE
             self._phase_start_time = None
             self._samples.clear()
 
-    def _has_open_requests(self) -> bool:
+    def _has_unsent_requests(self) -> bool:
         return self.num_large_schemas > 0 or self.num_long_prompts > 0
 
     def _max_growth(self) -> float:
