@@ -1,8 +1,8 @@
 """Computes the part of Gated DeltaNet that does not depend on recurrent states, for all chunks in parallel, on CUDA.
 
 A chunk is CHECKPOINT_INTERVAL positions of one prompt, and begins at a multiple of this number. A program of
-`_convolve_chunks` computes the convolution of one chunk of one head. A program of `_solve_chunks` computes its gates and
-solves its triangular system. Positions without a token are masked.
+`_convolve_chunks` computes the convolution of one chunk of one head. A program of `_solve_chunks` computes the chunk's
+gates and solves its triangular system. Positions without a token are masked.
 """
 
 from typing import NamedTuple
