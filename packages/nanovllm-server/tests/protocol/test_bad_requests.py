@@ -1,11 +1,15 @@
 """Requests that fail before or after the check of their fields: body, headers, path, method, model, context length."""
 
 import json
+import random
 
 import pytest
 from contract import check_refusal
 
+from nanovllm_server.protocol import body as body_module
 from nanovllm_server.protocol.body import MAX_VALUES, parse_body
+from nanovllm_server.protocol.error import ApiError
+from nanovllm_server.protocol.json import JSON
 
 USER = {"role": "user", "content": "hi"}
 
@@ -54,6 +58,39 @@ async def test_body_with_too_many_values_is_refused_before_it_is_decoded(client,
 def test_marks_inside_strings_are_not_counted_as_values(text):
     body = {"x": text * (MAX_VALUES + 1), "y": [1, "a"]}
     assert parse_body(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 8])
+def test_values_are_counted_the_same_in_pieces_of_any_size(monkeypatch, piece_bytes):
+    """Strings and escapes go on in the next piece."""
+    rng = random.Random(piece_bytes)
+
+    def make_value(depth: int) -> JSON:
+        kind = rng.randrange(4) if depth else 0
+        if kind == 1:
+            return [make_value(depth - 1) for _ in range(rng.randrange(4))]
+        if kind == 2:
+            return {make_text(): make_value(depth - 1) for _ in range(rng.randrange(4))}
+        return make_text() if kind else rng.randrange(100)
+
+    def make_text() -> str:
+        return "".join(rng.choices(['"', "\\", "[", "{", ",", "a", ": "], k=rng.randrange(8)))
+
+    def count_values(value: JSON) -> int:
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        # Every value but the outermost follows a bracket or a comma, as an empty object or list has one bracket.
+        return max(len(children), isinstance(value, dict | list)) + sum(map(count_values, children))
+
+    monkeypatch.setattr(body_module, "_PIECE_BYTES", piece_bytes)
+    for _ in range(300):
+        value = {"x": make_value(4), "y": make_value(4)}
+        data, num_values = json.dumps(value).encode(), count_values(value)
+        monkeypatch.setattr(body_module, "MAX_VALUES", num_values)
+        assert parse_body(data) == value
+        if num_values - 1 < len(data):
+            monkeypatch.setattr(body_module, "MAX_VALUES", num_values - 1)
+            with pytest.raises(ApiError, match="JSON values"):
+                parse_body(data)
 
 
 @pytest.mark.parametrize(
