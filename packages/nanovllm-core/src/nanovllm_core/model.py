@@ -188,7 +188,7 @@ class ModelSpec:
     max_position: maximum number of tokens of a sequence.
     dtype: dtype of the checkpoint.
     build: creates the model with its weights. Must be a module-level function or a functools.partial, for pickling.
-    vocabulary: reads the vocabulary for the first grammar; None if the model does not support grammars.
+    vocabulary: reads the vocabulary, when the first grammar is needed; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
     fingerprint: identifies whatever determines the KV cache of tokens, such as the weights; "" if unknown. Engines
         whose models have equal fingerprints may share cached blocks in files.

@@ -276,4 +276,4 @@ def test_large_draws_match_reference(device, dtype, num_rows, vocab_size):
 
 def test_never_drawn_exceeds_range_of_noise():
     least, most = -math.log(-math.log1p(-(1 - 2**-24))), -math.log(2**-32)
-    assert most - least < triton_sample.MAX_DRAWN_DISTANCE
+    assert most - least < triton_sample.MAX_DISTANCE_FROM_MAX

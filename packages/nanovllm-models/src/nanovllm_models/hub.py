@@ -86,7 +86,7 @@ def _expand_home(model: str) -> str:
 
 
 def _download(name: str, revision: str | None, files: tuple[str, ...], *, log_start: bool) -> Path:
-    # Imported here, because a server of a local directory must not wait 0.3 s for an unused import.
+    # Imported here, because the import takes 0.3 s, which a model in a local directory does not need.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

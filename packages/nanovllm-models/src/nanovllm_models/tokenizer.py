@@ -73,7 +73,7 @@ class Tokenizer:
 
         add_special_tokens: whether to add the tokens that the model expects around a text. False for a conversation,
             to which the chat template has added these tokens.
-        max_cached_tokens: new segments of a text with more tokens are not cached; None for no limit.
+        max_cached_tokens: if `text` has more tokens, its new segments are not cached; None for no limit.
         """
         if self._segment_encoder is not None and not add_special_tokens:
             return self._segment_encoder.encode(text, max_cached_tokens)

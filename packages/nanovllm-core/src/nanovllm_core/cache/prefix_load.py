@@ -47,7 +47,7 @@ class PrefixLoad:
     begin_s: time of `time.perf_counter` at which the load was started.
     is_ended: whether all writes to the request's blocks have ended.
     is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.
-    may_retry: whether reading a file has failed. Another load may then find the other entries.
+    may_retry: whether another load may find more entries, because this load failed to read a file.
     """
 
     request: RequestState

@@ -93,7 +93,7 @@ class Runner:
         choices = self._token_chooser.choose_padded, self._token_chooser.propose_padded
         self._captured_functions = CapturedFunctions(self._run_padded_forward, *choices, self.proposer)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
-        # Sends plans to the other ranks. None on the only rank, and at start-up, when all ranks run the same steps.
+        # Sends plans to the other ranks. None if there is one rank, and at start-up, when all ranks run the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
@@ -188,10 +188,10 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, num_masks: int | None = None) -> StepHandle:
-        """Launch a step. On CUDA the host waits for the previous step only if masks depend on its tokens.
+        """Launch a step. On CUDA the host waits for the previous step only if masks of tokens depend on it.
 
         If `config.forbid_sync` is set, any other wait for the device raises RuntimeError.
-        num_masks: number of masks that rank 0 broadcasts; None on rank 0.
+        num_masks: number of token masks that rank 0 broadcasts; None on rank 0.
         """
         start = time.perf_counter()
         with _forbid_waiting() if self._config.forbid_sync else nullcontext():

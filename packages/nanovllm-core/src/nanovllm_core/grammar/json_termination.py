@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A string is closed when a token pattern repeats at least MIN_REPETITIONS times over MIN_REPEATED_TOKENS tokens.
+# A string is closed when it ends with at least MIN_REPETITIONS repetitions and MIN_REPEATED_TOKENS repeated tokens.
 MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.

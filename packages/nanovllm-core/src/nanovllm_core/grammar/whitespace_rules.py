@@ -14,7 +14,7 @@ _RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
 # Group 1 is the name of a rule. Literals and character classes match as a whole, because they may contain names.
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|([A-Za-z_][\w.-]*)|[()]')
 # A name (group 1), and the element after it: the beginning of a literal (group 2) or a name (group 3).
-# Groups 2 and 3 do not match a repeated element, because the element may be absent.
+# Groups 2 and 3 do not match an element with a quantifier, because the element may be absent.
 _NAME_AND_NEXT = re.compile(
     r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|'
     r'([A-Za-z_][\w.-]*)(?: (?:(?="(\\?[ -~])(?:\\.|[^"\\])*"(?![{*+?]))|(?=([A-Za-z_][\w.-]*)(?![\w.{*+?(-]))))?'

@@ -312,8 +312,8 @@ def _multiply(
                     K,
                     GATED,
                 )
-                # One instruction multiplies both blocks of columns in turn. For two instructions, the compiler would
-                # need more registers than a thread has.
+                # Each turn multiplies one block of columns with the same instruction. For two instructions, the compiler
+                # would need more registers than a thread has.
                 for turn in range(2 * NUM_STEPS):
                     stage = step % STAGES
                     block = turn & 1

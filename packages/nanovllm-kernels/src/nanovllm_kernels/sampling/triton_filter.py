@@ -1,10 +1,10 @@
 """Draws the token with the largest noisy logit (Gumbel noise) of the tokens that a row's filters keep. Does not sort.
 
-The method is rejection sampling (Ye et al. 2025, FlashInfer). It draws the candidate with the largest noisy logit if
-the filters keep this candidate. If not, it drops this candidate and all candidates with smaller or equal logits, and
-tries again. A segment is a group of adjacent tokens. Candidates are the tokens of the segments with the largest maxima.
-If the filters may keep other tokens too, all tokens of the row are candidates. A token's value is its logit divided by
-the temperature.
+A segment is a range of consecutive token ids. Candidates are the tokens of the segments with the largest maxima. If the
+filters may keep other tokens too, all tokens of the row are candidates. The method is rejection sampling (Ye et al.
+2025, FlashInfer). It draws the candidate with the largest noisy logit if the filters keep this candidate. If not, it
+drops this candidate and all candidates with smaller or equal logits, and tries again. A token's value is its logit
+divided by the temperature.
 """
 
 import triton
@@ -42,8 +42,8 @@ def _pivot_between(low, max_value):
 def _raise_threshold(values, low, max_value, min_count, max_count):
     """Raise the threshold `low` by bisection until the number of `values` >= `low` is from `min_count` to `max_count`.
 
-    If ties prevent this, `low` becomes the min_count-th largest value. Both bounds of the bisection are elements of
-    `values`: with other bounds, ties could prolong the search.
+    If ties prevent this, `low` becomes the min_count-th largest value. Each step moves `low` or `max_value` to an
+    element of `values`. Otherwise, ties could prolong the search.
     max_value: the largest of `values`.
     Returns: `low`, and the number of values that are at least `low`.
     """
@@ -179,7 +179,7 @@ def draw_filtered(
     position,
     vocab_size,
     num_segments,
-    MAX_DRAWN_DISTANCE: tl.constexpr,
+    MAX_DISTANCE_FROM_MAX: tl.constexpr,
     SEGMENT_TOKENS: tl.constexpr,
     PADDED_SEGMENTS: tl.constexpr,
     MAX_CANDIDATE_SEGMENTS: tl.constexpr,
@@ -194,7 +194,7 @@ def draw_filtered(
     """
     max_value = _divide_by_temperature(max_logit, temperature)
     # Tokens with smaller values are never drawn, and their mass does not change the float32 sum.
-    min_drawn_value = max_value - MAX_DRAWN_DISTANCE
+    min_drawn_value = max_value - MAX_DISTANCE_FROM_MAX
     min_kept_value = min_drawn_value
     if min_p > 0:
         min_kept_value = tl.maximum(min_drawn_value, tl.minimum(max_value + tl.log(min_p), max_value))

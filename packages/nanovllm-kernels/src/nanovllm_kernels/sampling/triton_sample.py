@@ -24,7 +24,7 @@ MAX_CANDIDATE_SEGMENTS = 512
 # Tokens per iteration if a row has candidates in more segments: the program then reads the whole row.
 ROW_BLOCK_TOKENS = 8192
 # Maximum distance of a drawn token's scaled logit from the row's maximum. Gumbel noise is between -2.9 and 22.2.
-MAX_DRAWN_DISTANCE = 30.0
+MAX_DISTANCE_FROM_MAX = 30.0
 
 
 def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy: bool, any_filter: bool) -> Tensor:
@@ -71,7 +71,7 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
         num_chunks,
         HAS_FILTERS=has_filters,
         MIN_TEMPERATURE=MIN_TEMPERATURE,
-        MAX_DRAWN_DISTANCE=MAX_DRAWN_DISTANCE,
+        MAX_DISTANCE_FROM_MAX=MAX_DISTANCE_FROM_MAX,
         PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
         SEGMENT_TOKENS=SEGMENT_TOKENS,
         SEGMENTS_PER_CHUNK=CHUNK_TOKENS // SEGMENT_TOKENS,
@@ -161,7 +161,7 @@ def _choose_token(
     num_chunks,
     HAS_FILTERS: tl.constexpr,
     MIN_TEMPERATURE: tl.constexpr,
-    MAX_DRAWN_DISTANCE: tl.constexpr,
+    MAX_DISTANCE_FROM_MAX: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
     SEGMENT_TOKENS: tl.constexpr,
     SEGMENTS_PER_CHUNK: tl.constexpr,
@@ -195,7 +195,7 @@ def _choose_token(
                 tl.load(positions_ptr + row),
                 vocab_size,
                 num_chunks * SEGMENTS_PER_CHUNK,
-                MAX_DRAWN_DISTANCE=MAX_DRAWN_DISTANCE,
+                MAX_DISTANCE_FROM_MAX=MAX_DISTANCE_FROM_MAX,
                 SEGMENT_TOKENS=SEGMENT_TOKENS,
                 PADDED_SEGMENTS=PADDED_CHUNKS * SEGMENTS_PER_CHUNK,
                 MAX_CANDIDATE_SEGMENTS=MAX_CANDIDATE_SEGMENTS,

@@ -1,7 +1,7 @@
 """Reads tool calls, with one class per kind of format. `nanovllm_models` defines the formats.
 
-A reader reports a call when the call's arguments begin. Text that begins like a call but differs before the arguments
-is content. Malformed arguments are reported unchanged.
+A reader reports a call when the call's arguments begin. If text begins like a call, but is malformed before the
+arguments, the text is content. Malformed arguments are reported unchanged.
 """
 
 from abc import ABC, abstractmethod
@@ -56,7 +56,7 @@ class CallReader(ABC, Generic[CallFormat]):
             if has_calls and self.form.end is not None and (yield from self._read_closing_tag(self.form.end)):
                 self.source.stop_recording()
                 return True
-            # A block has several calls only between an opening tag and a closing tag.
+            # Several calls may follow one opening tag only if the format has a closing tag.
             has_all_calls = has_calls and not (has_opening_tag and self.form.end)
             if has_all_calls or not (yield from self.read_call(has_opening_tag=has_opening_tag)):
                 sink(self.source.stop_recording())
@@ -276,7 +276,7 @@ class XmlReader(CallReader[XmlCalls]):
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
-        """Reports `brace`, which ends the arguments, and the end of the call. Returns the result of `read_call`."""
+        """Reports `brace`, which ends the arguments, and the end of the call. Returns True, as `read_call` then does."""
         self.collector.add_arguments(brace)
         self.collector.end_call(self.form.separator)
         return True

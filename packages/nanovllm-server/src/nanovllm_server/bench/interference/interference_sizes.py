@@ -37,7 +37,7 @@ class InterferenceSizes(WorkloadSizes):
         _TURNS,
         seconds,
         100.0,
-        "turns-beside-decodes sends turns at once, then spaced: time between spaced turns",
+        "time between turns in the second part of turns-beside-decodes, whose first part sends all turns at once",
         metavar="MS",
     )
 
@@ -52,5 +52,5 @@ class InterferenceSizes(WorkloadSizes):
             f"{self.prompt_len:,} tokens arrive at once",
             "turn": f"{self.turn_conversations} conversations, one after the other: {turn}",
             "turns-beside-decodes": f"{self.conversations} conversations beside {self.turn_streams} decoding streams: "
-            f"{turn}, all at once and {self.turn_interval_ms:g} ms apart",
+            f"{turn}, first all at once, then {self.turn_interval_ms:g} ms apart",
         }[case]
