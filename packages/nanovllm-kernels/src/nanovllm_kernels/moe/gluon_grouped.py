@@ -312,7 +312,7 @@ def _multiply(
                     K,
                     GATED,
                 )
-                # Each turn multiplies one block of columns with the same instruction. For two instructions, the compiler
+                # Each turn multiplies one block of columns, with one instruction. With two instructions, the compiler
                 # would need more registers than a thread has.
                 for turn in range(2 * NUM_STEPS):
                     stage = step % STAGES

@@ -276,7 +276,7 @@ class XmlReader(CallReader[XmlCalls]):
             value.append(source.stop_recording())
 
     def _close_call(self, brace: str) -> bool:
-        """Reports `brace`, which ends the arguments, and the end of the call. Returns True, as `read_call` then does."""
+        """Reports `brace`, which ends the arguments, and the end of the call. Returns True, like `read_call`."""
         self.collector.add_arguments(brace)
         self.collector.end_call(self.form.separator)
         return True
