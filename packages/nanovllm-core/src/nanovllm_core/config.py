@@ -22,9 +22,9 @@ GraphMode = Literal["none", "full_decode_only", "piecewise", "full"]
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
-# With at most this many drafts, a decode fills at most one new block.
+# Maximum number of drafts per request and step. With this many drafts, a decode fills at most one new block.
 MAX_DRAFTS = BLOCK_SIZES[0] - 1
-# A step with drafts may have at least this many tokens, even if `max_num_seqs` is smaller.
+# A step with drafts may have this many tokens even if `max_num_seqs` is smaller, see `max_draft_step_tokens`.
 MIN_DRAFT_STEP_LIMIT = 64
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
 # new requests, which may wait for two steps.
@@ -346,7 +346,7 @@ def _resolve_batch(config: EngineConfig, device: Device) -> tuple[int, int]:
     """Returns (max_num_seqs, max_num_batched_tokens). The default of each depends on the other."""
     max_num_seqs, token_budget = config.max_num_seqs, config.max_num_batched_tokens
     num_groups = max(config.tensor_parallel_size, 1) if config.dp_attention else 1
-    # Besides the decodes, each step must have space for one block per group. Without it, prompts might never run.
+    # Besides the decodes, each step must have space for one block of tokens per group. If not, prompts might never run.
     min_prompt_tokens = num_groups * (config.block_size or BLOCK_SIZES[0])
     if max_num_seqs is None:
         default = 256 if device == "cuda" else 64

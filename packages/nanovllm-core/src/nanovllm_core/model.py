@@ -182,7 +182,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The description of a model that the engine can build. `EngineClient` sends it pickled.
+    """The description of a model that the engine can build. `EngineClient` pickles the spec to send it to the engine.
 
     vocab_size: number of logits per token.
     max_position: maximum number of tokens of a sequence.

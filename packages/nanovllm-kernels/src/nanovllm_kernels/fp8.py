@@ -1,7 +1,8 @@
 """Converts keys and values to FP8 and back, in plain torch.
 
-A cache of N pages of P tokens has e4m3 values [N, P, 2 Hkv, D] and scales [N, 2 Hkv, P], for Hkv key heads and as many
-value heads. A scale is a power of two, stored as its biased float32 exponent (uint8, E8M0).
+A cache has N pages of P tokens, Hkv key heads and Hkv value heads of dimension D. The cache consists of e4m3 values
+[N, P, 2 Hkv, D] and of scales [N, 2 Hkv, P]. A scale is a power of two, stored as its biased float32 exponent (uint8,
+E8M0).
 """
 
 import torch

@@ -49,8 +49,9 @@ def make_multiplier(
     depth: a multiple of UNROLL.
     sums_ptr: float32 [num_rows, sums_stride].
     continues_sums: 0 to overwrite the sums; nonzero to add the products to the sums.
-    prefetch_ptr: first address to prefetch. For every UNROLL values of k, `num_prefetches` cache lines are prefetched.
-    step_bytes: number of bytes by which the address to prefetch grows after UNROLL values of k.
+    prefetch_ptr: first address to prefetch. Each iteration of the inner loop, which adds UNROLL products to each sum,
+        prefetches `num_prefetches` cache lines.
+    step_bytes: number of bytes by which the address to prefetch grows per iteration.
     """
 
     @intrinsic

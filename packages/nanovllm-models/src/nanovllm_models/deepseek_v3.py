@@ -57,7 +57,7 @@ class DeepseekV3Config:
     """The fields of config.json that define the model.
 
     num_mtp_layers: number of layers for multi-token prediction (MTP), which follow the decoder layers. Only the first
-        layer can be used; published checkpoints have one layer.
+        MTP layer can be used; published checkpoints have one MTP layer.
     quantization: None for unquantised weights.
     """
 
@@ -260,7 +260,7 @@ class MTPLayer(DeepseekV3Layer):
         return self.after_attention(attended, x).complete(self._parallel)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of hidden states [n, hidden] of `forward`."""
+        """Return logits. hidden: [n, hidden], hidden states that `forward` has returned."""
         return self.shared_head.head.forward(self.shared_head.norm.forward(hidden))
 
 

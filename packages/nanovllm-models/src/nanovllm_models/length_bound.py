@@ -1,4 +1,4 @@
-"""Computes a lower bound of the number of a text's tokens, without encoding the text."""
+"""Computes a lower bound for the number of tokens of a text, without encoding the text."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ MAX_COMPOSED_CHARACTERS = 4
 
 
 class LengthBound(NamedTuple):
-    """Bounds the number of a text's tokens by the number of the text's characters.
+    """Computes from a text's number of characters how many tokens the text has at least.
 
     max_token_characters: maximum number of characters that become one token.
     dropped_characters: characters that the tokenizer drops.

@@ -1,4 +1,4 @@
-"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): Gated DeltaNet or gated attention, and experts.
+"""Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): layers of Gated DeltaNet or gated attention, with experts.
 
 In shapes, T is the number of tokens of a step.
 """
@@ -265,7 +265,7 @@ def _classify_pair(layer: Qwen3NextLayer, next_layer: Qwen3NextLayer) -> tuple[b
 
 
 class MTPHead(nn.Module):
-    """A head for multi-token prediction without the weights that it shares with the model. See `MTPPredictor`.
+    """A head for multi-token prediction. `MTPPredictor` adds the weights that the head shares with the model.
 
     `fc` projects the concatenation of a token's normed embedding and the previous token's normed hidden state.
     """
@@ -284,7 +284,7 @@ class MTPHead(nn.Module):
         self.layers = nn.ModuleList([layer])
 
     def forward(self, embedded: Tensor, rotation: Rotation, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states [T, hidden]. embedded: [T, hidden], embedding of the token after each `hidden` row."""
+        """Return hidden states [T, hidden]. embedded: [T, hidden], embedding of the next token of each `hidden` row."""
         (layer,) = self.layers
         normed = self.pre_fc_norm_embedding.forward(embedded), self.pre_fc_norm_hidden.forward(hidden)
         x = self.fc.forward(torch.cat(normed, 1)).to(embedded.dtype)
@@ -313,7 +313,7 @@ class Qwen3NextForCausalLM(DecoderWithHead):
 
 
 class MTPPredictor:
-    """A head for multi-token prediction with the embedding and the output head of its model: a `PredictionHead`."""
+    """A `PredictionHead`: an `MTPHead` together with the embedding and the output head of the model."""
 
     def __init__(self, model: Qwen3NextForCausalLM, head: MTPHead):
         self._decoder = model.model

@@ -1,4 +1,4 @@
-"""Loads a model directory, with the family that implements the directory's architecture."""
+"""Loads a model directory, with the model family (a module such as `llama`) that implements its architecture."""
 
 import hashlib
 from dataclasses import replace
@@ -57,7 +57,7 @@ def load(
     seed: seed of random weights.
     served_name: name of the model; None for the directory's name.
     progress: whether to show a progress bar while weights are read; None: show it if stderr is a terminal.
-    draft: the draft model, for speculative decoding; loaded like the model.
+    draft: the draft model for speculative decoding, loaded like the model; None for no draft model.
     """
     path = Path(path)
     if not path.is_dir():
@@ -83,7 +83,7 @@ def load(
     if draft is None:
         return spec
     draft_spec = load(draft.path, load_format=load_format, seed=seed, served_name=draft.name, progress=progress)
-    # The engine refuses vocabularies of different sizes.
+    # If the vocabulary sizes differ, the engine raises the error.
     if draft_spec.vocab_size == spec.vocab_size:
         check_same_tokens(path, draft.path)
     return replace(spec, draft=draft_spec)

@@ -55,7 +55,7 @@ class SegmentCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all entries, in bytes."""
+        """Memory of all cached segments and their token ids, in bytes."""
         return self._num_bytes
 
     def find(self, segments: Iterable[str]) -> dict[str, bytes]:
@@ -113,7 +113,7 @@ class SegmentEncoder:
         self._receive_lock = Lock()
 
     def share(self, exchange: EncodingExchange) -> None:
-        """Exchange segments from now on, and cache the segments that other processes have already published."""
+        """Exchange segments through `exchange` from now on. Cache what other processes have already published."""
         self._exchange = exchange
         self._receive(exchange)
 
@@ -167,7 +167,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
         return None
     try:
         encoder = SegmentEncoder(backend, splitting_ids, max_bytes)
-    # The pattern nests one level for each added token that is a prefix of another added token.
+    # The pattern can be nested too deeply: each added token that is a prefix of another added token adds a level.
     except RecursionError:
         return None
     for text in _make_check_texts([*splitting_ids]):
@@ -178,7 +178,7 @@ def make_segment_encoder(backend: tokenizers.Tokenizer, max_bytes: int = MAX_CAC
 
 
 def longest_match_pattern(words: Sequence[str]) -> str:
-    """Return a regular expression that matches the longest of `words` that fits.
+    """Return a regular expression that matches any of `words`. If several words match, it matches the longest.
 
     The expression tests a common prefix only once, which is faster than testing each word.
     """

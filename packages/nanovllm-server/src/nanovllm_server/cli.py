@@ -183,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the server. Returns the exit status: 0 after a stop, 1 after a failure, 2 for invalid settings."""
+    """Runs the server. Returns the exit status: 0: stopped, 1: failed, 2: invalid settings, 130: interrupted."""
     options = parser().parse_args(arguments)
 
     # These imports take seconds.

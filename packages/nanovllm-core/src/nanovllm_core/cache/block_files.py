@@ -49,7 +49,8 @@ class FileCounts:
     num_misses: number of reads that found no intact file.
     num_corrupt: number of files that were removed because their contents were wrong.
     num_read_errors, num_write_errors: number of failures of the operating system.
-    num_skipped_writes: number of payloads that were not written because of a scan or after an error.
+    num_skipped_writes: number of payloads that were not written, because the first scan had not ended, because no
+        bytes could be reserved, or because an error had suspended writes.
     num_evicted: number of files that this engine removed to make space.
     """
 
@@ -71,7 +72,7 @@ class BlockFiles:
     wrote it. A file's modification time is the time of its last use.
 
     directory: only the user of this process may have access.
-    max_bytes: maximum size of all files in the directory, including the files of other engines and identities.
+    max_bytes: maximum size of all files in the directory, including files of other engines and with other `identity`.
     identity: everything that determines the payload of a hash, such as model, dtype, layout and kind of payload.
     indexed: set once `contains` knows the files that earlier engines have written.
     """
@@ -99,8 +100,8 @@ class BlockFiles:
         self._scan_lock = threading.Lock()
         # Guards the counts and the attributes below.
         self._lock = threading.Lock()
-        # Sums since the start: bytes that writes have claimed before they began, and bytes of ended writes. A claim
-        # beyond `_max_claimed_bytes` needs another scan, which renews the reservation.
+        # Sums since the start. A write claims its bytes before it begins, and finishes these bytes when it ends. If a
+        # claim would exceed `_max_claimed_bytes`, a scan must first renew the reservation.
         self._claimed_bytes = 0
         self._finished_bytes = 0
         self._max_claimed_bytes = 0
@@ -113,7 +114,7 @@ class BlockFiles:
         self._thread.start()
 
     def contains(self, block_hash: bytes) -> bool:
-        """Whether the last scan or a later write found a file. The file may have been evicted since then."""
+        """Whether the last scan found a file or a later write made one. The file may have been evicted since then."""
         return block_hash in self._index
 
     def read(self, block_hash: bytes, into: memoryview) -> bool:
@@ -145,7 +146,7 @@ class BlockFiles:
         except OSError as error:
             self._suspend_writes(error)
         else:
-            # Add the hash to both sets in this order, because a scan may end in between.
+            # The order matters: a scan that ends between these calls makes `_next_index` the index.
             self._index.add(block_hash)
             self._next_index.add(block_hash)
             with self._lock:
@@ -216,7 +217,7 @@ class BlockFiles:
     def _write_file(self, block_hash: bytes, payload: memoryview) -> None:
         temporary = self._folder / f"temporary-{self._writer.id}-{next(self._temporary_numbers)}"
         try:
-            # Without fsync: a file that loses contents in a power failure fails its checksum.
+            # fsync is not needed: a file that loses contents in a power failure fails its checksum.
             with temporary.open("xb") as file:
                 file.write(self._make_header(block_hash, zlib.crc32(payload)))
                 file.write(payload)
@@ -262,7 +263,7 @@ class BlockFiles:
         with self._lock:
             self.counts.num_write_errors += 1
             self._suspended_until = time.monotonic() + _SUSPENSION_S
-            self._max_claimed_bytes = 0  # Scan before the next write, which also creates a missing folder.
+            self._max_claimed_bytes = 0  # The next write scans first. The scan creates a missing folder.
             is_first_error, self._is_failing = not self._is_failing, True
         if is_first_error:
             _log.warning("files of KV blocks can't be written; retrying every %.0f s: %s", _SUSPENSION_S, error)

@@ -17,7 +17,7 @@ class BlockPool:
 
     num_cached: number of cached blocks.
     num_reserved: number of free blocks that `can_acquire` keeps free for allocations.
-    blocks_with_draft_entries: blocks for which a draft model has computed the entries of all tokens.
+    blocks_with_draft_entries: blocks for which a draft model has computed its cache entries of all tokens.
     """
 
     def __init__(self, num_blocks: int):

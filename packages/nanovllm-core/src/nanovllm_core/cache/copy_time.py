@@ -1,4 +1,4 @@
-"""Predicts how long copies between tiers take, from the copies so far."""
+"""Predicts how long copies between tiers (caches, host memory, files) take, from the times of earlier copies."""
 
 # Each new observation multiplies the weights of earlier observations by this factor.
 _DECAY = 0.95
@@ -30,7 +30,7 @@ class CopyTimeModel:
         mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
         variance = self._bytes_squared / self._weight - mean_bytes * mean_bytes
         covariance = self._product / self._weight - mean_bytes * mean_s
-        # Without copies of different sizes, or if larger copies were faster, the time is proportional to the size.
+        # If all copies had one size, or larger copies were faster, assume that the time is proportional to the size.
         s_per_byte = covariance / variance if variance > 1e-6 * mean_bytes * mean_bytes else mean_s / mean_bytes
         fixed_s = mean_s - s_per_byte * mean_bytes
         if s_per_byte <= 0 or fixed_s < 0:

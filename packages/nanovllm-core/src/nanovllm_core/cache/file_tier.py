@@ -1,4 +1,4 @@
-"""Keeps copies of the host memory's entries in files. Threads read and write the files."""
+"""Keeps copies of the host memory's entries (blocks and checkpoints) in files. Threads read and write the files."""
 
 import os
 import time
@@ -48,7 +48,7 @@ class FileTier:
         self._memory = memory
         self._executor = ThreadPoolExecutor(NUM_THREADS, "nanovllm-kv-files")
         self._read_time = CopyTimeModel()
-        # The slot of each write in flight, by kind and hash.
+        # The slot and the future of each write in flight, by kind and hash.
         self._writes: dict[tuple[EntryKind, BlockHash], tuple[int, Future[float]]] = {}
         self._removal: Future[None] | None = None
 
@@ -83,7 +83,7 @@ class FileTier:
         return self._read_time.predict(num_bytes) / NUM_THREADS
 
     def reject_read(self) -> None:
-        """See `CopyTimeModel.reject`."""
+        """Record that entries were not read, because reading would have taken too long."""
         self._read_time.reject()
 
     def read(self, kind: EntryKind, block_hash: BlockHash, slot: int) -> FileRead:

@@ -40,9 +40,9 @@ class Direction(IntEnum):
 
 
 class EntryCopies(NamedTuple):
-    """Copies of entries of one kind. group: number of the group of requests whose cache has the entries.
+    """Copies of entries of one kind. group: index of the group of requests that share the cache with the entries.
 
-    entries: indices of blocks or state slots in the caches. slots: indices in the host memory, from 1.
+    entries: indices of blocks or state slots in the caches. slots: indices of slots in the host memory, from 1.
     """
 
     group: int
@@ -52,7 +52,7 @@ class EntryCopies(NamedTuple):
 
 
 class CopyBatch(NamedTuple):
-    """Copies that all ranks execute. A rank counts a batch once, at its end. Batches of one direction end in order."""
+    """Copies for all ranks. A rank calls `count_done` when a batch ends. Batches of a direction end in order."""
 
     direction: Direction
     copies: list[EntryCopies]
@@ -108,7 +108,7 @@ class HostLayout:
         return self.counters_bytes + sum(num_slots * slot_bytes for num_slots, slot_bytes in slots)
 
 
-# Indices of a rank's other counters. The first counters, one per `Direction`, count executed batches.
+# A rank's first counters, one per `Direction`, count executed batches. These are the indices of its other counters.
 _NUM_FAILURES, _IS_READY = len(Direction), len(Direction) + 1
 _COUNTER_STRIDE = _COUNTER_BYTES // 8
 

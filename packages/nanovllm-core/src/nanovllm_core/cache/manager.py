@@ -94,9 +94,9 @@ class CacheManager:
         return self._tier.is_worth_waiting(self._group, self._reusable_hashes(request))
 
     def start_load(self, request: RequestState) -> PrefixLoad | None:
-        """Load more of the prefix of an admitted request from lower tiers, at most once until the next preemption.
+        """Load more of the prefix of an admitted request from `tier`, at most once until the next preemption.
 
-        Returns None if lower tiers have no more of the prefix, or if computing is faster. If a load is returned, the
+        Returns None if `tier` has no more of the prefix, or if computing is faster. If a load is returned, the
         request must wait until the load has ended. Then call `finish_load`.
         """
         if self._tier is None or request.has_loaded:
@@ -106,7 +106,7 @@ class CacheManager:
         return load
 
     def finish_load(self, load: PrefixLoad) -> None:
-        """Make the entries of an ended load findable, and release all blocks of its request for a new admission."""
+        """Make an ended load's entries findable. Release all blocks of its request, which must be admitted again."""
         if self._tier is not None:
             self._tier.finish_load(load)
         load.request.has_loaded = not load.may_retry

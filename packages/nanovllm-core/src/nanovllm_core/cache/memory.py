@@ -35,7 +35,7 @@ class CacheLayout:
     state_specs: specs of the recurrent layers, with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
-    draft: layout of the draft model's caches; None without draft model. A token has the same block in both models.
+    draft: layout of the draft model's caches; None without draft model. A token's block has one index in both models.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -106,7 +106,7 @@ class CacheMemory:
 
     `num_blocks` and `num_state_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
-    draft: the caches of the draft model; None without draft model. A token has the same block in both models.
+    draft: the caches of the draft model; None without draft model. A token's block has one index in both models.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
@@ -156,7 +156,7 @@ class CacheMemory:
 
     @property
     def caches_by_kind(self) -> list[list[Tensor]]:
-        """[tensors that hold blocks, tensors that hold state slots]; the second list only with recurrent layers."""
+        """[tensors that hold blocks, tensors that hold state slots]. Without recurrent layers, only the first list."""
         draft = self.draft
         blocks = [*self.kv_caches, *self.kv_scales, *(() if draft is None else (*draft.kv_caches, *draft.kv_scales))]
         states = [tensor for cache in self.state_caches for tensor in cache]

@@ -25,7 +25,8 @@ class Transfer(NamedTuple):
 class Target(NamedTuple):
     """An entry that a request lacks. entry: the request's block or state slot, into which the entry is loaded.
 
-    found: index in the cache, if the cache has the entry. slot: index in the host memory, if the memory has the entry.
+    found: index of the entry in the cache; None if the cache lacks the entry.
+    slot: index of the entry in the host memory; None if the host memory lacks the entry.
     """
 
     kind: EntryKind
@@ -43,7 +44,7 @@ class PrefixLoad:
     reads: reads of files into the host memory, which precede the copies.
     num_tokens: number of tokens by which the load makes the cached prefix longer.
     num_file_tokens: number of these tokens whose blocks are read from files.
-    epoch: number of resets of the tier before the load was started.
+    epoch: number of calls of `HostTier.forget` before the load was started.
     begin_s: time of `time.perf_counter` at which the load was started.
     is_ended: whether all writes to the request's blocks have ended.
     is_usable: whether the copies of all entries have succeeded, so that the entries may be found by hash.

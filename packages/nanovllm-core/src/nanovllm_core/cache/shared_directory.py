@@ -146,7 +146,7 @@ class Writer:
 
 
 def find_reservations(directory: Path) -> dict[str, int]:
-    """The reserved bytes by id of the writer. Removes the files of writers that have ended.
+    """The number of reserved bytes of each writer, by id. Removes the files of writers that have ended.
 
     The caller has locked the directory.
     """
@@ -164,7 +164,7 @@ def find_reservations(directory: Path) -> dict[str, int]:
 
 
 def scan_files(directory: Path, writers: Collection[str]) -> Iterator[StoredFile]:
-    """Yield the files in all folders. Removes temporary files that no writer in `writers` owns.
+    """Yield the blocks' files in all folders. Removes temporary files that no writer in `writers` owns.
 
     Files with other names are left alone. The caller has locked the directory.
     """

@@ -67,7 +67,7 @@ class StatePool:
         (request.state_slot,) = slots.allocate(1)
         slots.num_reserved -= 1
         # Keep a slot for each request that may start, and a slot for the checkpoint from which the next request starts.
-        # The source slot, which counts as free here, may be the slot of that checkpoint.
+        # The source slot counts as free here, because it may itself be the slot of that checkpoint.
         num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])

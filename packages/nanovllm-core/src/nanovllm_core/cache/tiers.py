@@ -18,18 +18,18 @@ from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
 # Limits of stores: bytes per batch (a single entry may have more), entries per batch, and batches in flight. Entries of
-# batches in flight can't be evicted. A step of a long prompt fills blocks of up to 1 GiB, and batches wait for steps.
+# batches in flight can't be evicted. A step of a long prompt fills up to 1 GiB of blocks, and batches wait for steps.
 MAX_STORE_BYTES = 512 << 20
 MAX_STORE_ENTRIES = 256
 MAX_STORES_IN_FLIGHT = 2
 
-# (first token, number of tokens) -> seconds in which steps would compute these tokens of a prompt.
+# (position of the first token, number of tokens) -> seconds in which steps would compute these tokens of a prompt.
 PredictCompute = Callable[[int, int], float]
 
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight:
-    """A launched batch. If epoch of the tier or num_failures of its memory changes later, the batch is dropped."""
+    """A launched batch. It is unusable if the tier's epoch or the memory's num_failures changes before its end."""
 
     transfers: list[Transfer]
     loads: list[PrefixLoad]
@@ -44,11 +44,11 @@ class TierCounters:
     """Totals since the engine started.
 
     num_bytes, copy_s: bytes and seconds of copies, from launch to end, by direction.
-    num_loaded_tokens: tokens of successful loads, from host memory and files.
+    num_loaded_tokens: number of tokens that were loaded from host memory and files.
     num_file_tokens: number of these tokens that were read from files.
-    num_rejected_tokens: tokens that could have been loaded, but were faster to compute.
+    num_rejected_tokens: number of tokens that could have been loaded, but were faster to compute.
     num_failed_loads: number of loads that have failed.
-    wait_s: total seconds that requests have spent in WAITING_KV.
+    wait_s: total seconds that requests have spent in the status WAITING_KV.
     """
 
     num_loaded_tokens: int = 0
@@ -108,7 +108,7 @@ class HostTier:
         return any(self._in_flight) or bool(self._new_loads) or has_writes
 
     def keep(self, group: int, kind: EntryKind, block_hash: BlockHash) -> None:
-        """Queue an entry of a cache to be stored. If its copy exists already, make it the last copy to be evicted."""
+        """Queue a cache entry for a copy to host memory. If there is a copy, make it the last copy to be evicted."""
         slot = self.pools[kind].lookup(block_hash)
         if slot is not None:
             self.pools[kind].touch(slot)

@@ -118,7 +118,7 @@ async def _run_on_thread(
     ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(end_wait))
     await asyncio.wait((result, failure), return_when=asyncio.FIRST_COMPLETED)
     if failure.done():
-        # Ending all ranks also ends the thread's wait for them, except on a GPU.
+        # When all other ranks have ended, the engine's thread stops waiting for them, except on a GPU.
         await asyncio.to_thread(ranks.close)
         await asyncio.wait([result], timeout=FAILED_RANK_TIMEOUT_S)
         ranks.check()

@@ -119,7 +119,7 @@ class Engine(ABC):
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
 
-        Returns the types of parameters that are written as XML elements.
+        Returns the types of the tool parameters that the model writes as XML elements.
         Raises GrammarError if the grammar is invalid, too large or too slow; EngineDeadError if the engine dies.
         """
 

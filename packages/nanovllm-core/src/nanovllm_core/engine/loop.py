@@ -200,7 +200,7 @@ class EngineLoop:
             await asyncio.to_thread(self._ranks.close)
 
     async def _report_stats(self, emit: Emit) -> None:
-        """Emit stats at intervals while requests are open and no finished step carries stats."""
+        """While requests are open, emit stats if the outputs of steps have carried no stats for STATS_INTERVAL_S."""
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
             is_idle = not (
@@ -225,7 +225,7 @@ class EngineLoop:
         """Plan, launch and complete steps until `stop`. Runs on the engine's thread."""
         try:
             while not self._is_stopping:
-                # Launch before posting, because the device may be idle. Post even if launching fails.
+                # Launch steps first, because the device may be idle. Post the last outputs even if a launch fails.
                 try:
                     self._launch_steps(event_loop)
                 finally:
@@ -262,7 +262,7 @@ class EngineLoop:
         """
         while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else None):
             self._move_copies(has_plan=False)
-            # After the end of all copies, return to post stats, which show that all blocks are free.
+            # When all copies have ended, return, so that the caller posts stats that show all blocks as free.
             if self._scheduler.num_waiting or not self._scheduler.has_copies:
                 break
         self._inbox_changed.clear()

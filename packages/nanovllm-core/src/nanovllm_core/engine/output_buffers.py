@@ -41,7 +41,7 @@ class OutputBuffer:
     _num_output_tokens: int = 0
 
     def take(self) -> RequestOutput | None:
-        """Take the output since the last call; None without a new token. Raises GrammarError if the grammar failed."""
+        """Take the output since the last call; None if no token is new. Raises GrammarError if the grammar failed."""
         tokens, logprobs, request = self.tokens, self.logprobs, self._request
         if not tokens:
             if self.failure is not None:

@@ -57,8 +57,8 @@ class EngineStats:
     prefix_cache_queries: number of prompt tokens that were looked up in the prefix cache.
     prefix_cache_hits: number of prompt tokens that were found in the prefix cache.
     iteration_tokens: number of computed tokens, in contrast to output tokens (`generation_tokens`).
-    step_sizes: pairs (maximum number of tokens, number of steps), by rising maximum. A step counts once, in the first
-        pair whose maximum it does not exceed. The last maximum is infinite.
+    step_sizes: histogram of tokens per step: pairs (maximum number of tokens, number of steps), by rising maximum.
+        Each step is in one pair: the first with a large enough maximum. The last maximum is infinite.
     graph_steps: triples (graph mode, kind of step, number of steps), see `StepGraphs.num_steps`.
     num_verified_drafts: number of verified drafts by position; empty without speculation. Position 0 follows the
         request's last token. A draft counts as verified even if a draft before it is rejected.
@@ -68,9 +68,9 @@ class EngineStats:
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
     num_failed_loads: number of loads that failed. The engine then computed the prompt.
     load_wait_s: total time for which requests waited for loads.
-    copied_bytes: pairs (kind of copy, bytes). "store" and "load" are between the cache and host memory,
-        "write" and "read" are of files.
-    copy_s: pairs (kind of copy, seconds), in the same order.
+    copied_bytes: pairs (kind of copy, bytes). "store" copies from the cache to host memory, and "load" copies back.
+        "write" and "read" copy to and from files.
+    copy_s: pairs (kind of copy, seconds), in the order of `copied_bytes`.
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.

@@ -65,7 +65,7 @@ class StepTracer:
     def __init__(self, file: TraceFile, device: torch.device):
         self.file = file
         self._origin_event: torch.cuda.Event | None = None
-        # Device times count from `_origin_event`, whose time on the clock `time.perf_counter` is `_origin_s`.
+        # Device times are relative to `_origin_event`. `_origin_s` is the `time.perf_counter` time of this event.
         self._origin_s = 0.0
         if device.type == "cuda":
             self._origin_event = torch.cuda.Event(enable_timing=True)

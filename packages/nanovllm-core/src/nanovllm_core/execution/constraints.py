@@ -46,8 +46,8 @@ class Constraints:
     """The constraints of all rows.
 
     A step with drafts samples a token after each token of a request. Entry j of a request is the token that the step
-    samples after j drafts. Masks of entries after a draft assume that the draft will be accepted. If the draft is not
-    allowed, these entries need no masks.
+    samples after j drafts. Masks of entries after a draft assume that the draft will be accepted. If a mask forbids
+    the draft, the entries after the draft need no masks.
 
     num_masks: maximum number of masks of a step; 0 means `num_rows`.
     failures: entries that have no mask because the constraint failed, set by `fill_masks`.
@@ -82,7 +82,7 @@ class Constraints:
             return 0
         rows, num_tokens, is_sampled = plan.scheduled
         sampling_rows = rows[is_sampled]
-        # Without drafts, a prompt's chunk has several tokens but one entry.
+        # In a step without drafts, a prompt's chunk has several tokens but one entry.
         nums_drafts = (num_tokens[is_sampled] - 1) * plan.shape.has_drafts
         for index in np.flatnonzero(self._is_constrained[sampling_rows]).tolist():
             num_drafts = int(nums_drafts[index])
@@ -98,8 +98,8 @@ class Constraints:
     def fill_masks(self, first_entries: NDArray[np.int64]) -> Masks | None:
         """Wait for the tokens of earlier steps and fill the masks. Returns None if no row is restricted.
 
-        first_entries: int64 [n], for each request that samples, the index of its first entry among all entries of the
-            step. `Masks.rows` contains indices of entries.
+        first_entries: int64 [n], index of each sampling request's first entry among all entries of the step. The
+            numbers in `Masks.rows` are indices of entries too.
         """
         self._apply_results(wait=any(request.constraint.depends_on_output for request in self._mask_candidates))
         masks = self.mask_buffer.new_masks(self._num_masks)
@@ -142,11 +142,12 @@ class Constraints:
         masks: NDArray[np.int32],
         first_entries: NDArray[np.int64],
     ) -> tuple[list[ConstrainedRequest], list[int]]:
-        """Fill the mask of entry number `entry` of each request, after its output and its first `entry` drafts.
+        """Fill one mask per request, for the token after the request's output and its first `entry` drafts.
 
+        entry: index of the masked entry among each request's own entries.
         masks: int32 [n, words], one mask per request. The given masks allow every token.
-        Returns (requests in the order of their masks, for each request the index of its entry among all entries of the
-            step; -1 if the entry is not masked).
+        Returns (requests in the order of their masks, index of each request's entry among all entries of the step). The
+            index is -1 if the entry is not masked.
         """
         grammar_requests = [x for x in requests if x.constraint.matcher is not None and x.constraint.failure is None]
         other_requests = [x for x in requests if x.constraint.matcher is None or x.constraint.failure is not None]
@@ -181,7 +182,8 @@ class Constraints:
             constraint = request.constraint
             if request.num_drafts <= entry or constraint.failure is not None:
                 continue
-            # Other constraints ignore drafts. The host does not wait for their drafts, so it may not know them.
+            # A constraint that does not depend on the output ignores drafts. The host may not know these drafts yet,
+            # because it does not wait for them.
             if constraint.depends_on_output:
                 draft = _find_draft(request, entry)
                 if not allows_token(mask, draft):
@@ -251,7 +253,7 @@ class _MatcherCalls:
         self._num_separate_steps = 0
 
     def end_step(self) -> None:
-        """Count a step in which masks were filled."""
+        """End a step in which masks were filled: count down the steps with separate calls."""
         if self._num_separate_steps:
             self._num_separate_steps -= 1
 

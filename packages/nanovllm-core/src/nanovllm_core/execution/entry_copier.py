@@ -140,7 +140,7 @@ class EntryCopier:
                 end.record(stream)
                 end.synchronize()
         except Exception:  # noqa: BLE001 (rank 0 sees the counted failure, and does not use these copies)
-            # Do not raise: after an error of the device, the next step fails too.
+            # Do not raise: if the device has failed, the next step reports the failure.
             _log.exception("a copy between the cache and host memory failed")
             self.memory.count_failure(self._rank)
         self.memory.count_done(self._rank, batch.direction)

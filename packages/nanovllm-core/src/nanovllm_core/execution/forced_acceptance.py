@@ -12,10 +12,11 @@ _SEED = 0
 class ForcedAcceptance:
     """Decides at random which drafts are kept, whether they are right or wrong.
 
-    Samples of steps without drafts are replaced too: these samples tell the planner whether an unused draft would have
-    been kept.
+    Samples of steps without drafts are replaced too: these samples tell the planner whether a draft that it did
+    not schedule would have been kept.
 
-    acceptance_length: mean number of new tokens of a request in a step with `max_drafts` drafts, 1..1 + max_drafts.
+    acceptance_length: mean number of new tokens of a request in a step with `max_drafts` drafts: from 1 to
+        1 + max_drafts.
     """
 
     def __init__(self, acceptance_length: float, table: RequestTable):
@@ -28,7 +29,7 @@ class ForcedAcceptance:
         table.tokens.random_(table.vocab_size, generator=generator)
 
     def replace_samples(self, samples: Tensor, table_rows: Tensor, positions: Tensor) -> Tensor:
-        """Replace samples by their drafts if the drafts are kept.
+        """Replace each sample by the draft at its position, if this draft is kept.
 
         If a sample equals a draft that is not kept, the next token id replaces the sample.
         samples, table_rows, positions: int32 [num_samples], see `ForwardOutput`.

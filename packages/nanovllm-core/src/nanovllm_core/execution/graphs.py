@@ -73,7 +73,7 @@ class CapturedFunctions(NamedTuple):
 class CapturedStep:
     """The graphs of one shape.
 
-    attentions: functions (batch, number of tokens) that launch the attention between consecutive pieces.
+    attentions: functions of (batch, number of tokens), which launch the attention between consecutive pieces.
     output: tensors to which the pieces write the result of the forward pass.
     """
 
@@ -202,7 +202,7 @@ class StepGraphs:
         return tuple(dict.fromkeys(shape.num_tokens for shape in self._mixed_shapes))
 
     def dispatch(self, batch: BatchShape, *, allows_graph: bool = True) -> CapturedStep | None:
-        """Count the step. Return the smallest captured step that holds the batch; None: launch without a graph."""
+        """Count the step. Returns the smallest captured step that holds the batch; None if none fits or is allowed."""
         if batch.has_drafts:
             kind, shapes = "draft", self._draft_shapes
         elif batch.query_len == 1:
@@ -262,10 +262,11 @@ class StepGraphs:
 
 
 class _Pools:
-    """Memory pools of graphs, and the graphs that propose drafts, which several shapes may share.
+    """Memory pools of graphs, and the graphs that propose drafts. Several shapes may share a proposing graph.
 
-    steps, proposals: memory pools. A shared graph may run after any step, so it can't use the memory of a step.
-    proposing: graphs that propose drafts. Keys: (shape, `SamplingOps`) if `Proposer.reads_step` is True, else
+    steps: memory pool of all graphs that do not propose drafts.
+    proposals: memory pool of proposing graphs. A shared graph may run after any step, so it can't use a step's memory.
+    proposing: the proposing graphs. Keys: (shape, `SamplingOps`) if `Proposer.reads_step` is True, else
         (number of requests, `SamplingOps`).
     """
 
@@ -332,7 +333,7 @@ class _Capture:
         self.pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def launch_attention(self, attention: AttentionFunction, q: Tensor, /, value_dim: int | None = None) -> Tensor:
-        """End the piece, store `attention` for replays, and begin the next piece. Returns the tensor of the result.
+        """End the piece, store `attention` for replays, and begin the next piece. Returns the tensor for the result.
 
         Padding rows of the result are not computed. The model writes the keys and values of padding to the null block.
         """

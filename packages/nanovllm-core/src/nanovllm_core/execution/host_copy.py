@@ -26,7 +26,7 @@ class HostCopySlot:
     stream: torch.cuda.Stream
 
     def copy(self, tensors: Sequence[Tensor | None]) -> list[NDArray[np.int32] | None]:
-        """Start to copy int32 tensors to consecutive parts of the buffer. Returns the copies."""
+        """Start to copy int32 tensors to consecutive parts of the buffer. Returns views of these parts."""
         arrays, start = list[NDArray[np.int32] | None](), 0
         for tensor in tensors:
             if tensor is None:

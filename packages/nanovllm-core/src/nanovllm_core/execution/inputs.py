@@ -17,7 +17,7 @@ Int64Array = NDArray[np.int64]
 class Masks(NamedTuple):
     """Masks of tokens that requests may sample: the arguments of `apply_masks_`.
 
-    rows: int32 [n], index of the masked sample among the samples of the step; -1 for an unused mask.
+    rows: int32 [n], index of each mask's sample among the samples of the step; -1 for an unused mask.
     bits: int32 [n, words], one bit per token id; 1 for a token that may be sampled.
     """
 
@@ -131,7 +131,7 @@ class StepBuffer:
             self._last_packed_step = packed_step
 
     def first_rows(self, count: int) -> DeviceRows:
-        """Views of the first `count` entries."""
+        """Views of the first `count` requests."""
         table_rows, query_start_loc, is_sampled = self._rows
         return DeviceRows(table_rows[:count], query_start_loc[: count + 1], is_sampled[:count])
 

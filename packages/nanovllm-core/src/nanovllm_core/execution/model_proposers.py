@@ -1,7 +1,8 @@
 """Proposes drafts with a draft model, or with the model's head for multi-token prediction (MTP).
 
-Both store one cache entry per token, in blocks with the numbers of the model's blocks. A head computes the entries of a
-step's tokens during the step. A draft model computes entries only when it proposes (see `DraftPlanner`).
+Both store one cache entry per token, in a cache whose blocks have the same ids as the model's blocks. A head computes
+the entries of a step's tokens during the step. A draft model computes entries only when it proposes drafts (see
+`DraftPlanner`).
 """
 
 from abc import abstractmethod
@@ -31,7 +32,7 @@ _IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
 class _CachingProposer(Proposer):
     """Draws drafts one after the other, with the model's random numbers, so that equal logits give equal tokens.
 
-    entry_offset: distance between the position of a token and the position of its cache entry.
+    entry_offset: number of positions by which the cache entry of a token precedes the token.
     forward, compute_logits: see `PredictionHead`. cache: caches of the layers that `forward` runs.
     """
 
@@ -73,7 +74,7 @@ class _CachingProposer(Proposer):
     def _draw(
         self, rows: DeviceRows, step: StepTokens, hidden: Tensor, ops: int, sample: SampleTokens, num_proposed: Tensor
     ) -> None:
-        """Write drafts to the table, and add them to `num_proposed`. hidden: result of `_compute_step_entries`."""
+        """Write drafts to the table, and count them in `num_proposed`. hidden: result of `_compute_step_entries`."""
         table, (table_rows, _, is_sampled) = self._table, rows
         num_reqs = len(table_rows)
         max_seq_len = min(step.bounds.max_seq_len + table.max_drafts, self._config.max_model_len)
@@ -151,7 +152,7 @@ class _CachingProposer(Proposer):
 class DraftModelProposer(_CachingProposer):
     """Proposes the tokens of a draft model.
 
-    The ranks share the draft model like the model itself, so that they can't disagree about a draft.
+    The ranks split the draft model in the same way as the model, so that they can't disagree about a draft.
     """
 
     can_lag = True
@@ -175,8 +176,8 @@ class DraftModelProposer(_CachingProposer):
         self, rows: DeviceRows, step: StepTokens, hidden: Tensor, bounds: BatchBounds
     ) -> tuple[Tensor, Tensor]:
         del step
-        # Only the last two tokens lack entries. Proposing computed the entries of accepted drafts, and
-        # `compute_late_draft_entries` computed all other entries.
+        # Only the last two tokens lack entries. Earlier calls of `propose` computed the entries of accepted drafts,
+        # and `compute_late_draft_entries` computed all other entries.
         num_reqs, device = len(rows.table_rows), self._table.device
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * 2
         bounds = bounds._replace(num_tokens=2 * num_reqs, num_decodes=0, max_query_len=2)
@@ -192,7 +193,8 @@ class HeadProposer(_CachingProposer):
     """Proposes the tokens of the model's head for multi-token prediction.
 
     The cache entry of a token is at the position before the token, where the head takes the hidden state. So the last
-    entry of a block in the prefix cache may belong to another request's next token. This only lowers acceptance.
+    entry of a block belongs to the token after the block. If requests share the block but not this token, the entry is
+    wrong for some of them. This only lowers the acceptance of drafts.
     """
 
     entry_offset = 1

@@ -11,14 +11,14 @@ from nanovllm_core.execution.request_table import RequestTable, SamplingOps
 from nanovllm_core.scheduling.plan import CacheEntryRange
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams
 
-# Drafts are proposed if the last n tokens of the request also occur earlier in it. Minimum and maximum of n.
+# `NgramProposer` searches for the last n tokens of a request earlier in the request. Minimum and maximum of n.
 _MIN_MATCH, _MAX_MATCH = 3, 8
 
-# Value of `ops`, in place of `SamplingOps`, if no request needs drafts.
+# Value of the argument `ops` of `Proposer.propose`, in place of `SamplingOps`, if no request needs drafts.
 NO_DRAFTS = -1
 
-# (logits of this rank's share of n requests, rows of the n requests in the request table int32 [n], positions of the
-# new tokens int32 [n], `SamplingOps` as an integer) -> tokens int32 [n].
+# A function that samples one token per request: (logits of this rank's share of n requests, rows of the n requests in
+# the request table int32 [n], positions of the new tokens int32 [n], `SamplingOps` as an integer) -> tokens int32 [n].
 SampleTokens = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -28,8 +28,8 @@ class Proposer(ABC):
     CUDA graphs capture `propose`. So `propose` never waits for a GPU, and does the same work for all steps of a shape.
 
     uses_cache: whether the proposer has cache entries of tokens and drafts, so that proposing takes time and space.
-    can_lag: whether steps may leave out cache entries, which `compute_late_draft_entries` computes later.
-    reads_step: whether `propose` reads the step's tokens. If not, steps with equal numbers of requests share graphs.
+    can_lag: whether a step may skip cache entries of its tokens. `compute_late_draft_entries` computes them later.
+    reads_step: whether `propose` reads the step's tokens. If False, steps with equal numbers of requests share graphs.
     """
 
     uses_cache = can_lag = reads_step = False

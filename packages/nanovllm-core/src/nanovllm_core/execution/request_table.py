@@ -59,8 +59,8 @@ class StepInputs:
 
     device_rows: this rank's requests; without padding, unless ranks have different requests.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
-    sampling_indices: int64 [n], indices of the requests that sample, in the plan's order. In a step with drafts, the
-        index of each request's first token.
+    sampling_indices: int64 [n], indices of the requests that sample, in the plan's order. In a step with drafts,
+        indices of these requests' first tokens in the step.
     sampling_ops: `SamplingOps` of this rank's requests that sample, combined, without MASK. An int is faster than an
         enum flag.
     num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
@@ -102,7 +102,7 @@ class RequestTable:
     num_computed: int32 [rows], number of tokens that the cache holds.
     block_table: int32 [rows, blocks], KV block ids; 0 beyond the request's last block.
     token_counts: number of occurrences of each token id in the output; IN_PROMPT_BIT is set if the prompt has the id.
-    bias_until: first position at which a bias no longer applies.
+    bias_until: int32 [rows, biases], first position at which each bias no longer applies.
     num_prompt_tokens: only valid for rows with forbidden sequences.
     state_slots: int32 [rows], index of the request's recurrent state.
     checkpoints: int32 [rows, MAX_CHECKPOINTS, 2], pairs (position, state slot) of recurrent states to save.
@@ -165,7 +165,7 @@ class RequestTable:
         self._written_ops = np.zeros(num_rows, np.uint8)
         # `SamplingParams.logprobs` by row of the plan. The row numbers of a plan cover all ranks.
         self._num_logprobs = np.full(parallel.count_gathered(num_rows), -1, np.int64)
-        # If the same requests decode again, only new blocks are uploaded.
+        # The last step's (scheduled rows, inputs). If the same requests decode again, only new blocks are uploaded.
         self._last_step: tuple[ScheduledRows, StepInputs] | None = None
 
     def apply_plan(self, plan: StepPlan, num_reqs: int = 0) -> StepInputs:

@@ -37,7 +37,7 @@ class Constraint:
 
     matcher: None without a grammar, or after the output has completed the grammar.
     budget: None without a budget, after the reasoning has ended, or if a mask forbids a token of `budget.end`.
-    allowed_mask: see `make_mask`; allows `allowed_token_ids` and tokens that end a grammar; None if all are allowed.
+    allowed_mask: allows `allowed_token_ids` and tokens that end a grammar, see `make_mask`; None to allow all ids.
     num_launched_outputs: number of output tokens after all launched steps, if no draft is rejected.
     output_ids: the output tokens. In a constraint made by `fork`, drafts follow the output tokens.
     draft_ids: the drafts that the token table had for this row when the row's last step finished.

@@ -70,7 +70,7 @@ class Runner:
         self._host_copies: HostCopyRing | None = None
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
-            # The integers of a step that are copied to the host: the fields of `ChosenTokens`.
+            # The maximum number of integers that a step copies to the host: the fields of `ChosenTokens`.
             max_ints = config.max_num_seqs * (3 + config.max_drafts) + config.max_draft_step_tokens
             self._host_copies = HostCopyRing(max_ints, config.depth, stream)
         attention = layout.attention_specs[0]
@@ -93,7 +93,8 @@ class Runner:
         choices = self._token_chooser.choose_padded, self._token_chooser.propose_padded
         self._captured_functions = CapturedFunctions(self._run_padded_forward, *choices, self.proposer)
         self._forward = ForwardPass(model, self._table, self.cache, config, parallel)
-        # Sends plans to the other ranks. None if there is one rank, and at start-up, when all ranks run the same steps.
+        # Sends plans to the other ranks. None if there is one rank. Also None at start-up, because all ranks then run
+        # the same steps.
         self.plan_publisher: PlanPublisher | None = None
         # `allocate` lowers this number if the cache holds fewer tokens.
         self.max_model_len = config.max_model_len
@@ -188,9 +189,10 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, num_masks: int | None = None) -> StepHandle:
-        """Launch a step. On CUDA the host waits for the previous step only if masks of tokens depend on it.
+        """Launch a step. On CUDA the host waits for the previous step only if a token mask depends on that step.
 
         If `config.forbid_sync` is set, any other wait for the device raises RuntimeError.
+        A token mask has the tokens that a grammar allows.
         num_masks: number of token masks that rank 0 broadcasts; None on rank 0.
         """
         start = time.perf_counter()
@@ -225,9 +227,7 @@ class Runner:
     ) -> tuple[ForwardOutput, ChoiceGraphs | None, Sequence[PromptScores]]:
         """Run the forward pass. Returns its output, the graphs that choose tokens, and the prompt scores.
 
-        The graphs are None without a replay.
-
-        captured: the step to replay; None to launch kernels.
+        captured: the step to replay. If None, launch kernels: the returned graphs are then None.
         """
         forward = self._forward
         if captured is not None:

@@ -37,7 +37,7 @@ class StepHandle:
 
     logprobs: log-probabilities of the samples of requests that ask for them; None without such requests.
     host_slot: the buffer for the tokens; None on a CPU. Later steps overwrite the buffer, see `HostCopyRing`.
-    failures: why requests can't sample a token.
+    failures: requests that can't sample one of their tokens, with the reasons.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StepHandle:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """New tokens of a finished step, int32 [m]. Each request that samples has `num_tokens` of these tokens."""
+        """New tokens of a finished step, int32 [m]. The i-th request that samples has num_tokens[i] tokens."""
         if self._samples is None:
             return np.zeros(0, np.int32)
         if self._num_new is None:
@@ -137,8 +137,8 @@ class StepHandle:
     def _read_logprobs(self) -> Sequence[tuple[int, TokenLogprobs]]:
         if self._logprobs is None:
             return ()
-        # For each sample: number of top tokens to report (-1: no log-probabilities), and index among new tokens (-1:
-        # the sample is not a new token).
+        # For each sample: number of top tokens to report (-1: no log-probabilities), and the sample's index in
+        # `token_ids` (-1: the sample is not a new token).
         num_top, output_indices = self._num_logprobs, np.arange(len(self._num_logprobs))
         if self._num_new is not None:
             num_top = np.repeat(num_top, self._query_lens)

@@ -23,7 +23,7 @@ from nanovllm_core.scheduling.plan import StepPlan
 from nanovllm_kernels import sampling
 from nanovllm_kernels.request_tables import TokenTables, commit_tokens, verify_drafts
 
-# Tokens, and the number of new tokens of each request, see `ChosenTokens`.
+# The fields `samples` and `num_new` of `ChosenTokens`.
 SampledTokens = tuple[Tensor, Tensor | None]
 ResultT = TypeVar("ResultT")
 # The graphs of one shape, least work first: maps the operations of each graph, as an integer, to (graph, its result).
@@ -100,7 +100,7 @@ class TokenChooser:
         num_masks: result of `begin_step` on rank 0.
         host_slot: None on a CPU.
         graphs: graphs that read `output`; None to launch kernels.
-        prompt_scores: one entry per `PromptLogprobsRange` of the plan.
+        prompt_scores: one `PromptScores` per `PromptLogprobsRange` of the plan.
         proposes: see `BatchShape`.
         """
         constraints, ops = self._constraints, step.sampling_ops
@@ -135,7 +135,10 @@ class TokenChooser:
         return handle
 
     def _fill_masks(self, step: StepInputs, num_masks: int) -> Masks | None:
-        """The masks of a step. Rank 0 fills the masks, and waits for the previous step if they depend on its tokens."""
+        """The masks of a step; None if there is one rank and no row is restricted.
+
+        Rank 0 fills the masks, and waits for the previous step if they depend on its tokens.
+        """
         masks = None
         if self._parallel.rank == 0:
             masks = self._constraints.fill_masks(step.sampling_indices)
@@ -222,7 +225,7 @@ def _update_pending(num_pending: Tensor, rows: DeviceRows, num_new: Tensor | Non
     num_pending: see `RequestTable`.
     num_new: int32 [n], number of new tokens of each request; None without drafts.
     """
-    # All padding entries have row 0 and no tokens. Add differences (0 for padding), so equal rows do not conflict.
+    # Padding has row 0 and no tokens. Adding differences (0 for padding) is right even if row 0 occurs several times.
     num_tokens = rows.query_start_loc.diff()
     target = 0 if num_new is None else num_new - 1
     difference = (target - num_pending.index_select(0, rows.table_rows)).masked_fill_(num_tokens == 0, 0)
@@ -230,7 +233,7 @@ def _update_pending(num_pending: Tensor, rows: DeviceRows, num_new: Tensor | Non
 
 
 def _select_own_masks(masks: Masks, num_own_rows: int, parallel: ParallelContext) -> Masks:
-    """The masks of the requests for which this rank chooses tokens. Masks of other requests become unused."""
+    """The masks of the requests for which this rank chooses tokens. Marks all other masks as unused."""
     if parallel.size == 1:
         return masks
     own_indices = masks.rows - parallel.rank * num_own_rows

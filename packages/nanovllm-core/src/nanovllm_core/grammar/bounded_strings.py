@@ -2,9 +2,9 @@
 
 Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per character. Longer bounds take 17 ms per mask.
 """
-# `x{0,n}`, up to n characters of the class x, becomes optional runs of blocks, followed by a tail. A block has
-# BLOCK_LENGTH characters. Each run takes half of the remaining blocks. All strings share the rules of tails, such as
-# `tail2 ::= "" | x tail1`.
+# `x{0,n}`, up to n characters of the class x, becomes optional runs of blocks, followed by a tail. A block has exactly
+# BLOCK_LENGTH characters. Each run takes half of the remaining blocks. A tail is a rule for up to a number of
+# characters, such as `tail2 ::= "" | x tail1`. All strings of a class share these rules.
 # Blocks have a lookahead that never matches. xgrammar applies lookaheads to masks, but not to accepted tokens.
 # The lookahead keeps tokens that cross a block's end out of masks. Without it, xgrammar tests such tokens at run time.
 # The tail allows these tokens: each run is optional, so a tail can begin wherever a block begins.
@@ -20,7 +20,7 @@ from typing import Any, cast
 # Number of characters in a block, and in half of a block.
 BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
-# Minimum number of characters in a tail after blocks. A tail never allows a token that is longer than the tail.
+# Minimum length of a tail that follows blocks, in characters. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
 # xgrammar's automaton compiles a string of `low` to `high` characters fast if `low` is above MAX_REQUIRED_LENGTH,
 # `high` is at most MAX_AUTOMATON_LENGTH, and the string's character class has at most MAX_FEW_CHARACTERS characters.
@@ -60,7 +60,8 @@ class BoundedString:
     high: int | None
 
 
-# Most bounded strings share rules with these strings: tails of up to 47 characters, blocks, and short chains.
+# Most bounded strings share rules with these strings: tails of up to 47 characters, blocks, and short chains (see
+# `_SharedRules`).
 _USUAL_STRINGS = [
     BoundedString(_ANY_CHARACTER, low, high)
     for low, high in ((0, MIN_TAIL_LENGTH + BLOCK_LENGTH - 1), (0, 1000), (4, 1000), (4, None))
@@ -127,7 +128,7 @@ class BoundedStrings:
 
 
 def write_common_string_rules() -> str:
-    """A grammar with the rules that most bounded strings share, so that a compiler can compile these in advance."""
+    """A grammar with the rules that most bounded strings share, so that a compiler can compile them in advance."""
     shared = _SharedRules(_ANY_CHARACTER, "bounded_any_")
     bodies = [shared.write_rule_body(bounded) for bounded in _USUAL_STRINGS]
     strings = [f"string{index} ::= {body}" for index, body in enumerate(bodies)]

@@ -140,7 +140,7 @@ def _make_key_finder(bodies: dict[str, str]) -> Callable[[str], int | str]:
 
     def find_key(name: str) -> int | str:
         if name not in keys:
-            keys[name] = name  # The key while the rule's references are resolved, and at the end of a long chain.
+            keys[name] = name  # This key is used until the references are resolved, and at the end of a long chain.
             if name in bodies and len(in_progress) < MAX_REFERENCE_DEPTH:
                 in_progress.append(name)
                 parts = _LITERAL.sub("", _CLASS.sub("", bodies[name]))

@@ -234,7 +234,7 @@ def _short_message(error: Exception) -> str:
 def write_rules(spec: GrammarSpec) -> str | None:
     """The rules of a grammar whose JSON schemas were converted by `convert_grammar`, in xgrammar's syntax.
 
-    Returns None for other kinds of grammars, and for a structural tag that names tokens by their text.
+    Returns None for regular expressions, for EBNF, and for a structural tag that names tokens by their text.
     Raises GrammarError, also if compiling the rules would cost too much.
     """
     if spec.kind not in ("json_schema", "structural_tag"):
@@ -285,7 +285,7 @@ def prepare_source(spec: GrammarSpec) -> tuple[str, BoundedStrings]:
     if not isinstance(source, dict):
         raise ValueError("a structural tag must be a JSON object")
     for json_format in _json_formats(cast("dict[str, Any]", source).get("format")):
-        # In other styles, xgrammar splits patterns into letters, so `insert_rules` would not find the marks.
+        # In styles other than JSON, xgrammar splits patterns into letters, so `insert_rules` would not find the marks.
         if json_format.get("style", "json") == "json":
             json_format["json_schema"] = bounded_strings.mark_patterns(json_format.get("json_schema"))
         if json_format.get("max_whitespace_cnt") is None:

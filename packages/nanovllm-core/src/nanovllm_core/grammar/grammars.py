@@ -87,7 +87,7 @@ class Grammars:
             grammar = await asyncio.get_running_loop().run_in_executor(self._pool, self._vetting_compiler.compile, spec)
         except GrammarError:
             raise
-        # For example, the vocabulary can't be read: report this error to the callers and in the log.
+        # Another error, for example while reading the vocabulary: report it to the callers and in the log.
         except Exception as error:
             _log.exception("a grammar could not be compiled")
             raise GrammarError(f"grammars can't be compiled now: {type(error).__name__}: {error}") from error

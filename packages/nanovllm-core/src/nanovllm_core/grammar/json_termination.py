@@ -9,14 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A string is closed when it ends with at least MIN_REPETITIONS repetitions and MIN_REPEATED_TOKENS repeated tokens.
+# Repetitions of a pattern at a string's end close the string. Minimum number of repetitions, and of repeated tokens.
 MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.
 MAX_PERIOD_TOKENS = 64
 # Maximum number of tokens of a string, if the grammar allows the string to end.
 MAX_STRING_TOKENS = 8_192
-# If the grammar does not allow a repetitive string to end, the repetition must stop after this number of tokens.
+# If the grammar does not allow a repetitive string to end, its repetition must stop after the string has this number
+# of tokens.
 MAX_STUCK_TOKENS = 512
 # Maximum number of characters of an integer of 64 bits.
 MAX_INTEGER_LENGTH = 20

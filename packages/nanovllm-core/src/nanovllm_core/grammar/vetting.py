@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_SECONDS = 10.0
 MAX_WALL_SECONDS = 60.0
 MAX_BYTES = 512 << 20
-# Time for the vetting process to import torch, or to kill a child after the deadline.
+# Maximum time for the vetting process to import torch, or to kill a child after the deadline.
 _START_TIMEOUT_S = 60.0
 
 # Verdicts on a grammar. Each reply of the vetting process ends with one of these bytes.

@@ -127,7 +127,7 @@ class _ElementBuilder:
         return sequence(*elements)
 
     def _unnamed_elements(self, schema: dict[str, JSON]) -> TagFormat:
-        """Elements with any names if the schema allows undeclared properties; otherwise, the empty text."""
+        """Elements with any names; the empty text if the schema allows no undeclared properties."""
         value = schema.get("additionalProperties", False)
         if value is False:
             return literal("")

@@ -13,7 +13,7 @@ from nanovllm_kernels.elementwise import QKNorm, Rotation, rope_and_cache
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Counts this rank's heads. A fused projection contains first query, then key, then value heads.
+    """Numbers of this rank's heads. A fused projection contains the query heads, the key heads, then the value heads.
 
     num_heads: number of query heads.
     """
@@ -26,8 +26,8 @@ class HeadLayout:
     def for_rank(num_heads: int, num_kv_heads: int, head_dim: int, parallel: ParallelContext) -> "HeadLayout":
         """Split a layer's heads over the ranks. Query heads are on the same rank as their key-value head.
 
-        If the ranks can't split the key-value heads evenly, the last ranks have additional heads of zeros. If there are
-        more ranks than key-value heads, several ranks have the same key-value head.
+        If the ranks can't split the key-value heads evenly, the last ranks have additional heads with zero weights.
+        If there are more ranks than key-value heads, several ranks have the same key-value head.
         Raises ValueError if the ranks can't share the heads.
         """
         kv_heads = parallel.own_groups(num_kv_heads, "num_key_value_heads")

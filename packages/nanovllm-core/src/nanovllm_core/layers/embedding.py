@@ -20,7 +20,7 @@ class VocabEmbedding(WeightedModule):
     If ranks have different requests, each rank has the whole table.
 
     weight: [rows of this rank, hidden_size].
-    head_weight: the rows of `weight` for which this rank computes logits, if the output head uses this table.
+    head_weight: rows of `weight` that are this rank's weight of the output head, if the head uses this table.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):

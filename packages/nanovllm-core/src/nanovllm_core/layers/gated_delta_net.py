@@ -45,7 +45,7 @@ class DeltaShape:
 class GatedDeltaNet(WeightedModule):
     """A recurrent layer. Callers run `project`, `forward` and `out_proj` in this order.
 
-    These methods are separate: one compiled function can then contain `out_proj` and the next layer's `project`.
+    The methods are separate, so that one compiled function can contain `out_proj` and the next layer's `project`.
     Raises ValueError if the ranks can't share the heads evenly.
 
     cache_index: index of the layer in `ForwardContext.state_caches`.

@@ -20,10 +20,10 @@ from nanovllm_kernels.gemm.block_fp8 import GROUP, BlockFP8Weight
 
 
 class LinearPart(NamedTuple):
-    """A linear layer that a ColumnParallelLinear fuses.
+    """One of the linear layers that a ColumnParallelLinear fuses.
 
     name: name in the checkpoint without the parent's path.
-    num_groups: number of groups of equal size in the output, such as heads. A rank gets whole groups, see
+    num_groups: number of equal groups of output rows, such as heads. A rank gets whole groups, see
         `ParallelContext.own_groups`. None: the ranks split the rows evenly.
     splits_groups: matters if there are more ranks than groups. True: the ranks split all rows evenly. False: several
         ranks have the same group.
@@ -138,13 +138,13 @@ def _check_rows(parts: Sequence[LinearPart], own_rows: Sequence[slice]) -> None:
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer whose result is added to the residual stream. Each rank has a part of the input features.
+    """A linear layer whose result is added to the residual stream. Each rank has a share of the input features.
 
     Raises ValueError if the ranks can't share the input features or the FP8 blocks (GROUP x GROUP) evenly.
 
     name: name of the layer in the checkpoint, for the error.
-    own_columns: input features of this rank; None for an even share. May end after `in_features`: the weights of
-        the additional features are zeros.
+    own_columns: input features of this rank; None for an even share. The slice may end after `in_features`: the
+        weights of the additional features are zeros.
     quantization: format of the weight; None for the model's dtype.
     """
 
@@ -188,7 +188,7 @@ class RowParallelLinear(_Linear):
         return stream.add(self._parallel, lambda base: self.add_partial(x, base))
 
     def add_partial(self, x: Tensor, base: Tensor | None = None) -> Tensor:
-        """Return this rank's part of the result, plus `base` [T, out_features]. May overwrite `base`."""
+        """Return this rank's term of the sum over ranks, plus `base` [T, out_features]. May overwrite `base`."""
         return linear(x, self.weight, self.bias, base)
 
     def weight_slots(self, layer_name: str) -> Iterator[tuple[str, WeightSlot]]:

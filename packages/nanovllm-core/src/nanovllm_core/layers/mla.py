@@ -184,7 +184,7 @@ class LatentAttention(WeightedModule):
         return self.q_b_proj.forward(compressed, self.q_a_layernorm), latents
 
     def forward(self, q: Tensor, latents: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Rotate, write latents to the cache and compute attention; returns [T, heads * value_dim].
+        """Rotate queries and keys, write latents to the cache, and compute attention. Returns [T, heads * value_dim].
 
         q, latents: results of `project`, overwritten.
         """

@@ -151,8 +151,8 @@ class Router(WeightedModule):
 class Experts(WeightedModule):
     """Gated feed-forward experts.
 
-    Each rank has an even share of every expert's width. With `ParallelContext.has_whole_experts`, each rank has an
-    even share of the experts instead.
+    Each rank has an even share of every expert's width. If `ParallelContext.has_whole_experts` is True, each rank has
+    an even share of the experts instead.
     Raises ValueError if the ranks can't share the width, the FP8 blocks (GROUP x GROUP) or the experts evenly.
 
     shared: names of the shared expert, which is stored as the last expert; None if no shared expert is fused.
@@ -176,7 +176,7 @@ class Experts(WeightedModule):
         self._shared_names = shared
         self._num_experts = num_experts + (shared is not None)
         self._shape = (intermediate_size, hidden_size)
-        # How the ranks share each expert, and the ids of the experts of which this rank has a part.
+        # `_width_split`: how the ranks split each expert. `_own_ids`: experts that this rank has, whole or in part.
         self._width_split = build.parallel
         self._own_ids = range(self._num_experts)
         if build.parallel.has_whole_experts:

@@ -124,7 +124,7 @@ def fill_normal(weight: Tensor, generator: torch.Generator) -> None:
 def make_share_copier(target: Tensor, *source_slices: slice) -> Callable[[Tensor], object]:
     """Make a function that copies `tensor[source_slices]` to the beginning of `target`.
 
-    Slices may exceed the tensor. The elements of `target` for which the tensor has no elements do not change.
+    If a slice exceeds the tensor, the copy is smaller than `target`, and the rest of `target` does not change.
     """
 
     def copy_share(tensor: Tensor) -> None:

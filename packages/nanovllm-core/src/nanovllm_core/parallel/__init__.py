@@ -40,7 +40,7 @@ class ParallelContext:
         return total // self.size
 
     def own_groups(self, num_groups: int, quantity: str) -> slice:
-        """This rank's slice of `num_groups` groups. All slices are equally long, so some may end after `num_groups`.
+        """This rank's slice of `num_groups` groups. All slices have equal lengths, so some may end after `num_groups`.
 
         If there are more ranks than groups, several ranks have the same group.
         Raises ValueError if some groups would have more ranks than others.
@@ -63,7 +63,7 @@ class ParallelContext:
         return ParallelContext() if self.splits_requests else self
 
     def gather_requests(self, x: Tensor) -> Tensor:
-        """The rows of the requests of all ranks, from rows `x` [n, ...] of this rank's requests.
+        """The rows of all ranks' requests. x: [n, ...], the rows of this rank's requests.
 
         Returns [size * n, ...] in the order of ranks if ranks have different requests, else `x`.
         """
@@ -85,7 +85,7 @@ class ParallelContext:
         return self.num_request_groups * count
 
     def broadcast_rows(self, x: Tensor, owner: int) -> Tensor:
-        """The `x` of rank `owner` if ranks have different requests, else `x`. Every rank's `x` has the same shape."""
+        """The `x` of rank `owner` if ranks have different requests, else this rank's `x`. All shapes are equal."""
         if self.splits_requests:
             x = x.clone()
             self.broadcast(x, owner)

@@ -14,8 +14,8 @@ _PIECE_HEADER = struct.Struct("<IIQ")
 RING_BYTES = 1 << 22
 # A message is cut into pieces of at most this size, so that a message may be larger than the ring.
 MAX_PIECE_BYTES = RING_BYTES // 4
-# A reader polls without sleeping for SPIN_S after a message, and then sleeps IDLE_POLL_S between polls. While the ring
-# is full, the writer sleeps WRITER_POLL_S between polls.
+# A waiting reader sleeps IDLE_POLL_S between polls. A reader that spins polls without sleeping in the first SPIN_S of
+# the wait. While the ring is full, the writer sleeps WRITER_POLL_S between polls.
 SPIN_S = 0.2
 IDLE_POLL_S = 0.0005
 WRITER_POLL_S = 0.0001
@@ -85,8 +85,8 @@ class PlanWriter:
 class PlanReader:
     """Reads each message once, in order. Only one thread may read.
 
-    spins: whether `read` polls without sleeping for SPIN_S seconds. A sleep would delay a message by 0.1 ms or more,
-        but a spinning thread occupies a core.
+    spins: whether `read` first polls for SPIN_S seconds without sleeping. A sleep would delay a message by 0.1 ms or
+        more, but a spinning thread occupies a core.
     """
 
     def __init__(self, positions: memoryview, data: memoryview, index: int, *, spins: bool):

@@ -28,8 +28,8 @@ class StepLimits(NamedTuple):
         MIN_MIXED_DECODE_STEPS usual decode steps, whichever is larger.
     prompt_step_limit_s: time limit of a step without decodes, unless `target_s` is larger.
     attention_estimator: estimates how long the attention of chunks takes.
-    padded_token_counts: token counts per group, ascending, to which steps with prompts are padded. Larger steps are not
-        padded.
+    padded_token_counts: numbers of tokens per group, in ascending order. A step with prompts is padded to the next of
+        these numbers. Larger steps are not padded.
     """
 
     max_tokens: int
@@ -77,7 +77,8 @@ class StepBudget:
         usable_share = 1 - min(_MARGIN_PER_EXCESS * self._model.mean_excess, _MAX_MARGIN)
         decode_step_s = self._model.decode_step_s
         self._limit_s = usable_share * limits.time_limit_s(num_decodes, decode_step_s)
-        # A chunk that leaves its prompt unfinished delays prompts that finish in the step, so this limit may be lower.
+        # Time limit if a chunk after the first leaves its prompt unfinished. Such a chunk delays prompts that finish in
+        # the step, so this limit may be lower than `_limit_s`.
         self._unfinished_chunk_limit_s = min(self._limit_s, usable_share * limits.time_limit_s(1, decode_step_s))
         self._has_unfinished_prompt = False
 

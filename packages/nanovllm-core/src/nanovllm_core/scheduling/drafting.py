@@ -90,7 +90,8 @@ class DraftPlanner:
     ) -> tuple[bool, NDArray[np.int64]]:
         """Whether a step proposes drafts, and the number of late entries that it computes for each row, int64 [n].
 
-        num_late: int64 [n], number of late entries of each row, without which the row's drafts are not usable.
+        num_late: int64 [n], number of late entries of each row. The row's drafts are usable only if the step
+            computes all these entries.
         """
         table, limits, costs = self._rows, self._limits, self._model.coefficients
         num_now = np.zeros_like(num_late)
@@ -187,7 +188,7 @@ class DraftPlanner:
         if step_s <= 0 or draft_s <= 0:
             return max_drafts
         num_tokens, seconds, num_drafts = float(work.num_tokens), step_s, max_drafts
-        # The output rate and the numbers of drafts depend on each other. Two rounds come close enough.
+        # The output rate and the numbers of drafts depend on each other. Two iterations come close enough.
         for _ in range(2):
             # The expected number of tokens by which the last draft must increase the output.
             min_gain = draft_s * num_tokens / seconds

@@ -55,7 +55,7 @@ class NewBlocks:
     """New entries of the block table: block_table[rows[i], entries[i]] becomes block_ids[i]."""
 
     rows: list[int] = field(default_factory=list[int])
-    entries: list[int] = field(default_factory=list[int])  # indices among the blocks of the row's request
+    entries: list[int] = field(default_factory=list[int])  # positions in the row's list of blocks
     block_ids: list[int] = field(default_factory=list[int])
 
     def add(self, row: int, first_entry: int, block_ids: Sequence[int]) -> None:
@@ -66,8 +66,9 @@ class NewBlocks:
 
 
 class NewState(NamedTuple):
-    """State slot of a new row, and the checkpoints to save. Only recurrent models have states.
+    """The recurrent state of a new row, and the checkpoints (copies of the state) to save.
 
+    slot: slot that holds the state; 0 for a model without recurrent layers.
     source_slot: slot of the checkpoint from which the row starts; 0 if its state starts from zeros.
     """
 
@@ -188,8 +189,8 @@ class StepResults(NamedTuple):
     tokens: int32 [m], the new tokens of the sampled rows, in the plan's order. Each row has one token
         if `drafts` is None, else `drafts.num_tokens` tokens.
     logprobs: pairs (index into `tokens`, log-probabilities) of rows that ask for log-probabilities.
-    grammar_failures: pairs (index among the sampled rows, reason). The tokens of a row whose grammar failed are
-        meaningless.
+    grammar_failures: pairs (i, reason) if the grammar of the i-th sampled row failed, with i from 0. The tokens of
+        such a row are meaningless.
     prompt_logprobs: one `PromptLogprobs` per `PromptLogprobsRange` of the plan, in the same order.
     drafts: None without speculation, or if no row samples.
     """

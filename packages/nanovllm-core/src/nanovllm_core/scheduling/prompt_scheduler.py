@@ -24,9 +24,9 @@ MIN_OLDEST_SHARE = 0.25
 # Once this many other requests have been admitted while a request waits for free blocks, only requests of earlier
 # service classes may overtake the waiting request.
 MAX_BYPASSES = 32
-# A group (see `Scheduler`) is overloaded if it exceeds the emptiest group by more than this number of running requests.
-# A request starts in the group that has cached most of its prompt, preferably in a group that is not overloaded: steps
-# take as long as the largest group needs.
+# A group (see `Scheduler`) is overloaded if it has over MAX_GROUP_IMBALANCE more running requests than the emptiest
+# group. A request prefers groups that are not overloaded, because steps take as long as the largest group needs. Among
+# these groups it prefers the group that has cached most of its prompt.
 MAX_GROUP_IMBALANCE = 4
 
 
@@ -228,7 +228,7 @@ class PromptScheduler:
     def _admit(
         self, request: RequestState, group: int, budget: StepBudget, prompts: ScheduledPrompts
     ) -> float | BlockShortage:
-        """Admit a request to `group`. Returns the first chunk's predicted seconds, 0 without a chunk, or a shortage."""
+        """Admit a request to `group`. Returns the first chunk's predicted seconds (0 without a chunk) or a shortage."""
         cache = self._caches[group]
         if cache.awaits_load(request):
             return 0.0

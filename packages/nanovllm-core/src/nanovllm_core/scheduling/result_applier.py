@@ -18,8 +18,8 @@ COMMIT_INTERVAL_TOKENS = 64
 class NewTokens(NamedTuple):
     """The new tokens of a step's unfinished requests.
 
-    columns: rows, objects, keys and output lists of the requests.
-    tokens: int32 [m], the tokens of each request, in order.
+    columns: the requests, and their rows, keys and lists of output tokens.
+    tokens: int32 [m], all tokens of the first request, then all tokens of the second request, and so on.
     num_tokens: int64 [n], number of tokens of each request.
     """
 

@@ -13,7 +13,7 @@ _NO_TOKEN = -1
 
 
 class RowTable:
-    """Rows 0..num_rows-1. A request keeps its row until no step in flight refers to the row.
+    """A table with rows 0..num_rows-1. A request keeps its row until no step in flight refers to the row.
 
     Each group of requests has num_rows / num_groups consecutive rows (see `Scheduler`).
 

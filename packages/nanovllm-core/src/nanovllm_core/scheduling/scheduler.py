@@ -282,7 +282,7 @@ class Scheduler:
         prompts: ScheduledPrompts,
         num_drafts: RowIndices | None,
     ) -> ScheduledStep:
-        """Make the plan, and count its tokens as computed and sampled.
+        """Make the step. Updates `rows` as if the step had already computed and sampled its tokens.
 
         decode_works: work of each group's decodes, without drafts.
         num_drafts: number of drafts of each of `decode_rows`; None for a step without drafts.
@@ -337,7 +337,7 @@ class Scheduler:
     def _measure_largest_group(
         self, decode_works: Sequence[StepWork], chunks: Sequence[PromptChunk], chunk_ranges: Sequence[tuple[int, int]]
     ) -> tuple[int, StepWork]:
-        """The number of requests of the largest group, and a `StepWork` with the maximum of each number over groups.
+        """The maximum number of requests of a group, and a `StepWork` whose fields are maxima over the groups.
 
         No number includes padding.
         chunk_ranges: (first position, number of tokens) of each chunk.

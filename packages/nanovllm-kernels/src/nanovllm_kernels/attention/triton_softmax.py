@@ -14,8 +14,9 @@ LOG2_E = 1.4426950408889634
 def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.constexpr):
     """Return (weights of the block's keys, factor for sums of earlier blocks, new maximum, new sum of weights).
 
-    scores: [rows, keys] of one block of keys. running_max, running_sum: maximum and sum of weights of earlier blocks.
-    ROWS_MAY_BE_MASKED: whether all keys so far may be masked for a row.
+    scores: [rows, keys] of one block of keys. running_max, running_sum: maximum score and sum of weights of
+        earlier blocks.
+    ROWS_MAY_BE_MASKED: whether all keys so far may be masked in some row.
     """
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     shift = new_max

@@ -39,7 +39,7 @@ class PartialResults(NamedTuple):
 def allocate_partial_results(
     work: WorkList, num_head_blocks: int, num_rows: int, head_dim: int, device: torch.device
 ) -> PartialResults:
-    """Allocate uninitialised results. num_rows: rows of a tile."""
+    """Allocate uninitialised results. num_rows: number of rows of a tile."""
     shape = (2 * work.num_parts, num_head_blocks, num_rows)
     return PartialResults(
         torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
@@ -59,7 +59,7 @@ def merge_parts(
         return
     _, num_head_blocks, num_rows, head_dim = partial.out.shape
     padded_dim = tile_configs.next_power_of_2(head_dim)
-    # Slots and rows that a program merges at once. Few slots suffice for tiles of many rows, which span few parts.
+    # How many slots and rows a program merges at once. Few slots suffice for tiles of many rows, which span few parts.
     merged_slots = max(16, MERGE_ELEMENTS // padded_dim) if num_rows <= 64 else 4
     merged_rows = max(1, MERGE_ELEMENTS // merged_slots // padded_dim)
     row_programs = max(1, min(num_rows // merged_rows, MERGE_PROGRAMS // ((num_parts - 1) * num_head_blocks)))

@@ -1,6 +1,6 @@
-"""Copies whole blocks of paged caches between the caches of all layers and contiguous rows of bytes.
+"""Copies blocks of paged caches to rows of bytes, and back. A row holds one block of all layers' caches.
 
-The functions are not torch operators, because nothing compiles or captures them.
+The functions are not torch operators, because neither compiled code nor CUDA graphs contain these functions.
 """
 
 import torch

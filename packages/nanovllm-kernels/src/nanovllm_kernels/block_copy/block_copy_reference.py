@@ -1,4 +1,4 @@
-"""Copies of blocks in plain torch."""
+"""Copies blocks in plain torch."""
 
 from collections.abc import Iterator, Sequence
 

@@ -17,7 +17,7 @@ def sum_all(peers: PeerMemory, x: Tensor, out: Tensor, launch: ExchangeLaunch, *
     Sums are computed in float32, in rank order.
 
     x: contiguous; float32, bfloat16 or float16.
-    sends_parts: sum this rank's part of each `x` [size, ...]. False: sum the whole tensors, and `out` may be `x`.
+    sends_parts: True sums this rank's part of each `x` [size, ...]. False sums whole tensors; `out` may then be `x`.
     """
     part_size = out.numel()
     _launch(peers, x, out, part_size, part_size, launch, sends_parts=sends_parts, sums=True, is_exact=False)
@@ -38,7 +38,8 @@ def concatenate(
     x: int32 [row, column], or [size, row, column] if `sends_parts` is set; contiguous.
     out: int32 [row, size, column], contiguous.
     row_size: number of columns.
-    is_exact: send all bits. False: the words contain floating-point values, and a NaN may become another NaN.
+    is_exact: whether all bits must arrive unchanged. If False, `x` holds floating-point values, and a NaN may arrive as
+        another NaN.
     """
     part_size = out.numel() // peers.size
     _launch(peers, x, out, part_size, row_size, launch, sends_parts=sends_parts, sums=False, is_exact=is_exact)
@@ -97,7 +98,7 @@ def _exchange(
     SUMS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Send some chunks of each part, then receive the same chunks of other ranks' parts."""
+    """Send every num_programs-th chunk (CHUNK_UNITS units) of each part. Then receive the other ranks' chunks."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PER_UNIT], [32, 1], [WARPS, 1], [1, 0])  # a unit per thread
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     units = gl.arange(0, CHUNK_UNITS, layout=gl.SliceLayout(1, LAYOUT))[:, None]

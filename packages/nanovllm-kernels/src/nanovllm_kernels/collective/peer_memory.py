@@ -13,15 +13,15 @@ class PeerMemory:
 
     A slot receives one unit of SLOT_BYTES bytes (see `gluon_peer_memory`). Program p of a kernel sends only to program
     p of each peer. A slot must be empty before a program sends to the slot again. The calls of a program therefore
-    alternate between two phases. Between two calls of the same phase, the program receives units from each peer. A peer
-    sends these units only after the peer's kernel that emptied the slots of this phase has ended.
+    alternate between two phases, so calls k and k + 2 use the same slots. A peer's call k empties these slots, and ends
+    before the peer sends units in call k + 1. The program receives these units before its own call k + 2.
 
     size: number of ranks.
     addresses: int64 [size], the address of each rank's buffer.
     phases: int32 [MAX_PROGRAMS], the phase of each program's next call. Device memory holds the phases, so that
         graphs can replay calls.
     num_programs: maximum number of programs of a kernel.
-    region_bytes: size of the slots that a program has per phase and sender.
+    region_bytes: total bytes of the slots that a program has per phase and sender.
     buffer: the owner of the mapped memory.
     """
 

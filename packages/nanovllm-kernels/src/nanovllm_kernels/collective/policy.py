@@ -49,7 +49,7 @@ class LaunchPolicy:
     """Chooses the kernels' launches.
 
     num_programs: maximum number of programs of a kernel.
-    region_bytes: size of the slots that a program has per phase and sender.
+    region_bytes: total bytes of the slots that a program has per phase and sender.
     """
 
     size: int  # number of ranks
@@ -93,7 +93,7 @@ class LaunchPolicy:
 
 
 def choose_region_bytes(size: int) -> int:
-    """Return the bytes of slots per program, phase and sender that kernels of `size` ranks need."""
+    """Return how many bytes of slots a program needs per phase and sender, for `size` ranks."""
     chunk_bytes = LARGE_CHUNK_UNITS * SLOT_BYTES
     num_chunks = -(-TWO_SHOT_MAX_BYTES // (size * MAX_PROGRAMS * chunk_bytes))
     # A two-shot kernel has half of a region for the terms of sums, and half for sums.

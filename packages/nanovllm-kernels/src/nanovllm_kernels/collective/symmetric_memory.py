@@ -9,14 +9,14 @@ import torch.distributed._symmetric_memory as torch_symmetric_memory
 
 
 class SymmetricBuffer:
-    """A buffer per rank of a process group, which the kernels of every rank can read and write.
+    """One buffer per rank of a process group. The kernels of every rank can read and write all these buffers.
 
     memory: uint8 [num_bytes], this rank's buffer.
     addresses: address of each rank's buffer in this process, in rank order. Valid as long as this object exists.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
-        """Allocate and map the buffers. All ranks of `group` call this with equal sizes.
+        """Allocate and map the buffers. All ranks of `group` call this with equal `num_bytes`.
 
         Raises: RuntimeError if the GPUs can't access each other's memory.
         """

@@ -112,8 +112,8 @@ def rope_and_cache(
     rotation: applies to the first rot <= D dimensions of each head. Dimensions i and i + rot / 2 form a pair (Su et al.
         2021, in GPT-NeoX's order).
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset. Unique except for padding.
-    kv_cache: [N, P, 2 Hkv, D], contiguous. Key heads precede value heads in a slot. The dtype is e4m3 or that of `qkv`.
-        On a CPU with float32 `qkv`, any dtype is supported.
+    kv_cache: [N, P, 2 Hkv, D], contiguous: N pages of P slots. Key heads precede value heads in a slot. The dtype is
+        e4m3 or that of `qkv`. On a CPU with float32 `qkv`, any dtype is supported.
     qk_norm: norms of query and key heads before the rotation. None: no norms.
     kv_scales: uint8 [N, 2 Hkv, P], contiguous. None: the cache is not FP8.
     writes_back_keys_values: whether to also write the cached keys and values back to `qkv`.
@@ -169,7 +169,8 @@ def latent_rope_and_cache(
     norm_weight: [L], plain or from `prepare_norm_weight`.
     rotation: rotates R dimensions. Dimensions i and i + R / 2 form a pair.
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset. Unique except for padding.
-    kv_cache: [N, P, 1, L + R], contiguous. The dtype is e4m3 or that of `q`. On a CPU, any dtype is supported.
+    kv_cache: [N, P, 1, L + R], contiguous: N pages of P slots. The dtype is e4m3 or that of `q`. On a CPU, any dtype
+        is supported.
     kv_scales: uint8 [N, 1, P], one scale per token. None: the cache is not FP8.
     """
     if rotation.factors is not None:

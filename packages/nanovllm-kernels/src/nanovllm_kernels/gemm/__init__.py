@@ -25,7 +25,7 @@ ONEDNN_PLANNED_ROWS = 8
 MAX_PADDING_ROWS = 31
 # A weight [N, K] that oneDNN has packed is also packed in `Panels` if N or K is at most this number.
 MAX_SMALLER_DIM_OF_PANELS = 2048
-# Number of the largest logits of each row that a CPU computes again in float32.
+# On a CPU, this number of each row's largest logits is computed again in float32.
 NUM_REFINED_LOGITS = 16
 # Number of neighbouring logits in a run. The search for the largest logits compares the maxima of runs first.
 LOGITS_PER_RUN = 64

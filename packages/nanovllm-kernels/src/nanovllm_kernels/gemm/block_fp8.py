@@ -27,9 +27,9 @@ __all__ = [
     "quantize_groups",
 ]
 
-# cuBLAS requires that this number divides the number of rows, and the number of scales along K.
+# For cuBLAS, the number of input rows, and the number of scales along K, must be multiples of this number.
 SCALES_MULTIPLE = 4
-# cuBLAS requires that this number divides the number of columns.
+# For cuBLAS, the number of output columns must be a multiple of this number.
 COLUMNS_MULTIPLE = 16
 
 

@@ -1,7 +1,8 @@
 """Multiplies rows by a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
 A panel is the weight for PANEL_WIDTH columns of the product. A group is GROUP_WIDTH columns of a panel. A tile is up to
-TILE_ROWS rows. Each sum runs over K in order, so that a row's result does not depend on the other rows.
+TILE_ROWS rows. A block is a range of K. Each sum runs over K in order, so that a row's result does not depend on the
+other rows.
 """
 
 import numba
@@ -44,7 +45,7 @@ from nanovllm_kernels.numba_tiles import (
     _PANELS_PTR,
     _BIAS_PTR,
     _OUT_PTR,
-    _PACKED_PTR,  # normed rows, float32 [block of K, tile, k, row]
+    _PACKED_PTR,  # normed rows, float32 [block, tile, k, row]
     _NUM_ROWS,
     _DEPTH,
     _PADDED_DEPTH,  # K rounded up to a multiple of UNROLL
@@ -53,8 +54,8 @@ from nanovllm_kernels.numba_tiles import (
     _ADDS_TO_OUT,
 ) = range(14)
 _NUM_ARGS = 14
-# Maximum depth of a block (a range of K). Sums over K run block by block, so that one block of a float32 panel fits
-# into the first-level cache.
+# Maximum depth of a block (size of its range of K). Sums over K run block by block, so that one block of a float32
+# panel fits into the first-level cache.
 MAX_BLOCK_DEPTH = 320
 # Maximum number of rows whose packed copies are in memory at once.
 MAX_PACKED_ROWS = 252

@@ -5,7 +5,7 @@ The constants were measured on one H200 in bf16, with uncached weights. A weight
 
 from typing import NamedTuple
 
-# Up to this number of weight elements, `triton_few_rows` beats cuBLAS. Keys: rows, rounded up to a power of two.
+# Up to this number of weight elements, `triton_few_rows` beats cuBLAS. Keys: row counts rounded up to a power of two.
 MAX_FEW_ROWS_ELEMENTS = {1: 1 << 62, 2: 1 << 62, 4: 1 << 24, 8: 1 << 23}
 # Bounds on a weight's size that define the kinds of weight in FEW_ROWS_CONFIGS.
 MAX_NARROW_COLUMNS = 2048
@@ -13,7 +13,7 @@ MAX_DEEP_COLUMNS = 4096
 MIN_DEEP_DEPTH = 4096
 MIN_VOCABULARY_COLUMNS = 1 << 16
 
-# Within these bounds, `triton_split_k`, which splits the sum over K among CTAs, is faster than cuBLAS.
+# `triton_split_k` splits the sum over K among CTAs. It is faster than cuBLAS for weights and rows within these bounds.
 MAX_SPLIT_COLUMNS = 1024
 MIN_SPLIT_DEPTH = 2048
 MAX_SPLIT_ROWS = 256

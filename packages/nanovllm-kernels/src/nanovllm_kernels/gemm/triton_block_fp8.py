@@ -158,7 +158,7 @@ def _prefetch_tiles(weight_ptr, rows, mask, first_group, K: tl.constexpr, GROUP:
 
 @triton.jit
 def _load_rows(x_ptr, x_scales_ptr, ks, is_row, K: tl.constexpr, QUANTIZED: tl.constexpr):
-    """Load one group of each row at `x_ptr` [M, 1]: e4m3 values [M, 128], scales [M]. QUANTIZED: `x` is e4m3."""
+    """Load a group of each row: e4m3 values [M, 128], scales [M]. x_ptr: row pointers [M, 1]. QUANTIZED: e4m3 rows."""
     tile = tl.load(x_ptr + ks[None, :], mask=is_row[:, None] & (ks < K)[None, :], other=0.0)
     if QUANTIZED:
         scales = tl.load(x_scales_ptr, mask=is_row, other=0.0)
@@ -264,7 +264,7 @@ def _project(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    partial_ptr,  # sums per part of K: [tile, split, plane, BLOCK_M, BLOCK_N]
+    partial_ptr,  # sums per part of K: [tile, split, plane (gate or up), BLOCK_M, BLOCK_N]
     counter_ptr,  # number of finished parts of K, per tile
     num_rows,
     num_columns,

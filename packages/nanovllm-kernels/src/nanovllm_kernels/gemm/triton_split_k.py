@@ -1,6 +1,7 @@
 """Multiplies tens or hundreds of rows by a weight with few columns on CUDA.
 
-With fewer tiles than SMs, SMs would be idle. Therefore several CTAs share a tile, and each CTA sums over a part of K.
+The product has fewer tiles than the GPU has SMs. To use more SMs, several CTAs share a tile, and each CTA sums over a
+part of K.
 When the last CTA of a tile finishes its part, it adds up the sums of all parts in a fixed order.
 """
 

@@ -15,13 +15,13 @@ from nanovllm_kernels.ladder.inputs import DTYPE
 # (rows, hidden size): few and many rows, so that every kernel runs. On the last shape, some operators use NCCL.
 SHAPES = ((1, 4096), (8, 8192), (64, 2048), (3, 7168), (130, 3072), (256, 4096))
 REPLAYS_PER_CHECK = 1000
-MAX_SKEW_S = 0.002
+MAX_SKEW_S = 0.002  # Maximum random delay of a rank before it starts replays.
 
 
 class GraphInputs:
     """Inputs that change in every replay. Every rank can compute the inputs of every rank.
 
-    Values are small integers, so that bf16 holds sums over all ranks exactly.
+    Values are integers below 240 / size. Sums over all ranks are thus below 256, so that bf16 holds them exactly.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -10,8 +10,9 @@ import torch
 from nanovllm_kernels.ladder.timing import BenchmarkCase
 from nanovllm_kernels.request_tables import TokenTables, propose_ngrams, verify_drafts
 
+# Drafts per request, and minimum and maximum number of tokens of an n-gram.
 NUM_DRAFTS, MIN_MATCH, MAX_MATCH = 4, 3, 8
-# Number of free places in a row after the known tokens. They suffice for the tokens of all replays.
+# Number of free places in a request's row after the known tokens, enough for the new tokens of all replays.
 NUM_PLACES = 1024
 
 

@@ -63,7 +63,7 @@ def _run_rank(
         device_id=None if device.type == "cpu" else device,
     )
     function(device, *arguments)
-    # Not reached after an exception: other ranks may still wait for this rank, and the parent terminates them.
+    # After an exception, keep the group: other ranks may still wait for this rank, and the parent terminates them.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

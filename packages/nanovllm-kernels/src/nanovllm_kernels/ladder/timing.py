@@ -23,7 +23,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """A call to measure. `make_call` creates the inputs and returns the call. cost: number of bytes or operations."""
+    """A call to measure. `make_call` creates the inputs and returns the call.
+
+    cost: number of bytes or operations. input_bytes: assumed bytes per copy of the inputs, for the number of copies.
+    """
 
     name: str
     make_call: Callable[[], Callable[[], object]]

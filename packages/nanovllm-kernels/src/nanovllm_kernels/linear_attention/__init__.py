@@ -61,8 +61,8 @@ def plan_states(
     backend: "torch" runs everywhere, but waits for the device on CUDA. "triton" needs CUDA or Triton's interpreter,
         and never waits.
     num_pending: int32 [B], for caches with drafts (see `gated_delta_net`): number of accepted drafts of the request's
-        previous step, 0 if that step had no drafts. In a step without drafts, it must be 0 for requests with several
-        tokens. None: the caches have no drafts.
+        previous step, 0 if that step had no drafts. In a step without drafts, the number must be 0 for requests with
+        several tokens. None: the caches have no room for drafts.
     has_drafts: whether each request is a decode whose tokens after the first are drafts. `num_decodes` is then ignored.
 
     Raises ValueError if `has_drafts` is set without `num_pending`, or if `num_decodes` is None for

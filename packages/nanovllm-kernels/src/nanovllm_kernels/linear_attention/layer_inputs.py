@@ -15,7 +15,7 @@ class DeltaWeights(NamedTuple):
     """Holds a layer's weights except projections. The layer has Hk key heads of size Dk, and Hv value heads of size Dv.
 
     conv: float32 [W, C], W taps (oldest input first), C channels. Channels are grouped by key head: query, key, values.
-    decay_rate: float32 [Hv], exp of the checkpoint's A_log.
+    decay_rate: float32 [Hv], exp of A_log in the model's weight files.
     dt_bias: float32 [Hv], added to the decay's input a.
     norm: float32 [Dv], weight of the gated norm.
     eps: epsilon of the gated norm.
@@ -29,8 +29,9 @@ class DeltaWeights(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head. num_*: counts.
+    """Holds a layer's sizes. k_dim and v_dim: sizes of a key head and of a value head.
 
+    num_channels, num_taps: C and W of `DeltaWeights`.
     ring_rows, ring_width: shape of a slot of `conv_states`, a ring of rows. See `conv_state_shape`.
     """
 
@@ -66,14 +67,14 @@ def conv_state_shape(num_taps: int, num_channels: int, num_v_heads: int, max_dra
     """Return the shape of a slot of `conv_states`: (rows, width). Row p % rows holds the inputs at position p.
 
     Without drafts, the shape is (num_taps, num_channels). With drafts, a row also holds the token's `ba`, and there are
-    num_taps + 2 max_drafts rows. With 16-bit inputs, a slot of one of Qwen3-Next's layers takes 64 KiB without drafts
+    num_taps + 2 max_drafts rows. With 16-bit inputs, a slot of a Qwen3-Next layer takes 64 KiB without drafts
     and 226 KiB with 5 drafts. The layer's float32 state takes 2 MiB per slot.
     """
     if not max_drafts:
         return num_taps, num_channels
-    # A step with first position f reads from position f - pending - (num_taps - 1), and writes up to f + drafts, where
-    # pending (accepted drafts that the state lacks) and drafts are at most `max_drafts`. So these positions have
-    # different rows: reads and writes may happen in any order, and rejected drafts overwrite no input of a later step.
+    # A step that begins at position f uses the positions from f - pending - (num_taps - 1) to f + drafts. Both pending
+    # (accepted drafts that the state lacks) and drafts are at most `max_drafts`. So each of these positions has its own
+    # row: reads and writes may happen in any order, and rejected drafts overwrite no input of a later step.
     return num_taps + 2 * max_drafts, num_channels + 2 * num_v_heads
 
 
@@ -95,9 +96,9 @@ class Prefill(NamedTuple):
 
 
 class TokensAtOffset(NamedTuple):
-    """Holds the tokens at one offset from the first token of their decode in the step; at most one token per decode.
+    """Holds the tokens, at most one per decode, that are `offset` positions after their decode's first token.
 
-    offset: this distance, negative for pending tokens.
+    offset: 0 for the decode's first token of the step; negative for pending tokens, which earlier steps received.
     decodes: int64 [m], index of each token's decode.
     rows: int64 [m], index of each token in the step; meaningless for pending tokens.
     """
@@ -108,12 +109,12 @@ class TokensAtOffset(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """Holds the t tokens of a step's n decodes, for caches with drafts (plain torch path). Decodes come first.
+    """Holds a step's n decodes, for caches with drafts (plain torch path). Decodes have the step's first t tokens.
 
     token_decodes: int64 [t], index of each token's decode.
     token_offsets: int64 [t], index of each token among its decode's tokens of this step.
     num_pending: int64 [n], number of pending tokens of each decode.
-    rounds: pending tokens and the step's tokens, in the order in which the states change.
+    rounds: pending tokens and the step's tokens, by offset, lowest offset first. States change in this order.
     """
 
     token_decodes: Tensor

@@ -2,8 +2,8 @@
 
 A program updates the state of one value head of one request. Each program convolves the query and key of its key head,
 even if several value heads share the key head. The convolution state is a ring of NUM_TAPS rows, one per token. The
-program of a key head's first value head stores the new query and key inputs. They replace the oldest row, which the
-convolution no longer reads.
+program of a key head's first value head stores the new query and key inputs. New inputs replace the oldest row, which
+the convolution no longer reads.
 """
 
 import triton

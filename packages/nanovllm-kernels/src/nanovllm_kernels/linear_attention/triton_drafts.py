@@ -78,7 +78,7 @@ def _convolve(
     step_ptrs: inputs at `first_position`. Inputs at the next positions follow. ring_ptrs: inputs in row 0 of the ring.
     """
     total = tl.zeros(mask.shape, dtype=tl.float32)
-    # Add the newest input first, then the others from the oldest on: the order of `triton_decode`.
+    # Add inputs in the order of `triton_decode`: first the newest input, then the other inputs, oldest first.
     for index in tl.static_range(NUM_TAPS):
         lag = (NUM_TAPS - index) % NUM_TAPS
         input_position = position - lag
@@ -219,7 +219,7 @@ def _store_inputs(
     RING_ROWS: tl.constexpr,
     RING_WIDTH: tl.constexpr,
 ):
-    """Store the inputs of the step's tokens in the ring. A key head's first value head stores its query and key.
+    """Store the inputs of the step's tokens in the ring. The program of a key head's first value head stores q and k.
 
     `conv_state_shape` explains why these stores overwrite no inputs that other programs still read.
     """

@@ -54,7 +54,8 @@ def pack_experts(
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> ChosenExperts:
     """Choose each token's experts, in float32. On CUDA the lowest id wins a tie, and NaN logits give valid ids.
 
-    logits: [T, E]. If the shared expert is gated, [T, E + 1]: the last logit is the shared expert's gate.
+    logits: [T, E], for the E experts of all ranks, without the shared expert. If the shared expert is gated, the shape
+        is [T, E + 1], and the last logit is the shared expert's gate.
     routing: its `num_groups` must divide E, and any `top_groups` groups must have at least `top_k` experts.
     bias: float32 [E], added to scores when experts and groups are chosen, but not to weights (Wang et al. 2024,
         https://arxiv.org/abs/2408.15664). None: no bias.
@@ -70,8 +71,8 @@ def fused_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, resi
     """Return each token's weighted sum of its chosen experts' results, plus `residual`: [T, H].
 
     The result of an expert for token t is down(silu(gate(x[t])) * up(x[t])). Experts of other ranks are skipped, so a
-    token without experts of this rank gets its residual, or zeros. If one rank passes the residual and the other ranks
-    pass None, the results of all ranks add up to the result of all experts.
+    token without experts of this rank gets its residual, or zeros if `residual` is None. If one rank passes the
+    residual and the other ranks pass None, the results of all ranks add up to the result of all experts.
     x: [T, H], T >= 1. Rows are contiguous. FP8 experts accept any dtype, and round `x` in groups of 128. Other experts
         accept the weights' dtype, and on a CPU also float32.
     residual: [T, H], float32 or the dtype of `x`. May be overwritten, and may share memory with the result.

@@ -59,7 +59,7 @@ class ChosenExperts(NamedTuple):
     """The k experts that `route` chose for each token.
 
     weights: float32 [T, k], factors by which the experts' results are multiplied.
-    ids: int32 [T, k], contiguous. Ids among the experts of all ranks, unique per token.
+    ids: int32 [T, k], contiguous. Indices among the experts of all ranks. A token's ids are distinct.
     """
 
     weights: Tensor

@@ -27,7 +27,7 @@ from nanovllm_kernels.platform import can_overlap_launches, describe_device
 from nanovllm_kernels.triton_fp8 import quantize_groups
 
 # A tile has two blocks of columns, left and right. Each of two groups of warps multiplies half of the tile's rows.
-# Rows per group of warps, columns per block, and elements of K per step.
+# Rows per group of warps, columns per block, and elements of K (the summed dimension) per step.
 WARP_GROUP_ROWS, BLOCK_COLUMNS, STEP_DEPTH = GLUON_TILE_ROWS // 2, 128, 128
 STAGES = 4  # steps that the ring buffer holds
 # Shared memory layout that the tensor cores require.
@@ -127,7 +127,7 @@ def _gather_rows(
     scales_stride,
     x_stride,
     x_scales_stride,
-    x_scales_group_stride,  # from one group of a row to the next
+    x_scales_group_stride,  # between the scales of a row's adjacent groups (of 128 elements)
     starts_ptr,  # `SortedPairs.starts`
     num_experts,
     PARTIAL: tl.constexpr,
@@ -215,7 +215,7 @@ def _grouped_product(
 
 @gluon.jit
 def _load_tile(tiles_ptr, work, num_work, COLUMN_TILES: gl.constexpr):
-    """Return the expert and first row of work item `work` (a row tile and a column tile), clamped to the last item."""
+    """Return the expert and first row of work item `work` (a row tile and a column tile), or of the last item."""
     entry_ptr = tiles_ptr + 2 * (1 + gl.minimum(work, num_work - 1) // COLUMN_TILES)
     return gl.load(entry_ptr), gl.load(entry_ptr + 1)
 
@@ -444,7 +444,7 @@ def _store_e4m3(numbers, out_ptr, first_row, first_column, end, N: gl.constexpr)
 
 @gluon.jit
 def _store_pair_results(pair_results, pair, num_rows, out_ptr, first_column, N: gl.constexpr):
-    """Store the first `num_rows` rows of [64, 128] at indices `pair`. Each warp stores the rows that it summed."""
+    """Store the first `num_rows` of 64 rows to rows `pair` of the result. Each warp stores the rows that it summed."""
     STORE_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
         [[0, 8], [0, 16], [0, 32], [0, 64], [1, 0]],

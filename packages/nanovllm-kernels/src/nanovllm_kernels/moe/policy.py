@@ -10,7 +10,8 @@
 With expert parallelism, tokens and pairs include those of other ranks. A rank expects the same average number of rows
 per expert as one rank with all experts: pairs / `PackedExperts.num_all`.
 
-The constants were measured on one H200, with uncached weights: 256 to 512 experts of 2048 x 512 to 7168 x 2048.
+The constants were measured on one H200, with uncached weights: 256 to 512 experts, with hidden size x intermediate
+size from 2048 x 512 to 7168 x 2048.
 """
 
 from typing import Literal, NamedTuple
@@ -54,7 +55,7 @@ def choose_kernel(
 MATVEC_COLUMNS = 4
 # Maximum number of weight elements that a program of `triton_matvec` loads at once.
 MAX_MATVEC_TILE_ELEMENTS = 16 * 1024
-# Maximum depth for which `triton_matvec` uses four warps instead of eight.
+# Maximum depth (number of elements per sum) for which `triton_matvec` uses four warps instead of eight.
 MAX_FOUR_WARP_DEPTH = 2048
 
 
@@ -77,7 +78,7 @@ def matvec_config(depth: int, rows_per_column: int) -> MatvecConfig:
 MIN_WIDE_TILE_PROGRAMS = 288
 # Tensor cores need tiles with at least this number of columns.
 MIN_TILE_COLUMNS = 16
-# Tiles with more rows have at most 32 columns, so that two tiles fit an SM.
+# Tiles with more than this number of rows have at most 32 columns, so that two tiles fit an SM.
 MAX_ROWS_OF_WIDE_TILES = 16
 # Minimum depth for which FP8 launches have four pipeline stages instead of three.
 MIN_FOUR_STAGE_DEPTH = 4096

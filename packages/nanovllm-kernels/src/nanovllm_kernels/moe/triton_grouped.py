@@ -133,7 +133,7 @@ def _grouped_product(
     out_scales_ptr,
     x_stride,
     x_scales_stride,
-    x_scales_group_stride,  # from one group of a row to the next
+    x_scales_group_stride,  # between the scales of a row's adjacent groups (of 128 elements)
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,

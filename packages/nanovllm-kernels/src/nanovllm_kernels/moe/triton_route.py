@@ -19,7 +19,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> ChosenExpert
     num_slots = routing.top_k + (routing.shared != "none")  # experts per token
     weights = torch.empty((num_tokens, num_slots), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, num_slots), dtype=torch.int32, device=logits.device)
-    # If tokens choose from all groups, one group gives the same result.
+    # If tokens choose from all groups, a single group of all experts gives the same result.
     num_groups = routing.num_groups if routing.top_groups < routing.num_groups else 1
     group_size = num_experts // num_groups
     overlap = can_overlap_launches(logits.device)  # programmatic dependent launch

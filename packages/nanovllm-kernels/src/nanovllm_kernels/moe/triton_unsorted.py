@@ -24,7 +24,7 @@ def run_experts(x: Tensor, experts: PackedExperts, chosen: ChosenExperts, residu
     w13, w2, scales13, scales2, counters, first_id, num_all = experts
     num_tokens, top_k = chosen.ids.shape
     num_experts, hidden_size, intermediate_size = w2.shape
-    grid_by_expert = num_tokens * top_k > num_experts  # one program per expert, else per (token, expert) pair
+    grid_by_expert = num_tokens * top_k > num_experts  # one program per expert; if False, one per (token, expert) pair
     num_expert_programs = min(num_tokens * top_k, num_experts)
     # Expected number of programs whose expert belongs to this rank.
     num_busy_programs = max(1, min(num_tokens * top_k, num_all) * num_experts // num_all)
@@ -208,7 +208,7 @@ def _down(
     residual_ptr,
     out_ptr,
     pair_results_ptr,  # not multiplied by the routing weights yet
-    counter_ptr,  # finished programs, per column tile
+    counter_ptr,  # number of finished programs per column tile
     num_tokens,
     residual_stride,
     first_id,

@@ -97,11 +97,12 @@ def propose_ngrams(
 ) -> tuple[Tensor, Tensor]:
     """Write drafts after each request's last known token: the tokens after an earlier occurrence of the last tokens.
 
-    The last known token of a request stands at position n = `num_computed`. The operator takes the longest suffix of
-    `min_match` to `max_match` known tokens that also ends at an earlier position e. The two occurrences may overlap.
-    If a suffix has several earlier occurrences, e is the end of the last one. Draft i (from 0) is the token at position
-    e + 1 + (i mod (n - e)): after the last known token, drafts continue at e + 1 again. Drafts beyond the end of the
-    request's row of `tokens` are dropped. Without a match nothing is written. Never waits for a GPU.
+    The last known token of a request stands at position n = `num_computed`. The operator finds the longest suffix of
+    the known tokens, of `min_match` to `max_match` tokens, that also occurs earlier. The two occurrences may overlap.
+    e is the position of the last token of the earlier occurrence. If there are several, e is from the last one. Draft i
+    (from 0) is the token at position e + 1 + (i mod (n - e)): when the drafts have reached the last known token, they
+    continue at e + 1 again. Drafts beyond the end of the request's row of `tokens` are dropped. If no suffix occurs
+    earlier, nothing is written. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with nonzero `is_sampled` have different rows.
     is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.

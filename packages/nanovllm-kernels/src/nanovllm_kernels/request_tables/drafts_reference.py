@@ -65,7 +65,7 @@ def propose_ngrams(
 def _find_last_occurrence(known: np.ndarray, min_match: int, max_match: int) -> int | None:
     """Find the longest suffix of `known` that also occurs earlier. The suffix has `min_match` to `max_match` tokens.
 
-    Returns the position of the last token of the suffix's last earlier occurrence; None if no suffix occurs earlier.
+    Returns the position at which the suffix's last earlier occurrence ends; None if no suffix occurs earlier.
     """
     last = known.shape[0] - 1
     longest_matches, longest_length = None, 0

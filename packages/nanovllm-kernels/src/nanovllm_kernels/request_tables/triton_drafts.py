@@ -160,7 +160,7 @@ def _find_matches(
     row = tl.load(rows_ptr + request).to(tl.int64)
     row_ptr = tokens_ptr + row * tokens_stride
     last = tl.load(num_computed_ptr + row)
-    # A full row has no place for drafts. Even the last known token may be missing in it.
+    # A full row has no place for drafts. Skip the row, because it may lack even the last known token.
     if last + 1 >= max_len:
         return
     lanes = tl.arange(0, BLOCK)

@@ -98,7 +98,7 @@ def forbid_sequences_(
     logits: float32 [B, V]. rows: int32 [B], each request's row in `tokens`, `num_prompt_tokens` and `sequences`.
     positions: int32 or int64 [B], position of each next token.
     tokens: int32 [R, T], each request's prompt and generated tokens.
-    num_prompt_tokens: int32 [R]. A forbidden sequence matches generated tokens only.
+    num_prompt_tokens: int32 [R], each request's prompt length. A forbidden sequence matches generated tokens only.
     sequences: int32 [R, K, L], forbidden sequences of up to L tokens, padded with -1 on the left.
     """
     if logits.is_cuda:

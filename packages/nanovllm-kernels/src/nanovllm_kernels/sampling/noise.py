@@ -16,7 +16,7 @@ TOKEN_MULTIPLIER = -1640531535  # 0x9E3779B1 as int32
 INNER_HASH_MULTIPLIER = 569420461  # 0x21F0AAAD
 FINAL_HASH_MULTIPLIER = -749064809  # 0xD35A2D97
 
-# Clears bit 31 (the sign) and bit 7. With bit 7 set, float32 would round 2^31 - 1 up to 2^31: the uniform number
+# Clears bit 31 (the sign) and bit 7. If bit 7 could be 1, float32 would round 2^31 - 1 up to 2^31: the uniform number
 # would be 1, and the exponential draw infinite.
 UNIFORM_MASK = 0x7FFFFF7F
 # A uniform number is masked bits * UNIFORM_SCALE + UNIFORM_OFFSET.

@@ -11,7 +11,7 @@ from nanovllm_kernels.sampling.draw_settings import IN_PROMPT_BIT, MIN_ALLOWED_L
 NUM_FIRST_CANDIDATES = 128
 # If the filters keep all candidates, the number of candidates is multiplied by this factor.
 CANDIDATE_GROWTH = 16
-# With top-k, number of candidates in addition to k, because further logits may tie with the k-th largest logit.
+# With top-k, the first candidates are the k + NUM_TIE_CANDIDATES largest logits: some may tie with the k-th largest.
 NUM_TIE_CANDIDATES = 64
 # Number of logits that `_draw` processes at once. These logits fit the CPU's cache.
 DRAW_ELEMENTS = 1 << 18
@@ -88,10 +88,10 @@ def sample(logits: Tensor, settings: DrawSettings, positions: Tensor, all_greedy
 
 
 def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: Tensor) -> Tensor:
-    """Draw from each row the token with the smallest (draw from Exp(1)) / probability. temperature: [B, 1].
+    """Draw one token per row: the token with the smallest e / p. temperature: [B, 1].
 
-    With a draw e from Exp(1) and a weight w in proportion to the probability p, the token with the minimum of e / p has
-    the minimum of w / -e. The Gumbel-max trick gives the same token, but needs another logarithm.
+    e is the token's draw from Exp(1), p its probability, and w a weight that is proportional to p. The token with the
+    smallest e / p also has the smallest w / -e. The Gumbel-max trick gives the same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
@@ -126,7 +126,7 @@ def _draw_filtered(
 
 
 def filter_row(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """Return the largest elements of `scaled` that the filters keep, in descending order, and their token ids.
+    """Return the elements of `scaled` that the filters keep, in descending order, and their token ids.
 
     scaled: [V], the row's logits divided by the temperature.
     """

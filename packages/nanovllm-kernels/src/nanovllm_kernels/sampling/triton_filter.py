@@ -1,10 +1,10 @@
-"""Draws the token with the largest noisy logit (Gumbel noise) of the tokens that a row's filters keep. Does not sort.
+"""Draws a token from those that a row's filters keep: the token with the largest noisy logit (with Gumbel noise).
 
 A segment is a range of consecutive token ids. Candidates are the tokens of the segments with the largest maxima. If the
-filters may keep other tokens too, all tokens of the row are candidates. The method is rejection sampling (Ye et al.
-2025, FlashInfer). It draws the candidate with the largest noisy logit if the filters keep this candidate. If not, it
-drops this candidate and all candidates with smaller or equal logits, and tries again. A token's value is its logit
-divided by the temperature.
+filters may keep other tokens too, all tokens of the row are candidates. The method is rejection sampling without a
+sort (Ye et al. 2025, FlashInfer). It draws the candidate with the largest noisy logit if the filters keep this
+candidate. If not, it drops this candidate and all candidates with smaller or equal logits, and tries again. A token's
+value is its logit divided by the temperature.
 """
 
 import triton
@@ -42,8 +42,8 @@ def _pivot_between(low, max_value):
 def _raise_threshold(values, low, max_value, min_count, max_count):
     """Raise the threshold `low` by bisection until the number of `values` >= `low` is from `min_count` to `max_count`.
 
-    If ties prevent this, `low` becomes the min_count-th largest value. Each step moves `low` or `max_value` to an
-    element of `values`. Otherwise, ties could prolong the search.
+    If ties prevent this, `low` becomes the min_count-th largest value. Each iteration moves `low` or `max_value` to an
+    element of `values`, so that ties do not prolong the search.
     max_value: the largest of `values`.
     Returns: `low`, and the number of values that are at least `low`.
     """
@@ -148,7 +148,7 @@ def _draw_from_row(
 def _draw_from_candidates(values, noisy_logits, weights, tokens, low, count_limit, mass_limit):
     """Draw from candidates, like `_draw_from_row`.
 
-    values: -inf for tokens that are not candidates. weights: the mass of each of `tokens`.
+    values: value of each of `tokens`; -inf for tokens that are not candidates. weights: mass of each of `tokens`.
     """
     token = NO_TOKEN
     is_rejected = True

@@ -21,9 +21,10 @@ NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
 # Maximum number of segments with candidates (tokens that may pass the filters). The 8192 tokens of these segments fit
 # the registers of one program.
 MAX_CANDIDATE_SEGMENTS = 512
-# Tokens per iteration if a row has candidates in more segments: the program then reads the whole row.
+# If a row has candidates in more segments, the program reads the whole row, this number of tokens per iteration.
 ROW_BLOCK_TOKENS = 8192
-# Maximum distance of a drawn token's scaled logit from the row's maximum. Gumbel noise is between -2.9 and 22.2.
+# Tokens whose scaled logits are more than this number below the row's maximum are never drawn, because Gumbel noise is
+# between -2.9 and 22.2.
 MAX_DISTANCE_FROM_MAX = 30.0
 
 
@@ -103,10 +104,10 @@ def _scan_chunk(
     SEGMENT_TOKENS: tl.constexpr,
     SEGMENTS_PER_CHUNK: tl.constexpr,
 ):
-    """Store the token with a chunk's largest noisy logit. For a filtered row, store other results instead.
+    """Store a chunk's largest noisy logit and its token.
 
-    These results are the chunk's maximum, its mass and its segment maxima. The mass is the sum of the tokens'
-    probabilities, divided by the probability of the chunk's likeliest token.
+    For a filtered row, store the chunk's largest logit, the chunk's mass and each segment's largest logit instead. The
+    mass is the sum of the tokens' probabilities, divided by the probability of the chunk's likeliest token.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)

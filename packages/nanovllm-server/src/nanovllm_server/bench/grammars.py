@@ -49,8 +49,8 @@ class MixResult:
     """The results of one mix over all rounds.
 
     itl: times between pieces (deltas with content) of the measured streams, which follow no schema.
-    ratio_p50: this mix's p50, divided by the p50 of the unconstrained mix; median over all rounds.
-    ratio_p99: this mix's p99, divided by the p99 of the unconstrained mix; median over all rounds.
+    ratio_p50: p50 of the times between pieces, divided by the p50 in the unconstrained mix; median over all rounds.
+    ratio_p99: p99 of the times between pieces, divided by the p99 in the unconstrained mix; median over all rounds.
     tokens_constrained: number of tokens generated under a schema.
     compiled: number of answered requests with new schemas.
     refused: number of failed requests with new schemas.

@@ -70,7 +70,7 @@ class LoadResult:
     failed: number of requests without a complete answer. The other fields exclude these requests.
     seconds: time from the start of the first request to the end of the last answer.
     accepted_drafts, rejected_drafts: numbers of tokens proposed by speculative decoding; 0 if the server reports none.
-    tokens_per_step: mean number of output tokens that a request gets per step, with or without drafts.
+    tokens_per_step: mean number of output tokens that a request gets per step. Steps without drafts are included.
     busy: share of one core that the client used.
     ttft: time from the start of a request to the first piece of the answer.
     itl: time between two consecutive pieces. A piece may have several tokens.

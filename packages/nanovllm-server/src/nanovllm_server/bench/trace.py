@@ -22,7 +22,8 @@ LONG_IDLE_US = 50.0
 class TraceEvent(msgspec.Struct):
     """A line of a trace in Chrome's JSON array format.
 
-    ph: X for a span of track `tid`, which begins at `ts` and lasts `dur` (us). M: `args` has the name of track `tid`.
+    ph: kind of the line. X: a time span of track `tid`, which begins at `ts` and lasts `dur`, both in us. M: the name
+        of track `tid`, in `args`.
     """
 
     ph: str

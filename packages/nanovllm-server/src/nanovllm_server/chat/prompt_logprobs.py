@@ -27,7 +27,7 @@ def iterate_entries(
 ) -> Iterator[dict[str, PromptLogprob] | None]:
     """Yields None for the first prompt token, which has no log-probability, then a dictionary per further token.
 
-    A dictionary maps the ids of the prompt token and of the likeliest tokens at its position to log-probabilities.
+    A dictionary has log-probabilities by token id: of the prompt token, and of the likeliest tokens at its position.
     """
 
     def make_logprob(token_id: int, logprob: float, rank: int) -> PromptLogprob:

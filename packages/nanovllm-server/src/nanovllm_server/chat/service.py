@@ -161,7 +161,7 @@ class Service:
         return await self.renderer.encode_prediction(chat.prediction, self.engine.info.max_model_len)
 
     async def _prepare_reasoning(self, chat: ChatRequest, prompt: Prompt) -> tuple[Prompt, ReasoningBudget | None]:
-        """Returns (prompt, budget or None). With a budget, adds the tag that begins reasoning if it is missing."""
+        """Returns (prompt, budget or None). If there is a budget, the prompt ends with the begin tag of reasoning."""
         reasoning, state = self.model_format.chat_format.reasoning, self.model_format.reasoning_state(prompt.text)
         max_tokens, field_path = chat.reasoning.max_tokens, chat.reasoning.max_tokens_field
         if max_tokens is None or reasoning is None or state == "closed":

@@ -150,7 +150,10 @@ def _add_static_routes(app: Quart, service: Service) -> None:
 
 
 def _reserved_body_bytes(service: Service) -> int:
-    """Returns Content-Length. If absent: max_body_bytes for a chunked body, else 0. Raises RequestEntityTooLarge."""
+    """Returns Content-Length. Without this header, returns max_body_bytes for a chunked body, and 0 for no body.
+
+    Raises RequestEntityTooLarge.
+    """
     if request.content_length is None:
         return service.max_body_bytes if get_exchange(cast(HTTPScope, request.scope)).is_chunked else 0
     if request.content_length > service.max_body_bytes:

@@ -34,8 +34,8 @@ class ChatStream:
     """The server-sent events of one answer. The data of an event is a chunk, for example with new output of one choice.
 
     envelope: fields that all chunks of the answer share.
-    include_usage: the last chunk has the token counts.
-    has_continuous_usage: every chunk with a choice has the token counts up to this chunk.
+    include_usage: whether the last chunk has the token counts.
+    has_continuous_usage: whether every chunk with a choice has the token counts up to this chunk.
     """
 
     def __init__(

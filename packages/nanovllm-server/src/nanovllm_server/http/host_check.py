@@ -31,7 +31,7 @@ class HostCheck:
         self._allowed_suffixes = (*PRIVATE_SUFFIXES, *(name[1:] for name in normalized_names if name.startswith("*.")))
 
     def check(self, header: str | None) -> None:
-        """Checks the Host header. None passes, because HTTP/1.0 needs no Host header. Raises ApiError (400, 403)."""
+        """Checks the Host header. None (no header) is allowed, as HTTP/1.0 needs none. Raises ApiError (400, 403)."""
         if header is None:
             return
         match = HOST_HEADER.fullmatch(header.strip())

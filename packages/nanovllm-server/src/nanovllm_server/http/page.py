@@ -26,7 +26,7 @@ FILE_REFERENCE = re.compile(
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
-    """Returns (page: HTML, headers: values by name). The page contains its scripts and its style.
+    """Returns (HTML of the page, header values by name). The page contains its scripts and its style.
 
     The headers allow only these scripts and this style, by hash.
     """

@@ -9,7 +9,7 @@ from nanovllm_server.observability.shared_counters import SharedCounters
 class Histogram:
     """Counts observations in buckets. Fast enough for one observation per token. Not thread-safe.
 
-    bounds: upper bounds of the buckets, except the last bucket's, which is infinite.
+    bounds: finite upper bounds of the buckets. One more bucket counts values above all bounds.
     """
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...], counters: SharedCounters):

@@ -38,9 +38,9 @@ class HttpExchange:
     """One HTTP request and its response.
 
     host: value of the Host header; None without the header.
-    has_generated_id: the server generated `request_id`, because the client sent no valid id.
+    has_generated_id: whether the server generated `request_id`, because the client sent no valid id.
     key_digest: digest of the API key; "" if the server needs no key.
-    is_chunked: the request has Transfer-Encoding. The connection closes after the response.
+    is_chunked: whether the request has a Transfer-Encoding header. If True, the response closes the connection.
     arrival: when the exchange began, in seconds of `time.monotonic`.
     status: status code of the response; None before the response starts.
     log_fields: additional fields of the log line that describes the exchange.

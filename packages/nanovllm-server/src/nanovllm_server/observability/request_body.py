@@ -7,7 +7,7 @@ from werkzeug.exceptions import RequestEntityTooLarge
 
 
 class RequestBody:
-    """A request's body. The server reads no part of it until the application calls `read` or `discard`.
+    """A request's body. The server reads no part of the body until the application calls `read` or `discard`.
 
     received: event, set when the request is complete or the client has disconnected.
     """

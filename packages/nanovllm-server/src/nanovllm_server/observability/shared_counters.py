@@ -17,7 +17,10 @@ def allocate_counters(num_workers: int) -> "Array[c_double]":
 
 
 class CounterGroup:
-    """Consecutive counters that one object uses. Not thread-safe. rows: these counters, one row per worker."""
+    """Consecutive counters that one object uses. Not thread-safe.
+
+    own_row: this worker's counters. rows: the counters of each worker, by index of the worker.
+    """
 
     def __init__(self, own_row: "memoryview[float]", rows: "Sequence[memoryview[float]]"):
         self._own_row = own_row

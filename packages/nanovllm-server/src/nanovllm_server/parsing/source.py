@@ -95,7 +95,7 @@ class Source:
         return True
 
     def read_literal(self, literal: str) -> ReadGenerator[bool]:
-        """Reads `literal` and returns True if it comes next. Otherwise reads nothing and returns False."""
+        """Reads `literal` and returns True if it comes next. If not, reads nothing and returns False."""
         if not (yield from self.is_next(literal)):
             return False
         self._read_to(self._position + len(literal))
@@ -173,7 +173,8 @@ class Source:
 
         Checks strings and brackets only; other mistakes of the model go to `sink` unchanged.
         Outside strings, reading stops before a character of STRING_ONLY_CHARACTERS.
-        max_length: maximum length; None for no limit. With a limit, reading also stops before a line break in a string.
+        max_length: maximum number of characters; None for no limit. With a limit, reading also stops before a line
+            break in a string.
         """
         nesting, length = NestingCounter(), 0
         stop_characters_in_strings = "" if max_length is None else "\n"

@@ -107,7 +107,7 @@ def bind(host: str, port: int, num_sockets: int) -> list[socket.socket]:
 
 
 def _check_port_is_free(family: int, address: Any) -> None:
-    # With SO_REUSEPORT, two servers would silently share a port. Without it, the test socket can't bind a port in use.
+    # With SO_REUSEPORT, two servers would silently share a port. The test socket lacks it: it can't bind a port in use.
     with socket.socket(family) as test_socket:
         test_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         test_socket.bind(address)

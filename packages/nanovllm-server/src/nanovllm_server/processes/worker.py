@@ -32,7 +32,7 @@ from nanovllm_server.processes.encoding_exchange import RingEncodingExchange
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder
 from nanovllm_server.protocol.error import unavailable
 
-CLOSE_TIMEOUT_S = 3.0  # for open connections, after the order "close"
+CLOSE_TIMEOUT_S = 3.0  # time for open connections to end after the order "close"
 # Timeout of idle connections and request headers. Longer than the timeouts of most clients and proxies: if the server
 # closed an idle connection first, a client could send a request on the closed connection.
 KEEP_ALIVE_S = 75
@@ -197,7 +197,7 @@ async def _drain(service: Service, parent: ParentPipe) -> None:
 
 
 async def _return_memory_regularly() -> None:
-    """Returns the memory of large bodies and prompts to the system. Without this, malloc keeps more than 100 MB."""
+    """Returns freed memory of large bodies and prompts to the system. malloc alone would keep more than 100 MB."""
     while True:
         await asyncio.sleep(MEMORY_RETURN_INTERVAL_S)
         await asyncio.to_thread(return_freed_memory)

@@ -9,12 +9,12 @@ from nanovllm_server.processes.worker_main import run_worker
 from nanovllm_server.processes.worker_protocol import StartFailure, WorkerArguments, WorkerOrder, WorkerReport
 from nanovllm_server.settings import SettingsError
 
-MAX_HEARTBEAT_INTERVAL_S = 1.0  # between two questions to a worker's event loop
+MAX_HEARTBEAT_INTERVAL_S = 1.0  # between two calls of `ask_if_alive` for one worker
 # Maximum time from a replacement's start until the replacement can serve.
 START_TIMEOUT_S = 120.0
-# If a worker dies after at least this time, the replacement starts without a delay.
+# If a worker ran for at least this time before it died, the replacement starts without a delay.
 STABLE_RUN_S = 60.0
-FIRST_BACKOFF_S = 0.5  # delay of the first replacement; later delays double, up to MAX_BACKOFF_S
+FIRST_BACKOFF_S = 0.5  # delay of the first replacement; each further delay is twice the last, up to MAX_BACKOFF_S
 MAX_BACKOFF_S = 30.0
 
 

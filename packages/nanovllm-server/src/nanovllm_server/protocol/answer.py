@@ -204,7 +204,10 @@ def _read_json_object(fields: FieldReader) -> JsonAnswer | None:
 
 
 def _read_possibly_encoded(fields: FieldReader, name: str, *types: str) -> JSON:
-    """Returns the value of a field. Decodes a string as JSON. types: allowed JSON types, for the API's description."""
+    """Returns the value of a field. Decodes a string as JSON.
+
+    types: allowed JSON types in addition to a string, for the API's description.
+    """
     value = fields.raw(name, {"type": [*types, "string"]})
     if not isinstance(value, str):
         return value
@@ -229,7 +232,7 @@ def _read_tag_format(fields: FieldReader) -> dict[str, JSON]:
 
 
 def _add_schema_paths(tag_part: JSON, path: str, depth: int) -> JSON:
-    """Returns a copy of `tag_part` with a new field `place` next to each `json_schema`: the schema's path, for errors.
+    """Returns a copy of `tag_part` in which each `json_schema` has a sibling `place`: the schema's path, for errors.
 
     Raises ApiError if `tag_part` is nested too deeply, or if a schema is too large or nested too deeply.
     """

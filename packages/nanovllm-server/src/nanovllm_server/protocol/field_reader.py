@@ -76,7 +76,10 @@ class FieldReader:
         return value
 
     def text(self, name: str, max_length: int | None = None, documented_schema: Schema = ANYTHING) -> str | None:  # noqa: ARG002
-        """Reads a string of at most `max_length` characters (None: no limit). documented_schema: further keywords."""
+        """Reads a string of at most `max_length` characters (None: no limit).
+
+        documented_schema: further keywords of the field's schema, for the API's description.
+        """
         value = self.raw(name)
         if value is not None and (not isinstance(value, str) or (max_length is not None and len(value) > max_length)):
             raise self.wrong(name, "a string" + (f" of at most {max_length} characters" if max_length else ""))
@@ -96,7 +99,7 @@ class FieldReader:
         max_items: int | None = None,
         items: Schema = ANYTHING,  # noqa: ARG002
     ) -> list[JSON] | None:
-        """Reads an array without checking its items. expected: text after "must be" in errors. items: items' schema."""
+        """Reads an array without checking its items. expected: text after "must be". items: schema of each item."""
         value = self.raw(name)
         if value is not None and not (isinstance(value, list) and (max_items is None or len(value) <= max_items)):
             raise self.wrong(name, expected)

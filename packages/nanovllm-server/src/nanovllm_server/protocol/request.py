@@ -62,7 +62,7 @@ class ChatRequest:
     model: requested model name; None for the served model.
     tools: None if tool calls are not allowed.
     answer_rule: constraint on the answer; None for free text.
-    prediction: text that the answer probably contains; None without a prediction.
+    prediction: text that the answer probably contains; None if the request has no prediction.
     n: number of choices.
     include_stop: the answer's text includes the stop string or stop token.
     truncate_prompt_tokens: number of tokens to keep at the prompt's end; -1: as many as the context holds; None: all.

@@ -31,7 +31,7 @@ SYSTEM_FINGERPRINT = f"nanovllm-async-{__version__}"
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """New text of a tool call. index: number of the call in its choice. Only a call's first delta has id and name."""
+    """New text of a tool call. index: index of the call in its choice. Only a call's first delta has id and name."""
 
     index: int
     arguments: str
@@ -42,10 +42,10 @@ class CallDelta(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """New output of one choice (one of the request's n answers).
 
-    index: number of the choice.
+    index: index of the choice, from 0.
     logprobs: one object per new token; None if not requested.
     finish_reason: None except in the last delta.
-    stop_reason: stop string or stop token id that ended the choice; None for the end-of-sequence token.
+    stop_reason: stop string or stop token id that ended the choice; None if neither ended the choice.
     has_null_content: the content is null, because the choice ended within reasoning or must be a tool call.
     token_ids: all tokens since the previous delta; None if not requested.
     """
@@ -174,7 +174,7 @@ def make_chunk_choices(delta: Delta, *, is_first: bool) -> list[ChunkChoice]:
     if delta.token_ids is not None:
         for choice in choices:
             choice["token_ids"] = []
-        # The first object, which has the role, gets the token ids only if there is no other object.
+        # An object with the role gets the token ids only if there is no other object.
         choices[min(int(is_first), len(choices) - 1)]["token_ids"] = [*delta.token_ids]
     return choices
 

@@ -36,7 +36,7 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """The fields of one object of the request, from all examples.
+    """The fields that an object of the request has in any example. The object is the request itself or nested in it.
 
     alternatives: schemas by field; a value must match at least one of the field's schemas.
     children: nested objects by field; an array has one child for all its objects.

@@ -64,8 +64,8 @@ class Toolbox:
     def type_schemas(self, parameter_types: ParameterTypes) -> dict[str, JSON]:
         """Returns schemas that state the types of each function's parameters, by function name.
 
-        parameter_types: schemas with the types that the compiled grammar allows, by `Function.path`. They replace the
-            schemas of the request, because the model follows the grammar.
+        parameter_types: schemas with the types that the compiled grammar allows, by `Function.path`. These schemas
+            replace the schemas of the request, because the model follows the grammar.
         """
         return {
             name: parameter_types.get(function.path, function.parameters) for name, function in self.functions.items()

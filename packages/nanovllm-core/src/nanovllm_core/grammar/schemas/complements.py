@@ -20,7 +20,7 @@ from nanovllm_core.grammar.schemas.shapes import (
 
 
 def complement_shapes(resolver: ShapeResolver, shapes: Iterable[Shape], place: str) -> tuple[Shape, ...]:
-    """The shapes of all values that `shapes` exclude. Raises SchemaError if no shapes describe these values."""
+    """The shapes of all values that `shapes` exclude. Raises SchemaError if shapes can't describe these values."""
     remaining: tuple[Shape, ...] = ANY_VALUE_SHAPES
     shapes = list(shapes)
     constants = {shape.key: shape for shape in shapes if isinstance(shape, Constant)}

@@ -1,4 +1,4 @@
-"""Finds the types that a JSON schema declares for its values. A limit on steps bounds the time."""
+"""Finds the types that a JSON schema declares for its values. `MAX_STEPS` bounds the time of the search."""
 
 from nanovllm_core.grammar.schemas.json_values import JSON
 
@@ -6,7 +6,7 @@ from nanovllm_core.grammar.schemas.json_values import JSON
 MAX_STEPS = 10_000
 # Maximum number of characters in a reference.
 MAX_REFERENCE_LENGTH = 1_000
-# Maximum number of references in a chain, which may be circular.
+# Maximum number of references to follow in a row. A chain of references may be circular.
 MAX_REFERENCES = 8
 TYPE_NAMES: dict[type, str] = {
     str: "string",
@@ -22,7 +22,7 @@ TYPE_NAMES: dict[type, str] = {
 def declared_types(schema: JSON, root: JSON) -> set[str]:
     """The types that `schema` and its subschemas in `$ref`, `anyOf`, `oneOf` and `allOf` declare.
 
-    A schema declares types in `type`. Without `type`, the types of the constants in `enum` and `const` count.
+    A schema declares types in `type`. If `type` is missing, the schema declares the types of its `enum` or `const`.
     root: schema to which references in `schema` are relative.
     """
     types: set[str] = set()

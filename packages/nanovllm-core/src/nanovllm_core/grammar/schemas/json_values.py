@@ -6,7 +6,7 @@ import orjson
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
-MAX_SHOWN_CHARACTERS = 80  # Maximum length of a value in an error message.
+MAX_SHOWN_CHARACTERS = 80  # Maximum number of characters of a value in an error message.
 
 
 def describe_value(value: JSON) -> str:
@@ -26,7 +26,7 @@ def describe_value(value: JSON) -> str:
 
 
 def equality_key(value: JSON) -> str:
-    """A text that is the same for equal values only. The values 1 and 1.0 are equal; 1 and true differ."""
+    """A text. Two values have the same text if and only if they are equal. 1 and 1.0 are equal; 1 and true differ."""
     match value:
         case dict():
             return "{" + ",".join(f"{equality_key(name)}:{equality_key(value[name])}" for name in sorted(value)) + "}"

@@ -25,7 +25,8 @@ from nanovllm_core.grammar.schemas.shapes import (
     Text,
 )
 
-# Limits on counts such as minItems (larger counts are lowered), on names in one keyword, and on values of an enum.
+# Maximum value of a count such as minItems (larger values are lowered), maximum number of names in one keyword, and
+# maximum number of values in an enum.
 MAX_COUNT = 2**31 - 1
 MAX_NAMES = 2_000
 MAX_CONSTANTS = 2_000
@@ -48,14 +49,14 @@ SHAPES_BY_TYPE: dict[str, tuple[Shape, ...]] = {
 
 
 def read_shapes(resolver: ShapeResolver, entry: LocatedSchema | Negation) -> tuple[Shape, ...]:
-    """The shapes of the values that are valid against `entry`. Raises SchemaError."""
+    """The shapes of the values that are valid against `entry`, a schema or a negation. Raises SchemaError."""
     if isinstance(entry, Negation):
         return complement_shapes(resolver, resolver.shapes(entry.conjunction), resolver.place(entry.conjunction))
     return _KeywordReader(resolver, entry).read_shapes()
 
 
 class _KeywordReader:
-    """Reads the keywords of one schema. A conjunction is a set of schemas that must all hold."""
+    """Reads the keywords of one schema. A conjunction is a set of schemas: a value must satisfy all of them."""
 
     def __init__(self, resolver: ShapeResolver, located: LocatedSchema):
         if not isinstance(located.schema, dict):
@@ -216,7 +217,7 @@ class _KeywordReader:
     ) -> tuple[Fraction | None, bool]:
         """Returns (bound, whether the range excludes the bound). A bound of None means no limit."""
         bound = self.read_number(keyword)
-        # Up to draft 4, the exclusive keyword is a boolean that applies to the other keyword's number.
+        # Up to draft 4, the exclusive keyword is a boolean: whether the range excludes the number in `keyword`.
         if isinstance(self.schema.get(exclusive_keyword), bool):
             return bound, self.schema[exclusive_keyword] is True and bound is not None
         exclusive_bound = self.read_number(exclusive_keyword)
@@ -314,7 +315,7 @@ class _KeywordReader:
         options = [(conjunction, self.resolver.shapes(conjunction)) for conjunction in self.subschema_list("oneOf")]
         overlaps = OverlapIndex([option for _, option in options])
         valid_for_one: dict[Shape, None] = {}
-        complements: dict[int, tuple[Shape, ...]] = {}  # By index of the option.
+        complements: dict[int, tuple[Shape, ...]] = {}  # Complements of options, by the option's index.
         for index, (_, option) in enumerate(options):
             for shape in self.intersect(shapes, option):
                 only_in_option: tuple[Shape, ...] = (shape,)

@@ -21,7 +21,7 @@ from nanovllm_core.grammar.schemas.characters import (
 # Limits on the number of characters of a pattern, and on the depth of its groups.
 MAX_PATTERN_LENGTH = 4096
 MAX_NESTING = 40
-# Maximum number of automaton states of a pattern, roughly counted. A repeated group counts once per repetition.
+# Maximum estimated number of a pattern's automaton states. A repeated group's states count once per repetition.
 MAX_STATES = 20_000
 CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 HEX = frozenset("0123456789abcdefABCDEF")

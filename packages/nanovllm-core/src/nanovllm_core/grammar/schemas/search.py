@@ -5,7 +5,7 @@ from collections.abc import Callable
 from nanovllm_core.grammar.schemas import regex
 from nanovllm_core.grammar.schemas.characters import Ranges
 
-# Adds to the number of steps spent on converting one schema, and raises SchemaError above the limit.
+# A function that adds to the number of steps of one schema's conversion. It raises SchemaError above the limit.
 CountSteps = Callable[[int], None]
 # Number of string positions that a search counts as one step.
 POSITIONS_PER_STEP = 8

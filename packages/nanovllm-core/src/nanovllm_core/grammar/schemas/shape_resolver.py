@@ -35,7 +35,7 @@ from nanovllm_core.grammar.schemas.shapes import (
 MAX_STEPS = 120_000
 # Maximum number of shapes of one conjunction.
 MAX_SHAPES = 4096
-# Maximum number of pairs of shapes that one `intersect` compares.
+# Maximum number of pairs of shapes that one call of `intersect` compares.
 MAX_PAIRS = 200_000
 # Maximum depth of nested schemas that `may_have_value` examines.
 MAX_EMPTINESS_DEPTH = 6
@@ -55,8 +55,9 @@ class Negation:
 
 
 class ShapeResolver:
-    """Gives each schema and negation a number on first use. Caches the shapes of each conjunction (tuple of numbers).
+    """Finds and caches the shapes of each conjunction: a tuple with the number of each of its schemas and negations.
 
+    A schema or negation gets its number at its first use.
     reader: finds the shapes of one schema or negation.
     """
 

@@ -25,7 +25,7 @@ class Shape:
 
     places: the keywords that define the shape and where they are, for error messages.
     omits_allowed_values: the shape lacks some values that the schema allows, so the shape can't be negated.
-    comes_from_negation: the shape is part of a complement. JSON Schema then counts all properties and items as
+    comes_from_negation: the shape is part of a complement. JSON Schema then treats all properties and items as
         unevaluated.
     """
 

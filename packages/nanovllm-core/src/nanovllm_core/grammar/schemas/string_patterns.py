@@ -86,7 +86,7 @@ def limit_length(tree: regex.Node, low: int, high: int | None) -> regex.Node | N
 
 
 def _limit_varying_part(parts: tuple[regex.Node, ...], low: int, high: int | None) -> regex.Node | None:
-    """Limits the length of the only part of variable length. Returns None if several parts have variable lengths."""
+    """Restricts the total length by limiting the only part of variable length. Returns None if there are several."""
     varying = [index for index, part in enumerate(parts) if len(set(search.match_lengths(part))) > 1]
     if len(varying) != 1:
         return None

@@ -12,8 +12,8 @@ from nanovllm_core.grammar.schemas.string_patterns import (
     string_tree,
 )
 
-# Number of objects with declared and undeclared properties for which `exclude_strings` may use MAX_TRIE_PREFIXES
-# prefixes. For later objects, the maximum is MAX_LATER_TRIE_PREFIXES, which forbids more names.
+# Per schema, this number of objects that allow undeclared beside declared properties may use up to MAX_TRIE_PREFIXES
+# in `exclude_strings`. Later objects may use up to MAX_LATER_TRIE_PREFIXES, and therefore forbid more names.
 MAX_EXACT_OBJECTS = 4
 
 

@@ -104,7 +104,7 @@ Plan: TypeAlias = Constants | Numbers | Texts | Items | Properties
 
 
 def plan_values(resolver: ShapeResolver, conjunction: Conjunction) -> tuple[Plan, ...] | None:
-    """Plan the values that are valid against `conjunction`. Raises SchemaError. None: all values are valid."""
+    """Plan the values that are valid against `conjunction`; None if all values are valid. Raises SchemaError."""
     shapes = resolver.shapes(conjunction)
     if set(shapes) == set(ANY_VALUE_SHAPES):
         return None
@@ -250,7 +250,7 @@ def _plan_multiples(shape: Number, step: int, low: int | None, high: int | None,
             raise _error_at(shape, "multipleOf", place, problem)
         if _ends_with_zeros(step):
             return [Numbers(True, divisor=step)]
-        # For other steps, appended zeros may never make a number a multiple. The grammar could then not end the number.
+        # For any other `step`, appended zeros may never yield a multiple, so the grammar could not end the number.
         low, high = -(MAX_ENUMERATED_VALUES // 2 - 1) * step, MAX_ENUMERATED_VALUES // 2 * step
     if low is None or high is None:
         problem = "can be enforced with both bounds or without bounds; give the other bound"
@@ -348,7 +348,7 @@ def _plan_objects(resolver: ShapeResolver, shape: Object, place: str) -> list[Pl
     named = [prop for prop in named if prop[1] != FALSE_SCHEMA]
     rest = shape.rest
     if rest is None:
-        # No keyword mentions undeclared properties: exclude these if declared properties exist and suffice for `low`.
+        # No keyword mentions undeclared properties. If declared ones exist and suffice for `low`, allow only these.
         rest = FALSE_SCHEMA if (shape.properties or shape.patterns) and shape.low <= len(named) else ()
     name_patterns: list[tuple[str | None, Conjunction]] = []
     if shape.high is None or shape.high > 0:

@@ -1,8 +1,9 @@
 """Compiles and launches the CuTe DSL kernel of paged decode on Hopper.
 
-A tile holds consecutive queries of a request, which share the loads of keys and values. A decode has one query, and a
-decode with drafts has several queries and may need several tiles. The kernel computes each tile independently.
-The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any lengths.
+A tile holds consecutive queries of a request, which share the loads of keys and values. A decode without drafts has one
+query. A decode with drafts has several queries, and may need several tiles. The kernel computes each tile
+independently. The grid depends only on the device and the number of key-value heads, so that one CUDA graph serves any
+lengths.
 Importing this module imports CUTLASS (the extra `cutedsl`), and takes seconds.
 """
 
@@ -107,7 +108,7 @@ def allocate_workspace(
     max_tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *, tile_queries: int = 1
 ) -> DecodeWorkspace:
     """Allocate a workspace for at most `max_tiles` tiles of any lengths. tile_queries: maximum queries of a tile."""
-    # A slot holds one partial result: of a part (a CTA's share of the work), or of a group of parts.
+    # Each slot holds a partial result of either one part (a CTA's share of the work) or one group of parts.
     num_part_slots, num_group_slots = count_slots(_num_parts(num_kv_heads, device))
     num_rows = (num_part_slots + num_group_slots) * num_heads * tile_queries
     return DecodeWorkspace(
@@ -136,7 +137,7 @@ def paged_decode(
         heads. This step's keys and values are already written.
     kv_scales: uint8 [N, 2 * Hkv, P], contiguous, for a float8_e4m3fn cache (see `fp8`), else None.
     block_tables: int32 [B, max_blocks], rows contiguous; entries past a request's length are not read.
-    seq_lens: int32 [B], number of tokens of each request. If `tiles` is given, `QueryTiles.lens` instead.
+    seq_lens: int32 [B], number of tokens of each request. If `tiles` is not None: `QueryTiles.lens`, int32 [B * R].
     scale: positive factor of the query-key products.
     out: contiguous [T, Hq, D] in q's dtype.
     tiles: `QueryTiles.queries`; tiles have up to `max_tile_queries` queries. None: row b is the only query of

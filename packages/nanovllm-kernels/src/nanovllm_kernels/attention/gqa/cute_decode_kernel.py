@@ -40,7 +40,7 @@ class SliceLoader:
     ring_slots: slots of all ring buffers of the CTA. The warp's slots begin at `first_ring_slot`.
     barriers: one barrier per slot.
     block_tables: page numbers of each request. The table for tile t begins at t // tiles_per_table * table_stride.
-    end_slice: number of the slice after the CTA's last slice.
+    end_slice: index of the CTA's last slice, plus 1. Slices are counted across all tiles.
     scales_ptr: pointer to this head's first key scale in an FP8 cache.
     scale_ring_address: address in shared memory of the CTA's ring buffers for scales.
     """
@@ -379,7 +379,7 @@ class DecodeKernel:
         begin: Int32,
         end: Int32,
     ):
-        """Start to copy `slice_index`, which is at `cache_index`, into `ring_slot`. Look up the warp's next slice."""
+        """Start to copy slice `slice_index` from `cache_index` into `ring_slot`. Look up the warp's next slice."""
         if slice_index < loader.end_slice:
             self.start_copy(loader, ring_slot, cache_index)
             slice_index += self.shape.num_warps
@@ -426,7 +426,7 @@ class DecodeKernel:
         return (tile_len + (SLICE_TOKENS - 1)) >> LOG2_SLICE_TOKENS
 
     def look_up_slice(self, loader, tile, tile_slice):
-        """Return the cache index of a slice. tile_slice: number of the slice within its tile."""
+        """Return the cache index of a slice. tile_slice: index of the slice within its tile."""
         table = tile // loader.tiles_per_table if self.shape.has_tile_list else tile
         page = loader.block_tables[table * loader.table_stride + (tile_slice >> self.page_shift)]
         return (page << self.page_shift) + (tile_slice & ((1 << self.page_shift) - 1))

@@ -61,7 +61,8 @@ def clear_empty_tiles(
 ):
     """Zero the outputs of tiles without tokens. CTAs divide these tiles among themselves.
 
-    Requires that tile b is the only query of request b. In a list of tiles, a tile without tokens has no queries.
+    Requires that tile b is the only query of request b. A list of tiles does not need this function: its tiles without
+    tokens have no queries, and thus no outputs.
     """
     for tile in range(part, num_tiles, exchange.num_parts):
         if tile_lens[tile] == 0:

@@ -64,7 +64,7 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a slice's keys. Values follow the keys. The first rows of all tokens precede the second rows."""
+        """Bytes of a slice's keys. Values follow the keys. All tokens' first rows precede all second rows."""
         return SLICE_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property

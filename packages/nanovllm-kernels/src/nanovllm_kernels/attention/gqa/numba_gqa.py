@@ -145,7 +145,7 @@ def _attend_items(args_ptr):
     num_kv_heads, head_dim = args[_NUM_KV_HEADS], args[_HEAD_DIM]
     num_tiles, tokens_per_tile = args[_NUM_TILES], args[_TOKENS_PER_TILE]
     group_size = args[_NUM_HEADS] // num_kv_heads  # Query heads per key-value head.
-    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)  # The true lengths are unknown here.
+    seq_lens = numba.carray(pointer(args[_SEQ_LENS_PTR]), (1 << 30,), np.int32)  # The array's size is unknown here.
     query_starts = numba.carray(pointer(args[_QUERY_STARTS_PTR]), (1 << 30,), np.int32)
     tiles = numba.carray(pointer(args[_TILES_PTR]), (num_tiles, 2), np.int64)
     # Head sizes of copied keys and values, rounded up to the multiples that the kernels need.

@@ -1,8 +1,8 @@
 """Computes paged grouped-query attention of a work list in Triton, for requests with any number of queries.
 
 A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
-loads of keys and values. The work list puts the key blocks of all tiles in a sequence and cuts the sequence into
-parts, so that a part may span several tiles. A program computes one part.
+loads of keys and values. The work list cuts each tile's keys into blocks, concatenates the blocks of all tiles, and
+cuts this sequence into parts. A part may span several tiles. A program computes one part for one key-value head.
 """
 
 import triton
@@ -32,7 +32,7 @@ def attend_to_pages(
 ) -> None:
     """Compute attention for the requests of the work list `work`, and write the results to `out`.
 
-    many_queries: the value with which `tile_configs.gqa_tile_config` selected the tile size of the work list.
+    many_queries: must equal the argument of `tile_configs.gqa_tile_config` that gave the tile size of the work list.
     """
     _, num_heads, head_dim = q.shape
     kv_cache, kv_scales, block_tables, seq_lens, query_start_loc = requests
@@ -123,9 +123,10 @@ def _attend(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     dims = tl.arange(0, PADDED_DIM)
-    # disable_licm: addresses that stay in registers across tiles would leave too few registers for the products.
+    # disable_licm: without loop-invariant code motion, each tile computes its addresses again. Addresses that stayed in
+    # registers across tiles would leave too few registers for the products.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
-        # `partial_slot`: slot that receives the tile's partial result, or -1 if this part has the whole tile.
+        # `partial_slot`: index in the partial results to store at, or -1 if this part has all blocks of the tile.
         first_block, end_block, partial_slot = load_segment(tile_first_blocks_ptr, tile, part, part_start, part_end)
         request, first_query, query_start, query_len, context_len = load_tile(
             tiles_ptr, seq_lens_ptr, query_start_loc_ptr, tile

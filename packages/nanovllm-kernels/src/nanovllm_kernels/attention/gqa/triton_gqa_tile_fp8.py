@@ -1,6 +1,6 @@
 """Computes attention of a tile of queries over an FP8 cache: e4m3, with one scale per token and head (see `fp8`).
 
-Products are in float32 for float32 queries, otherwise in float16, which represents every e4m3 number.
+Products are in float32 for float32 queries, and in float16 for other queries. Float16 represents every e4m3 number.
 """
 
 import triton
@@ -50,7 +50,7 @@ def attend_fp8_range(
 
     The returned maximum is the maximum score (base 2) minus 15. The returned sum of weights excludes the value scales.
     q: queries in their original dtype.
-    exponents_ptr: pointer to the biased exponent of the key head's scale in the cache's first slot.
+    exponents_ptr: pointer to the key head's scale in the cache's first slot. A scale is stored as a biased exponent.
     """
     q, scale_log2 = queries_to_float16(q, scale_log2)
     dims = tl.arange(0, q.shape[1])

@@ -270,7 +270,7 @@ def _attend_whole_prompts_op(
 ) -> None:
     """Compute attention of whole prompts over expanded keys and values. Write their rows of `out` [T, H, V].
 
-    q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
+    q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], stride 1 in R, any stride in T.
     """
     from nanovllm_kernels.attention.mla import triton_expanded
 

@@ -1,6 +1,6 @@
 """Computes absorbed latent attention with many heads on Hopper, in Gluon, for decodes and prompt chunks.
 
-A program computes one part of a work list for 64 heads. One warp copies queries and latents in advance. Four warps
+A program computes one part of a `WorkList` for 64 heads. One warp copies queries and latents in advance. Four warps
 compute scores, weights and half of the 64 x 512 results. Four other warps compute the other half, because the results
 exceed the registers of four warps. Blocks of shared memory have 64 rows (heads or latents) and 64 columns.
 """

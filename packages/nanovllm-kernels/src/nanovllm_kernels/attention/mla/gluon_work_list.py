@@ -26,9 +26,10 @@ def load_program_tiles(plan, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def load_tile_share(plan, tile, NUM_HEADS: gl.constexpr):
-    """Return (request, token, first latent, exclusive end of latents, partial slot) for the program's share of `tile`.
+    """Return (request, token, first latent, exclusive end of latents, partial slot) of `tile` in the program's part.
 
-    token: index of the query in the step. partial slot: index in the partial results, -1 for a whole tile.
+    token: index of the query in the step. first latent and end: positions in the request.
+    partial slot: index in the partial results, -1 if the program computes the whole tile.
     """
     tile_first_blocks_ptr, tiles_ptr, parts_ptr, seq_lens_ptr, query_start_loc_ptr = plan
     part = gl.program_id(0) // (NUM_HEADS // 64)

@@ -73,7 +73,7 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Attend to latents at positions [begin, end). Return (sums of weighted latents, maximum, sum of weights).
+    """Attend to latents at positions [begin, end). Return (weighted sum, maximum score, sum of weights) of each query.
 
     query: result of `load_queries`.
     cache: (pointer to the cache, pointer to biased exponents of its scales, pointer to the request's page numbers).

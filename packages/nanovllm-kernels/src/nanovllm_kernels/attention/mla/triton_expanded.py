@@ -61,7 +61,7 @@ def attend_whole_prompts(
 ) -> None:
     """Compute attention of whole prompts, and write their rows of `out` [T, H, V].
 
-    q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], tokens with any stride.
+    q: contiguous [T, H, K + R]. kv: contiguous [T, H, K + V]. k_rope: [T, R], stride 1 in R, any stride in T.
     """
     num_tokens, num_heads, head_dim = q.shape
     rope_dim, value_dim, num_reqs = k_rope.shape[1], out.shape[2], seq_lens.shape[0]

@@ -1,4 +1,4 @@
-"""Defines a step's requests and plans for attention. All layers share one `AttentionBatch`."""
+"""Defines the requests of a step (forward pass) and their attention plans. All layers share one `AttentionBatch`."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -30,8 +30,8 @@ class AttentionBatch:
     torch_plan: groups of requests for the backend "torch", which copies the cached tokens of a group together.
     narrow_work: work list (equal shares of attention work) for Triton, in tiles of few queries.
     wide_work: work list for Triton, in tiles of many queries.
-    cute_seq_lens: int32 [n], numbers of tokens that the CuTe DSL kernel reads. If `cute_tiles` is set, this is
-        `QueryTiles.lens`. If not, this has one element per request, 0 for a request with several queries.
+    cute_seq_lens: int32 [n], number of tokens that the CuTe DSL kernel reads for each tile or request. If `cute_tiles`
+        is set, this is `QueryTiles.lens`. If not, this has one element per request, 0 for one with several queries.
     cute_tiles: `QueryTiles.queries`, with which the CuTe DSL kernel computes all requests. None: the kernel computes
         only requests with one query.
     num_absorbed_tokens: int32 [1], number of leading tokens that may need attention over latents (absorbed attention).

@@ -21,8 +21,8 @@ class DecodeGroup(NamedTuple):
 
     begin: index of the group's first request. This is also the index of the request's query in the step.
     end: index after the group's last request.
-    pages_or_slots: page numbers if all requests have the same length. Otherwise slot numbers (positions in the cache)
-        of each request's tokens, padded to `max_len`. A slice means consecutive pages, which are read in place.
+    pages_or_slots: page numbers if all requests have the same length. If not, slot numbers (positions in the cache) of
+        each request's tokens, padded to `max_len`. A slice means consecutive pages, which are read in place.
     mask: [requests, 1, 1, max_len], 0 for a request's tokens, -inf for padding. None: all lengths are equal.
     """
 

@@ -18,7 +18,7 @@ def gather_requests(
     num_entries: int,
     page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of `FlashRequests`: `num_entries` entries for the requests with `query_lens` > 0."""
+    """Return the tensors of `FlashRequests`. The `num_entries` entries hold the requests with `query_lens` > 0."""
     num_reqs, max_blocks = block_tables.shape
     outputs = (
         seq_lens.new_empty((num_entries + 1,)),

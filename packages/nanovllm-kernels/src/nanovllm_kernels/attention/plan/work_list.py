@@ -55,10 +55,10 @@ class WorkListFilter(NamedTuple):
 def split_query_lens(
     narrow_queries: int, wide_queries: int, min_query_len: int, max_query_len: int
 ) -> tuple[range, range]:
-    """Return the range of query lengths for narrow tiles, then the range for wide tiles. A range may be empty.
+    """Return the query lengths (queries per request) for narrow tiles, then for wide tiles. A range may be empty.
 
-    narrow_queries: query positions in a narrow tile.
-    wide_queries: query positions in a wide tile.
+    narrow_queries: number of query positions in a narrow tile.
+    wide_queries: number of query positions in a wide tile.
     min_query_len: 1, or 2 if another kernel computes decodes (requests with one query).
     max_query_len: the host's bound on query lengths.
     """
@@ -85,7 +85,7 @@ def make_work_list(
 
     seq_lens: int32 [B], number of tokens of each request, including this step's.
     query_start_loc: int32 [B + 1], index of each request's first query in the step, then the total number of queries.
-    block_q: query positions in a tile.
+    block_q: number of query positions in a tile.
     num_head_blocks: number of programs that compute the same part for different heads.
     num_tokens: upper bound on the number of tokens in the step.
     Returns: the work list, and the number of queries of each excluded request (int32 [B], 0 for other requests).

@@ -18,7 +18,8 @@ from nanovllm_server.bench.server_cases.case_command import CaseSettings
 from nanovllm_server.bench.server_cases.case_results import CaseResult, median_or_nan
 from nanovllm_server.bench.server_cases.prompt_texts import Message, single_message, with_next_turn
 
-# At most this share of a cold prompt's tokens may be cached: the server may have cached the chat template's tokens.
+# If more than this share of a cold prompt's tokens is cached, the command prints a warning. A cold prompt is new to the
+# server, but the server may have cached the chat template's tokens.
 MAX_COLD_CACHED_SHARE = 0.1
 
 # The answer to each request; None for a request that failed.
@@ -102,7 +103,7 @@ class ConversationRunner:
         return await asyncio.gather(*(client.send(prompt, self._sizes.output_len) for prompt in prompts))
 
     def _turn_prompts(self, num_turns: int, seed_suffix: str) -> list[list[Message]]:
-        """Returns the prompts of all turns of one conversation. Each prompt begins with the previous one."""
+        """Returns the prompts of all turns of one conversation. Each prompt begins with the previous prompt."""
         costs, sizes, seed = self._costs, self._sizes, f"{self._settings.seed} {seed_suffix}"
         prompts = [single_message(costs, sizes.first_len, seed)]
         for turn in range(1, num_turns):

@@ -26,7 +26,7 @@ class InterferenceRunner:
         self._server = server
         self._settings = settings
         self._workload = settings.sizes
-        # TTFTs of long prompts that run alone. short-beside-long spreads its short requests over the median TTFT.
+        # TTFTs of long prompts that run alone. short-beside-long spreads its short requests over their median.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
             "long-alone": self._measure_long_alone,
@@ -173,7 +173,10 @@ class InterferenceRunner:
     async def _send_turns_beside_streams(
         self, client: CaseClient, streams: DecodeStreams, prompts: Sequence[list[Message]], interval_s: float
     ) -> tuple[list[TimedAnswer | None], list[float]]:
-        """Returns the answers, and the streams' gaps (between pieces) until every turn has its first token."""
+        """Sends the turns. Returns the answers, and the gaps of the streams until every turn has its first token.
+
+        A gap is the number of seconds between two consecutive pieces of a stream.
+        """
         start = time.perf_counter()
         output_len, delays_s = self._workload.output_len, [index * interval_s for index in range(len(prompts))]
         requests = [

@@ -118,7 +118,7 @@ def run_peer(peer: Peer, job: PeerJob) -> PeerResult:
             )
         except OSError as error:
             raise BenchError(f"can't start the peer with {peer.python}: {error.strerror}") from error
-        # stdout ends only when all processes of the peer have closed it. A thread kills them when the peer exits.
+        # stdout ends only when all processes of the peer have closed it. A thread kills the others when the peer exits.
         killer_thread = threading.Thread(target=_kill_group_after_exit, args=(process,))
         with process:
             killer_thread.start()

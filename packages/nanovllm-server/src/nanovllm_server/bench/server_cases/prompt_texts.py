@@ -1,4 +1,4 @@
-"""Chat prompts of about the given number of tokens, for a server whose tokenizer the client does not have."""
+"""Builds chat prompts of about a given number of tokens. The client does not have the server's tokenizer."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ async def measure_token_costs(count_tokens: Callable[[list[Message]], Awaitable[
     short_tokens = await count_tokens([_message("user", short_text)])
     long_tokens = await count_tokens([_message("user", long_text)])
     three_messages_tokens = await count_tokens([_message(role, short_text) for role in ("user", "assistant", "user")])
-    # If the server reports equal counts for both texts (such as 0), assume one token per word.
+    # If the server reports the same number of tokens (for example 0) for both texts, assume one token per word.
     per_word = (long_tokens - short_tokens) / len(SAMPLE_WORDS) or 1.0
     per_message = (three_messages_tokens - short_tokens) / 2 - len(SAMPLE_WORDS) * per_word
     per_request = short_tokens - per_message - len(SAMPLE_WORDS) * per_word

@@ -7,8 +7,8 @@ from statistics import median
 from nanovllm_server.bench.report import BenchError
 
 PROC = Path("/proc")
-# Growth is the change from the median of the first samples to the median of the last samples. The first samples are
-# this share of all samples, and so are the last samples.
+# Growth is the change from the median of the first samples to the median of the last samples. This share of all samples
+# counts as the first samples, and the same share as the last samples.
 COMPARED_SHARE = 0.2
 
 

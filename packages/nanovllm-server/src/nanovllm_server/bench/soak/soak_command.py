@@ -62,7 +62,7 @@ class SoakOptions:
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Counts of exchanges (request and answer). num_5xx: from the server's metrics, including aborted exchanges."""
+    """Counts of exchanges (request and answer). num_5xx: read from the server's metrics, so aborted ones count."""
 
     exchanges_by_kind: Counter[str] = field(default_factory=Counter[str])
     answers_by_status: Counter[int] = field(default_factory=Counter[int])
@@ -85,7 +85,7 @@ class SoakResult:
     warm_up_s: time of the warm-up, in seconds.
     was_flat: whether memory was flat at the end of the warm-up.
     lasting: processes that are in every sample. short_lived: all other processes.
-    busy_gauges: values by name of the IDLE_GAUGES that stay above 0 after the traffic.
+    busy_gauges: the IDLE_GAUGES that stay above 0 after the traffic, as values by name.
     """
 
     model: str

@@ -24,7 +24,7 @@ NUM_LARGE_OBJECTS = 40
 NUM_LARGE_OBJECT_FIELDS = 20
 # Maximum number of words of a long prompt, which fills the server's caches.
 MAX_CACHED_PROMPT_WORDS = 20_000
-# On a CPU, a step rarely has more tokens than this number of longest random prompts have together.
+# On a CPU, a step rarely has more tokens than this number of random prompts of maximum length.
 MAX_LONGEST_PROMPTS_PER_STEP = 4
 # Number of different prefixes that prompts share, so that they use the prefix cache.
 NUM_SHARED_PREFIXES = 8

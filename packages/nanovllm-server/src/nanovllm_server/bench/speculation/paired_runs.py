@@ -14,13 +14,14 @@ from tqdm import tqdm
 from nanovllm_core import Engine, EngineClient, EngineConfig, ModelSpec, Request, RequestOutput, SamplingParams
 from nanovllm_server.bench.report import BenchError
 
-# Every 0.2 s, an engine on a CPU measures how many cores other processes use, and runs slower if they need its cores.
-# After this pause, the measurement no longer includes the other engine's last run.
+# Every 0.2 s, an engine on a CPU measures how many cores other processes use. The engine runs slower if the other
+# processes need its cores. After this pause, the measurement no longer includes the other engine's last run.
 PAUSE_S = 0.5
 # Time limit of a step. With a shorter limit, measured times decide how a prompt is split into chunks. The split changes
 # the last bits of keys, and sometimes tokens, even without drafts. With this limit, both engines use the same chunks.
 STEP_LIMIT_MS = 60_000.0
-# The margin of a difference is known only if both tokens are among this number of likeliest tokens.
+# Number of likeliest tokens whose log-probabilities are read. `Difference.margin` is None unless both tokens are among
+# these tokens.
 _NUM_TOP_TOKENS = 20
 
 

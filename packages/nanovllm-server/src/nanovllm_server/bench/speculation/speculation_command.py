@@ -30,10 +30,12 @@ class SpeculationOptions:
 class PromptResult:
     """Figures of one prompt. Rates and the ratio are medians over the rounds.
 
-    num_output_tokens, num_accepted, num_verified, num_steps: sums over the rounds, of the engine with drafts.
     plain_rate, drafted_rate: decoded tokens per second without and with drafts.
     ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
-    num_accepted, num_verified: number of accepted drafts, number of accepted or rejected drafts.
+    The next four numbers are sums over the rounds of the engine with drafts.
+    num_output_tokens: number of output tokens.
+    num_accepted: number of accepted drafts.
+    num_verified: number of accepted and rejected drafts.
     num_steps: number of steps that gave at least one token.
     """
 

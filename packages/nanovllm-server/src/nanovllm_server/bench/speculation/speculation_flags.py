@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=integer_at_least_1, help="number of torch's threads")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     add = parser.add_argument_group("engine").add_argument
-    # `speculate` is not in _ENGINE_SETTINGS: the flag would then also allow `none`, which turns drafts off.
+    # If `speculate` were in _ENGINE_SETTINGS, the flag would also allow `none`, which turns drafts off.
     add("--speculate", choices=get_args(DraftMethod), default="ngram", help="method that proposes drafts")
     add_draft_model_flag(add)
     add_engine_flags(add, _ENGINE_SETTINGS)

@@ -40,7 +40,7 @@ ChooseTokens = Callable[[Any, list[int]], list[int]]
 
 
 class LlamaCppPeer:
-    """A model of llama.cpp, and a context for the requests of the current case."""
+    """A model of llama.cpp, and a context for the current case (a list of requests to measure)."""
 
     can_time_first_tokens = True
 
@@ -145,7 +145,7 @@ def _make_token_chooser(model: Any, temperature: float) -> ChooseTokens:
         return logits.reshape(len(rows), vocab_size).argmax(axis=1).tolist()
 
     if temperature == 0:
-        # Faster than llama.cpp's greedy sampler, which creates a struct for each token of the vocabulary.
+        # This is faster than llama.cpp's greedy sampler, which creates a struct for each token of the vocabulary.
         return choose_likeliest
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))

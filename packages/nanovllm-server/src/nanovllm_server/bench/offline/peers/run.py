@@ -27,7 +27,10 @@ def main() -> None:
 
 
 def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the peer's version, then each run's result. If `max_batch_size` is None, one batch has all requests."""
+    """Yields the peer's version, then the result of each run. A case is a list of requests, measured `repeat` times.
+
+    If the peer's `max_batch_size` is None, one batch has all requests of a case.
+    """
     yield {"version": peer.version}
     for case_index, requests in enumerate(job["cases"]):
         batch_size = peer.max_batch_size or len(requests)
@@ -47,7 +50,7 @@ def measure(peer: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _run(peer: Any, batches: list[list[dict[str, Any]]], max_tokens: int | None, salt: str) -> tuple[int, float, float]:
     """Returns (output tokens, seconds to the first tokens, seconds to the last tokens), each summed over batches.
 
-    max_tokens: second limit of output tokens per request; None if only the request's own limit applies.
+    max_tokens: additional limit of output tokens per request; None if only the request's own limit applies.
     salt: only runs with the same salt share cached prefixes.
     """
     output_lens = [[min(item["max_tokens"], max_tokens or item["max_tokens"]) for item in batch] for batch in batches]
