@@ -98,7 +98,7 @@ def _emit_multiplier(
     strides: tuple[int, int],
     sums_stride: int,
 ) -> None:
-    """Emit the code of `make_multiplier`. strides: elements between a row's values, and elements between rows."""
+    """Emit the code of `make_multiplier`. strides: distances in elements, from k to k + 1 and from row to row."""
     rows_ptr, panel_ptr, depth, sums_ptr, continues_sums, prefetch_ptr, step_bytes = values
     num_vectors = 2 * num_groups
     panel_row_bytes = 2 * PANEL_WIDTH if has_bf16_panel else 4 * GROUP_WIDTH

@@ -12,7 +12,7 @@ MAX_COMPOSED_CHARACTERS = 4
 
 
 class LengthBound(NamedTuple):
-    """Computes from a text's number of characters how many tokens the text has at least.
+    """Computes the minimum number of tokens of a text from its number of characters.
 
     max_token_characters: maximum number of characters that become one token.
     dropped_characters: characters that the tokenizer drops.

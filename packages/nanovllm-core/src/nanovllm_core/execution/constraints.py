@@ -45,9 +45,9 @@ class _StepInFlight(NamedTuple):
 class Constraints:
     """The constraints of all rows.
 
-    A step with drafts samples a token after each token of a request. Entry j of a request is the token that the step
-    samples after j drafts. Masks of entries after a draft assume that the draft will be accepted. If a mask forbids
-    the draft, the entries after the draft need no masks.
+    A step with drafts samples one token after a request's last token, and one after each draft. Entry j of a request is
+    the token that the step samples after j drafts. Masks of entries after a draft assume that the draft will be
+    accepted. If a mask forbids the draft, the entries after the draft need no masks.
 
     num_masks: maximum number of masks of a step; 0 means `num_rows`.
     failures: entries that have no mask because the constraint failed, set by `fill_masks`.

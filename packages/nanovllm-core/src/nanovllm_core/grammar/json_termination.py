@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# Repetitions of a pattern at a string's end close the string. Minimum number of repetitions, and of repeated tokens.
+# A string is closed if it ends with MIN_REPETITIONS or more repetitions of at least MIN_REPEATED_TOKENS tokens in all.
 MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.

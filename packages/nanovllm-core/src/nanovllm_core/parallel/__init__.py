@@ -115,7 +115,7 @@ class ParallelContext:
         return own if self.communicator is None else self.communicator.all_gather(own)[:num_rows]
 
     def exchange_columns(self, x: Tensor) -> Tensor:
-        """Exchange this rank's columns of all rows for all columns of this rank's share of the rows.
+        """Turn a split by columns into a split by rows, in which each rank has all columns of its share of the rows.
 
         x: [n, c]. Returns [ceil(n / size), size * c]; additional rows are zeros.
         """

@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that are queued, wait for a load, or are preempted with an unreleased row."""
+        """The number of requests that are queued, wait for a load, or were preempted but still hold their row."""
         return self._lifecycle.num_waiting
 
     @property
@@ -206,7 +206,7 @@ class Scheduler:
         return not requests or self._add_blocks(self.caches[0], requests, new_blocks)
 
     def _lack_space(self, decode_rows: RowIndices, num_drafts: RowIndices | int) -> NDArray[np.bool_]:
-        """For each row, whether it has too few blocks for the step's tokens and the drafts proposed after them."""
+        """Whether each row lacks space for the tokens that the step computes and for the drafts that it proposes."""
         rows, limits = self.rows, self._draft_limits
         num_needed = rows.num_tokens[decode_rows] + num_drafts
         if limits.uses_cache:

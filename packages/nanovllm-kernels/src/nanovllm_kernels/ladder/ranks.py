@@ -63,7 +63,7 @@ def _run_rank(
         device_id=None if device.type == "cpu" else device,
     )
     function(device, *arguments)
-    # After an exception, keep the group: other ranks may still wait for this rank, and the parent terminates them.
+    # An exception skips this call: other ranks may still wait for this rank, until the parent terminates them.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

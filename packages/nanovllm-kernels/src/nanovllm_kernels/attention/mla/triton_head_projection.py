@@ -57,7 +57,7 @@ def project_heads(x: Tensor, weight: Tensor, num_projected: Tensor, out: Tensor)
     )
 
 
-# Triton does not specialise on arguments that change between steps, because a step must never cause a compilation.
+# Do not let Triton specialise on arguments that change between steps: a step must never compile a kernel.
 @triton.jit(do_not_specialize=["num_tokens", "out_stride_head"])
 def _project_heads(
     x_ptr,

@@ -67,7 +67,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def choose_num_parts(num_head_blocks: int, num_programs: int) -> int:
-    """Return the largest number of parts for which all programs run at once. Each part has `num_head_blocks` programs.
+    """Return the largest number of parts whose programs all run at once. A part has one program per block of heads.
 
     num_programs: number of programs that the device can run at once.
     """
