@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# A string is closed if it ends with MIN_REPETITIONS or more repetitions of at least MIN_REPEATED_TOKENS tokens in all.
+# A string is closed if it ends with at least MIN_REPETITIONS repetitions, of at least MIN_REPEATED_TOKENS tokens.
 MIN_REPETITIONS = 4
 MIN_REPEATED_TOKENS = 96
 # Maximum length of a repeated pattern, in tokens.
