@@ -13,7 +13,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     kind: the language of `source`.
         "json_schema": a JSON Schema as JSON. Properties come in the schema's order. Undeclared properties are allowed
-        only if `additionalProperties` or `patternProperties` has a schema for them. The amount of whitespace is limited.
+        only if `additionalProperties` or `patternProperties` has a schema for them. Whitespace is limited.
         "regex": a regular expression that matches the whole output.
         "ebnf": rules in GBNF. The rule `root` matches the whole output.
         "structural_tag": a structural tag of xgrammar as JSON, with the additions of `grammar.schema_enforcement`.
