@@ -35,7 +35,7 @@ STOP_TIMEOUT_S = 5.0
 # Time that the thread of rank 0 has to end after another rank has ended.
 FAILED_RANK_TIMEOUT_S = 1.0
 # Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
-REPORT_TIMEOUT_S = 2.0
+REPORT_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
