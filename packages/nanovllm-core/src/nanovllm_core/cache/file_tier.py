@@ -17,7 +17,7 @@ from nanovllm_core.request_state import BlockHash
 
 # Change this number whenever the bytes of an entry change their meaning.
 LAYOUT_VERSION = 1
-# A thread reads 2.3 GB/s. The checksum takes most of the time. More threads would slow other work down.
+# A thread reads 2.3 GB/s. The checksum takes most of the time. Half of the cores are left to other work.
 NUM_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
 MAX_WRITES_IN_FLIGHT = 32  # limited, because each write holds a slot of the host memory
 

@@ -139,7 +139,7 @@ class EntryCopier:
                 end = torch.cuda.Event(blocking=True)
                 end.record(stream)
                 end.synchronize()
-        except Exception:  # noqa: BLE001 (rank 0 sees the counted failure, and does not use these copies)
+        except Exception:  # noqa: BLE001 (the failure is counted, and rank 0 then uses none of these copies)
             # Do not raise: if the device has failed, the next step reports the failure.
             _log.exception("a copy between the cache and host memory failed")
             self.memory.count_failure(self._rank)

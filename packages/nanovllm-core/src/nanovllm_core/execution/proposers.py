@@ -59,7 +59,9 @@ class Proposer(ABC):
 
     def compute_late_draft_entries(self, entries: Sequence[CacheEntryRange]) -> None:
         """Compute the cache entries of earlier tokens, see `StepPlan.late_draft_entries`. Never captured."""
-        raise NotImplementedError(f"{type(self).__name__} cannot lag, so it has no late entries")
+        raise NotImplementedError(
+            f"{type(self).__name__} computes all cache entries in the step: do not call compute_late_draft_entries"
+        )
 
 
 class NgramProposer(Proposer):

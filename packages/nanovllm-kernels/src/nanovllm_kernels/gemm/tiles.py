@@ -32,7 +32,7 @@ class FewRowsConfig(NamedTuple):
 # Keys: kind of weight, then number of rows rounded up to a power of two.
 FEW_ROWS_CONFIGS = {
     "narrow": {1: FewRowsConfig(2, 8), 2: FewRowsConfig(2, 8), 4: FewRowsConfig(2, 8), 8: FewRowsConfig(4, 4)},
-    "long": {1: FewRowsConfig(2, 4), 2: FewRowsConfig(4, 4), 4: FewRowsConfig(8, 4), 8: FewRowsConfig(4, 4)},
+    "deep": {1: FewRowsConfig(2, 4), 2: FewRowsConfig(4, 4), 4: FewRowsConfig(8, 4), 8: FewRowsConfig(4, 4)},
     "gated": {1: FewRowsConfig(4, 2), 2: FewRowsConfig(4, 2), 4: FewRowsConfig(4, 2), 8: FewRowsConfig(2, 1)},
     "wide": {1: FewRowsConfig(8, 4), 2: FewRowsConfig(8, 4), 4: FewRowsConfig(8, 4), 8: FewRowsConfig(8, 2)},
     "vocabulary": {1: FewRowsConfig(4, 2), 2: FewRowsConfig(4, 2), 4: FewRowsConfig(4, 2), 8: FewRowsConfig(4, 2)},
@@ -56,7 +56,7 @@ def few_rows_config(num_rows: int, num_columns: int, depth: int, *, gated: bool)
     elif num_columns <= MAX_NARROW_COLUMNS:
         kind = "narrow"
     elif num_columns <= MAX_DEEP_COLUMNS and depth >= MIN_DEEP_DEPTH:
-        kind = "long"
+        kind = "deep"
     elif num_columns >= MIN_VOCABULARY_COLUMNS:
         kind = "vocabulary"
     else:

@@ -62,7 +62,7 @@ def plan_states(
         and never waits.
     num_pending: int32 [B], for caches with drafts (see `gated_delta_net`): number of accepted drafts of the request's
         previous step, 0 if that step had no drafts. In a step without drafts, the number must be 0 for requests with
-        several tokens. None: the caches have no room for drafts.
+        several tokens. None: the caches hold no drafts.
     has_drafts: whether each request is a decode whose tokens after the first are drafts. `num_decodes` is then ignored.
 
     Raises ValueError if `has_drafts` is set without `num_pending`, or if `num_decodes` is None for

@@ -36,7 +36,7 @@ class WarmUp:
         self.num_long_prompts = num_long_prompts
         self.phase = Phase.FILL
         self.is_flat = False  # Whether memory was flat at the end of the warm-up.
-        self._flat_s = min_flat_s
+        self._min_flat_s = min_flat_s
         self._end_time = end_time
         # Samples of this phase: (time, bytes by process id). The oldest sample is at most `min_flat_s` old.
         self._samples: deque[tuple[float, Mapping[int, int]]] = deque()
@@ -49,9 +49,9 @@ class WarmUp:
         if self._phase_start_time is None:
             self._phase_start_time = now
         self._samples.append((now, num_bytes))
-        while self._samples[0][0] < now - self._flat_s:
+        while self._samples[0][0] < now - self._min_flat_s:
             self._samples.popleft()
-        self.is_flat = now - self._phase_start_time >= self._flat_s and self._max_growth() < MAX_FLAT_GROWTH_PERCENT
+        self.is_flat = now - self._phase_start_time >= self._min_flat_s and self._max_growth() < MAX_FLAT_GROWTH_PERCENT
         if now >= self._end_time:
             self.phase = Phase.MEASURE
         elif self.is_flat and (self.phase is not Phase.FILL or not self._has_unsent_requests()):
