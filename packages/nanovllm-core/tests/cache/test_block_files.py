@@ -167,6 +167,7 @@ def fail_with(number: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_an_error_stops_writes_for_a_while_and_is_logged_once(open_files, monkeypatch, caplog, number):
+    caplog.set_level(logging.WARNING)
     files, now = open_files(), block_files.time.monotonic()
     monkeypatch.setattr(block_files.time, "monotonic", lambda: now)
     with monkeypatch.context() as patch:
