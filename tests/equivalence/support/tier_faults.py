@@ -38,8 +38,8 @@ COMMON_SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "max_n
 # All conversations together have about 150 blocks of about 12 KB.
 TIER_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.0004, "kv_offload_disk_gib": 0.0015}
 MAX_FAULT_INTERVAL_S = 0.1
-MAX_IDLE_WAIT_S = 20.0
-INDEX_WAIT_S = 1.0  # in which a new process finds the files of its predecessor
+MAX_WAIT_S = 20.0  # for the end of an idle engine's copies, or for the first scan of a new process
+NUM_QUIET_ROUNDS = NUM_CONVERSATIONS // 2  # rounds in which nearly all conversations have a turn
 # Faults that last for a while. A file of this name beside the directory tells the engine's process.
 TEMPORARY_FAULTS = ("fill_disk", "fail_copies")
 ENGINE_FAULTS = ("kill", *TEMPORARY_FAULTS)
@@ -127,11 +127,10 @@ class Campaign:
             await self._start()
             while sum(self.totals[name] for name in [*FAULTS, *ENGINE_FAULTS]) < num_faults:
                 await self._run_turns(expected_engine, num_faults=self._rng.randrange(4))
-            await self._restart()
-            await asyncio.sleep(INDEX_WAIT_S)
-            # Nearly all conversations return to the new process.
-            for _ in range(NUM_CONVERSATIONS // 2):
-                await self._run_turns(expected_engine, num_faults=0)
+            # The last faults may have removed all files. These rounds write files for the next process.
+            await self._run_quiet_rounds(expected_engine)
+            await self._restart_and_await_scan()
+            await self._run_quiet_rounds(expected_engine)
         finally:
             await expected_engine.stop()
             if self._engine is not None:
@@ -150,6 +149,20 @@ class Campaign:
         self._process.kill()
         await self._engine.stop()
         await self._start()
+
+    async def _restart_and_await_scan(self) -> None:
+        """Restart, and wait until the new process has found the files of its predecessor."""
+        old_writers = set(self._directory.glob("writer-*"))
+        await self._restart()
+        # A process reserves bytes, as a file of this name, at the end of its scans.
+        await wait_until(
+            lambda: not old_writers.issuperset(self._directory.glob("writer-*")),
+            lambda: "the new process has not scanned the directory",
+        )
+
+    async def _run_quiet_rounds(self, expected_engine: Engine) -> None:
+        for _ in range(NUM_QUIET_ROUNDS):
+            await self._run_turns(expected_engine, num_faults=0)
 
     async def _run_turns(self, expected_engine: Engine, num_faults: int) -> None:
         """Some conversations have a turn at the same time, during which faults are injected."""
@@ -206,13 +219,20 @@ class Campaign:
 
     async def _check_idle(self) -> None:
         """Assert that the engine without requests holds no blocks and no states, once its copies have ended."""
-        deadline = time.monotonic() + MAX_IDLE_WAIT_S
-        while True:
+
+        def is_idle() -> bool:
             stats, num_slots = self._engine.stats, self._engine.info.num_state_slots
-            if (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots):
-                return
-            assert time.monotonic() < deadline, f"the idle engine holds blocks or states: {stats}"
-            await asyncio.sleep(0.01)
+            return (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots)
+
+        await wait_until(is_idle, lambda: f"the idle engine holds blocks or states: {self._engine.stats}")
+
+
+async def wait_until(condition: Callable[[], bool], describe: Callable[[], str]) -> None:
+    """Raise AssertionError with the description if `condition` stays false."""
+    deadline = time.monotonic() + MAX_WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, describe()
+        await asyncio.sleep(0.01)
 
 
 async def generate(engine: Engine, conversation: Conversation) -> tuple[list[int], int]:
