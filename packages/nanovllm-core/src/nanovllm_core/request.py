@@ -22,6 +22,8 @@ class Request:
     arrival_time: in seconds, on any clock that all requests of the engine share.
     prediction: token ids that the output probably contains; stored as `prediction_ids`. Speculative decoding may use
         them as drafts; without speculation, they have no effect. They never change the output.
+    prefix_peer: address of another engine that has computed the prompt, one of `EngineConfig.transfer_peers`; empty
+        without such an engine.
     """
 
     id: str
@@ -31,6 +33,7 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     prediction: InitVar[Sequence[int] | NDArray[Any]] = ()
+    prefix_peer: str = ""
     prompt_ids: TokenIds = field(init=False)
     prediction_ids: TokenIds = field(init=False)
 

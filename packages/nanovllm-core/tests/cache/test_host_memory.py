@@ -15,7 +15,7 @@ from nanovllm_core.cache.host_memory import (
     allocate_host_memory,
 )
 from nanovllm_core.cache.memory import CacheLayout
-from nanovllm_core.config import resolve
+from nanovllm_core.config_resolution import resolve
 
 CONFIG = EngineConfig(device="cpu", kv_offload_gib=0.001, tensor_parallel_size=2, max_num_seqs=4)
 ATTENTION, STATE = PagedSpec(2, 16, 4), StateSpec((2, 8, 8), (4, 32))

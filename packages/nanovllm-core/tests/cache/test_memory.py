@@ -17,7 +17,8 @@ from nanovllm_core.cache.memory import (
     plan_cache,
 )
 from nanovllm_core.cache.state_pool import NULL_SLOT
-from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_resolution import resolve
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.model import CacheSpec, MLASpec, PagedSpec, StateSpec
 

@@ -8,7 +8,7 @@ import torch
 import toy_model
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
-from nanovllm_core.config import resolve
+from nanovllm_core.config_resolution import resolve
 from nanovllm_core.execution.runner import start_runner
 
 BASE = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_dtype": "fp8", "depth": 2}

@@ -22,7 +22,7 @@ from nanovllm_core import (
     RequestOutput,
     SamplingParams,
 )
-from nanovllm_core.config import resolve
+from nanovllm_core.config_resolution import resolve
 
 pytestmark = pytest.mark.background
 

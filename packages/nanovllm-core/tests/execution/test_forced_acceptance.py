@@ -6,7 +6,7 @@ import pytest
 from toy_model import toy_spec
 
 from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, Request, SamplingParams
-from nanovllm_core.config import resolve
+from nanovllm_core.config_resolution import resolve
 from nanovllm_core.execution.forced_acceptance import find_probability
 
 NUM_DRAFTS = 4

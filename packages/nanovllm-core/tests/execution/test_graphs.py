@@ -9,7 +9,8 @@ import torch
 import toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_resolution import resolve
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution import graphs as graphs_module
 from nanovllm_core.execution.forward import ForwardOutput

@@ -4,7 +4,8 @@ import pytest
 import torch
 from toy_model import ToyLM, toy_spec
 
-from nanovllm_core.config import EngineConfig, resolve
+from nanovllm_core.config import EngineConfig
+from nanovllm_core.config_resolution import resolve
 from nanovllm_core.execution.runner import start_runner
 from nanovllm_core.model import MLASpec
 

@@ -16,7 +16,8 @@ from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.shared_directory import load_secret
 from nanovllm_core.cache.state_pool import StatePool
 from nanovllm_core.cache.tiers import HostTier
-from nanovllm_core.config import GIB, MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig, resolve
+from nanovllm_core.config import GIB, MIXED_STEP_LIMIT_S, PROMPT_STEP_LIMIT_S, EngineConfig, ResolvedConfig
+from nanovllm_core.config_resolution import resolve
 from nanovllm_core.engine.loop import EngineLoop
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import describe_engine

@@ -32,6 +32,11 @@ def check_request(request: Request, info: EngineInfo) -> None:
             f"the prediction has {len(request.prediction_ids)} tokens, but the context has {info.max_model_len}: "
             "shorten the prediction",
         )
+    if request.prefix_peer and request.prefix_peer not in info.transfer_peers:
+        raise RequestError(
+            "prefix_peer",
+            f"prefix_peer is {request.prefix_peer!r}, which is none of the engine's transfer_peers: name one of them",
+        )
     sampling = request.sampling
     sampling.validate(info.vocab_size)
     if sampling.grammar is not None and not info.supports_grammars:

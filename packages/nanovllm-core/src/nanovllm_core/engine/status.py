@@ -18,6 +18,10 @@ class EngineInfo:
     num_ranks: number of processes that share the model.
     draft_method: method of speculative decoding; None without speculation.
     matmul_arithmetic: how matrix products are computed, as text for users.
+    transfer_id: id of this process for other engines; empty if no other engine can fetch blocks.
+    transfer_address: address at which other engines fetch blocks, with the port that was chosen for port 0; may be
+        empty like `transfer_id`.
+    transfer_peers: addresses that `Request.prefix_peer` may have.
     """
 
     model: str
@@ -39,6 +43,9 @@ class EngineInfo:
     num_ranks: int = 1
     draft_method: str | None = None
     matmul_arithmetic: str = ""
+    transfer_id: str = ""
+    transfer_address: str = ""
+    transfer_peers: tuple[str, ...] = ()
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -71,6 +78,13 @@ class EngineStats:
     copied_bytes: pairs (kind of copy, bytes). "store" copies from the cache to host memory, and "load" copies back.
         "write" and "read" copy to and from files.
     copy_s: pairs (kind of copy, seconds), in the order of `copied_bytes`.
+    fetches: pairs (outcome, number of requests): why a prompt was fetched from another engine, or was not; empty if no
+        other engine is configured. See `FetchOutcome`.
+    fetched_tokens: number of prompt tokens that were fetched from other engines.
+    fetched_bytes: number of bytes that were fetched from other engines.
+    fetch_s: total time for which requests waited for fetches.
+    served_bytes: number of bytes that other engines fetched from this engine.
+    num_leases: number of fetches by other engines for which this engine holds blocks.
     step_limit_s: time limit of a step with prompts and decodes.
     decode_step_s: moving average of the times of steps without prompts.
     step_time_coefficients: pairs (name, value), see `StepTimeCoefficients`.
@@ -101,6 +115,12 @@ class EngineStats:
     load_wait_s: float = 0.0
     copied_bytes: tuple[tuple[str, int], ...] = ()
     copy_s: tuple[tuple[str, float], ...] = ()
+    fetches: tuple[tuple[str, int], ...] = ()
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    served_bytes: int = 0
+    num_leases: int = 0
     step_limit_s: float = 0.0
     decode_step_s: float = 0.0
     step_time_coefficients: tuple[tuple[str, float], ...] = ()

@@ -29,6 +29,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: int
     arrival_time: float
     prediction_ids: bytes
+    prefix_peer: str
 
     @classmethod
     def from_request(cls, key: int, request: Request) -> "Submit":
@@ -42,13 +43,21 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             request.priority,
             request.arrival_time,
             request.prediction_ids.tobytes(),
+            request.prefix_peer,
         )
 
     def to_request(self) -> Request:
         """The request that the client sent."""
         prompt_ids, prediction_ids = (np.frombuffer(ids, np.int32) for ids in (self.prompt_ids, self.prediction_ids))
         return Request(
-            self.id, prompt_ids, self.sampling, self.cache_salt, self.priority, self.arrival_time, prediction_ids
+            self.id,
+            prompt_ids,
+            self.sampling,
+            self.cache_salt,
+            self.priority,
+            self.arrival_time,
+            prediction_ids,
+            self.prefix_peer,
         )
 
 
