@@ -12,19 +12,21 @@ class AnonymousMemory:
     """Shared memory of a fixed size, initially zeros. Can be an argument of a new process.
 
     Shared memory with a name would remain if its processes are killed.
+
+    descriptor: the memory's file descriptor in this process.
     """
 
     def __init__(self, num_bytes: int):
         self._open(_create_file(num_bytes), num_bytes)
 
     def _open(self, descriptor: int, num_bytes: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._num_bytes = num_bytes
         weakref.finalize(self, os.close, descriptor)
 
     def __getstate__(self) -> tuple[Any, int]:
         # `DupFd` works only while multiprocessing starts a process.
-        return DupFd(self._descriptor), self._num_bytes
+        return DupFd(self.descriptor), self._num_bytes
 
     def __setstate__(self, state: tuple[Any, int]) -> None:
         descriptor, num_bytes = state
@@ -36,7 +38,7 @@ class AnonymousMemory:
         populates: whether to allocate the pages now. If False, the first writes take several times as long.
         """
         flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
-        return memoryview(mmap.mmap(self._descriptor, self._num_bytes, flags))
+        return memoryview(mmap.mmap(self.descriptor, self._num_bytes, flags))
 
 
 def _create_file(num_bytes: int) -> int:

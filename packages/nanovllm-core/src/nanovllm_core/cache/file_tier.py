@@ -9,14 +9,8 @@ from dataclasses import dataclass
 from nanovllm_core.cache.block_files import BlockFiles
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.host_memory import EntryKind, HostMemory
-from nanovllm_core.cache.memory import CacheLayout
-from nanovllm_core.config import ResolvedConfig
-from nanovllm_core.errors import ConfigError
-from nanovllm_core.model import ModelSpec
 from nanovllm_core.request_state import BlockHash
 
-# Change this number whenever the bytes of an entry change their meaning.
-LAYOUT_VERSION = 1
 # A thread reads 2.3 GB/s. The checksum takes most of the time. Half of the cores are left to other work.
 NUM_THREADS = min(8, max(2, (os.cpu_count() or 2) // 2))
 MAX_WRITES_IN_FLIGHT = 32  # limited, because each write holds a slot of the host memory
@@ -144,19 +138,6 @@ class FileTier:
         wait(writes)
         for store in self._stores:
             store.clear()
-
-
-def describe_file_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> str:
-    """Everything except tokens and salts that determines the bytes of an entry. Raises ConfigError."""
-    fingerprints = [model.fingerprint for model in (spec, spec.draft) if model is not None]
-    if not all(fingerprints):
-        raise ConfigError(
-            "kv_offload_dir needs a model with a fingerprint, which tells models apart: set ModelSpec.fingerprint, or "
-            "leave out kv_offload_dir"
-        )
-    # The layout includes the dtypes of the caches. The dtype of the weights changes the values.
-    numerics = config.device, config.dtype, config.speculate, config.tensor_parallel_size, config.dp_attention
-    return repr((LAYOUT_VERSION, fingerprints, numerics, layout))
 
 
 def _as_bytes(block_hash: BlockHash) -> bytes:

@@ -3,6 +3,7 @@
 An entry is a block of keys and values, or a checkpoint of recurrent states, in all layers of the model.
 """
 
+import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -21,6 +22,8 @@ PAGE_BYTES = 4096
 _PINNED_BYTES = 1 << 30
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
+# Unused bytes after the counters, see `marker_offset`.
+MARKER_BYTES = 16
 # Bytes of the device buffer for the copies of one `Direction`. The buffer is larger if one entry needs more.
 STAGING_BYTES = 32 << 20
 
@@ -99,7 +102,7 @@ class HostLayout:
     @property
     def counters_bytes(self) -> int:
         """Bytes of the counters of all ranks, which precede the slots."""
-        return _pad(self.num_ranks * _COUNTER_BYTES)
+        return _pad(self.num_ranks * _COUNTER_BYTES + MARKER_BYTES)
 
     @property
     def num_bytes(self) -> int:
@@ -121,6 +124,7 @@ class HostMemory:
 
     def __init__(self, memory: AnonymousMemory, layout: HostLayout):
         self.layout = layout
+        self._memory = memory  # keeps the descriptor open
         self._view = memory.map(populates=False)
         self._counters = self._view[: layout.counters_bytes].cast("Q")
         self._slots: list[memoryview] = []
@@ -134,6 +138,36 @@ class HostMemory:
         """The bytes of a slot: the parts of all ranks. index: from 1."""
         num_bytes = self.layout.slot_bytes[kind]
         return self._slots[kind][(index - 1) * num_bytes : index * num_bytes]
+
+    @property
+    def descriptor(self) -> int:
+        """File descriptor of the memory in this process."""
+        return self._memory.descriptor
+
+    @property
+    def view(self) -> memoryview:
+        """The whole memory: the counters, then the slots of each kind."""
+        return self._view
+
+    @property
+    def marker_offset(self) -> int:
+        """Where MARKER_BYTES bytes are unused, which can tell this memory from others."""
+        return self.layout.counters_bytes - MARKER_BYTES
+
+    @property
+    def offsets(self) -> list[int]:
+        """By kind, the number of bytes before the first slot."""
+        starts = itertools.accumulate(map(len, self._slots), initial=self.layout.counters_bytes)
+        return list(starts)[: len(self._slots)]
+
+    @property
+    def address(self) -> int:
+        """Address of `view` in this process."""
+        return torch.frombuffer(self._view, dtype=torch.uint8).data_ptr()
+
+    def slot_address(self, kind: EntryKind, index: int) -> int:
+        """Address of a slot in this process."""
+        return self.address + self.offsets[kind] + (index - 1) * self.layout.slot_bytes[kind]
 
     def part(self, kind: EntryKind, part: int) -> Tensor:
         """One rank's part of all slots, uint8 [num_slots, entry_bytes]."""
@@ -180,7 +214,9 @@ def allocate_host_memory(config: ResolvedConfig) -> AnonymousMemory | None:
     """The memory of `HostMemory`, before the layout is known; None if `kv_offload_gib` is 0."""
     if not config.kv_offload_gib:
         return None
-    return AnonymousMemory(int(config.kv_offload_gib * GIB) + _pad(config.tensor_parallel_size * _COUNTER_BYTES))
+    return AnonymousMemory(
+        int(config.kv_offload_gib * GIB) + _pad(config.tensor_parallel_size * _COUNTER_BYTES + MARKER_BYTES)
+    )
 
 
 def _pad(num_bytes: int) -> int:

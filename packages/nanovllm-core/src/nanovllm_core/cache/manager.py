@@ -49,8 +49,10 @@ class CacheManager:
         self._watermark_blocks = int(num_blocks * watermark)
         self._tier = tier
         self._group = 0
+        # The pools by `EntryKind`.
+        self.pools = [self.pool] if state_pool is None else [self.pool, state_pool.slots]
         if tier is not None:
-            self._group = tier.attach([self.pool] if state_pool is None else [self.pool, state_pool.slots])
+            self._group = tier.attach(self.pools)
 
     def admit(self, request: RequestState, *, keep_watermark: bool) -> int | BlockShortage:
         """Allocate blocks for all tokens of `request`, which holds no blocks yet. Reuse cached blocks of its prefix.
@@ -91,7 +93,7 @@ class CacheManager:
         """Whether `request` should wait for another request's load, which brings blocks that `request` needs."""
         if self._tier is None:
             return False
-        return self._tier.is_worth_waiting(self._group, self._reusable_hashes(request))
+        return self._tier.is_worth_waiting(self._group, self.reusable_hashes(request))
 
     def start_load(self, request: RequestState) -> PrefixLoad | None:
         """Load more of the prefix of an admitted request from `tier`, at most once until the next preemption.
@@ -101,7 +103,7 @@ class CacheManager:
         """
         if self._tier is None or request.has_loaded:
             return None
-        load = self._tier.start_load(request, self._group, self._reusable_hashes(request))
+        load = self._tier.start_load(request, self._group, self.reusable_hashes(request))
         request.has_loaded = load is not None
         return load
 
@@ -192,7 +194,7 @@ class CacheManager:
         else:
             return last_estimate
         if self._tier is not None and not request.has_loaded:
-            num_blocks = self._tier.find_prefix(self._group, self._reusable_hashes(request), num_blocks)
+            num_blocks = self._tier.find_prefix(self._group, self.reusable_hashes(request), num_blocks)
         return num_blocks * self.block_size
 
     def _find_cached_blocks(self, request: RequestState, num_skipped: int = 0) -> list[int]:
@@ -205,7 +207,8 @@ class CacheManager:
             cached_blocks.append(block)
         return cached_blocks
 
-    def _reusable_hashes(self, request: RequestState) -> list[BlockHash]:
+    def reusable_hashes(self, request: RequestState) -> list[BlockHash]:
+        """Hashes of the blocks at the beginning of `request` that need not be computed if they are cached."""
         return request.block_hashes[: self._count_reusable_blocks(request)]
 
     def _count_reusable_blocks(self, request: RequestState) -> int:

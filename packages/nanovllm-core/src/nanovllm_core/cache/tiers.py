@@ -6,7 +6,7 @@ Rank 0's scheduler decides about all copies. The ranks only execute batches of c
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from nanovllm_core.cache.block_pool import BlockPool
@@ -14,6 +14,7 @@ from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.file_tier import FileTier
 from nanovllm_core.cache.host_memory import CopyBatch, Direction, EntryCopies, EntryKind, HostMemory
 from nanovllm_core.cache.prefix_load import PrefixLoad, Target, Transfer
+from nanovllm_core.cache.tier_counters import TierCounters
 from nanovllm_core.request_state import BlockHash, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
@@ -39,27 +40,6 @@ class _BatchInFlight:
     num_failures: int
 
 
-@dataclass(slots=True)
-class TierCounters:
-    """Totals since the engine started.
-
-    num_bytes, copy_s: bytes and seconds of copies, from launch to end, by direction.
-    num_loaded_tokens: number of tokens that were loaded from host memory and files.
-    num_file_tokens: number of these tokens that were read from files.
-    num_rejected_tokens: number of tokens that could have been loaded, but were faster to compute.
-    num_failed_loads: number of loads that have failed.
-    wait_s: total seconds that requests have spent in the status WAITING_KV.
-    """
-
-    num_loaded_tokens: int = 0
-    num_file_tokens: int = 0
-    num_rejected_tokens: int = 0
-    num_failed_loads: int = 0
-    wait_s: float = 0.0
-    num_bytes: list[int] = field(default_factory=lambda: [0] * len(Direction))
-    copy_s: list[float] = field(default_factory=lambda: [0.0] * len(Direction))
-
-
 class HostTier:
     """The index of the entries in host memory, and the copies in flight.
 
@@ -76,7 +56,7 @@ class HostTier:
         self._memory = memory
         self._block_size = block_size
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
-        self._predict_compute = predict_compute
+        self.predict_compute = predict_compute
         self.files = files
         self._load_time = CopyTimeModel()
         self._entry_bytes = [memory.layout.num_parts * num_bytes for num_bytes in memory.layout.entry_bytes]
@@ -106,6 +86,15 @@ class HostTier:
         """Whether copies are in flight."""
         has_writes = self.files is not None and self.files.is_busy
         return any(self._in_flight) or bool(self._new_loads) or has_writes
+
+    @property
+    def epoch(self) -> int:
+        """The number of calls of `forget`. Entries from earlier epochs must not be found."""
+        return self._epoch
+
+    def is_storing(self, kind: EntryKind, block_hash: BlockHash) -> bool:
+        """Whether the host memory will probably get a copy of this entry soon."""
+        return (kind, block_hash) in self._storing or (kind, block_hash) in self._store_queue
 
     def keep(self, group: int, kind: EntryKind, block_hash: BlockHash) -> None:
         """Queue a cache entry for a copy to host memory. If there is a copy, make it the last copy to be evicted."""
@@ -155,7 +144,7 @@ class HostTier:
             return False
         indices = [index for index, block_hash in enumerate(hashes) if block_hash in loading]
         num_tokens = (indices[-1] + 1 - indices[0]) * self._block_size
-        return self._predict_load(0) <= self._predict_compute(indices[0] * self._block_size, num_tokens)
+        return self._predict_load(0) <= self.predict_compute(indices[0] * self._block_size, num_tokens)
 
     def has_loads(self, group: int) -> bool:
         """Whether loads to the cache of `group` are in flight. The blocks of their requests will soon be released."""
@@ -214,7 +203,7 @@ class HostTier:
         load_s = self._predict_load(sum(self._entry_bytes[target.kind] for target in copies))
         if reads and self.files is not None:
             load_s += self.files.predict_read(sum(self._entry_bytes[target.kind] for target in reads))
-        if load_s <= self._predict_compute(num_blocks * self._block_size, num_tokens):
+        if load_s <= self.predict_compute(num_blocks * self._block_size, num_tokens):
             return True
         self._load_time.reject()
         if self.files is not None:

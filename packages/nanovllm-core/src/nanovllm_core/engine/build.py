@@ -10,7 +10,8 @@ import torch
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.block_files import BlockFiles
-from nanovllm_core.cache.file_tier import FileTier, describe_file_identity
+from nanovllm_core.cache.entry_identity import describe_entries
+from nanovllm_core.cache.file_tier import FileTier
 from nanovllm_core.cache.host_memory import EntryKind, allocate_host_memory
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.shared_directory import load_secret
@@ -33,6 +34,8 @@ from nanovllm_core.scheduling.drafting import DraftLimits
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_core.start_phases import log_phase
+from nanovllm_core.transfer.secret import TransferSecret, read_transfer_secret
+from nanovllm_core.transfer.transfers import Transfers
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 from nanovllm_kernels.platform import has_cute, has_flash_attention, has_fp8
 
@@ -56,7 +59,12 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         num_gpus=torch.cuda.device_count(),
     )
     # Open files before loading the model, so that an unusable path fails at once.
+    transfer_secret = None
+    if resolved.uses_transfer and resolved.transfer_secret_file is not None:
+        transfer_secret = read_transfer_secret(resolved.transfer_secret_file)
     hash_secret = None if resolved.kv_offload_dir is None else load_secret(resolved.kv_offload_dir)
+    if transfer_secret is not None:
+        hash_secret = transfer_secret.hash_secret
     trace_file = None if resolved.trace is None else TraceFile(resolved.trace)
     spin_control = SpinControl(is_on=resolved.device == "cpu" and can_shorten_spins())
     executor = ThreadPoolExecutor(1, ENGINE_THREAD_NAME)
@@ -70,6 +78,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
+        scheduler = _make_scheduler(spec, resolved, runner, step_time_model, tier, hash_secret)
+        transfers = _make_transfers(spec, resolved, runner, copier, scheduler, transfer_secret)
     except BaseException:
         executor.shutdown(wait=False)
         if ranks is not None:
@@ -81,10 +91,11 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
     vocabulary = spec.vocabulary
     grammars = None if vocabulary is None else Grammars(vocabulary, spec.vocab_size, spec.eos_token_ids)
     return EngineLoop(
-        _make_scheduler(spec, resolved, runner, step_time_model, tier, hash_secret),
+        scheduler,
         runner,
         copier,
-        describe_engine(spec, resolved, runner),
+        transfers,
+        describe_engine(spec, resolved, runner, transfers),
         resolved.depth,
         executor,
         spin_control,
@@ -145,13 +156,27 @@ def _make_tier(
     files = None
     if config.kv_offload_dir is not None:
         max_bytes = int(config.kv_offload_disk_gib * GIB)
-        identity = describe_file_identity(spec, config, runner.cache.layout)
+        identity = repr(describe_entries(spec, config, runner.cache.layout))
         stores = [
             BlockFiles(config.kv_offload_dir, max_bytes, f"{EntryKind(kind).name} {identity}".encode(), slot_bytes)
             for kind, slot_bytes in enumerate(copier.memory.layout.slot_bytes)
         ]
         files = FileTier(stores, copier.memory)
     return HostTier(copier.memory, runner.cache.layout.block_size, step_time_model.chunk_seconds, files)
+
+
+def _make_transfers(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    runner: Runner,
+    copier: EntryCopier | None,
+    scheduler: Scheduler,
+    secret: TransferSecret | None,
+) -> Transfers | None:
+    if secret is None or copier is None or scheduler.tier is None:
+        return None
+    identity = describe_entries(spec, config, runner.cache.layout)
+    return Transfers(config, secret, identity, copier.memory, scheduler, scheduler.tier, runner.max_model_len)
 
 
 def _make_scheduler(

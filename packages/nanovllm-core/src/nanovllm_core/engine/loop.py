@@ -4,13 +4,12 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.engine.ranks import FAILED_RANK_TIMEOUT_S, RankProcesses
 from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.engine.status import GRAMMARS_UNSUPPORTED, EngineInfo, EngineStats
@@ -26,6 +25,7 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.plan import ScheduledStep
 from nanovllm_core.scheduling.scheduler import Scheduler
+from nanovllm_core.transfer.transfers import Transfers
 from nanovllm_kernels.openmp_spinning import SpinControl
 
 Emit = Callable[[StepOutputs, EngineStats | None], None]
@@ -49,6 +49,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         copier: EntryCopier | None,
+        transfers: Transfers | None,
         info: EngineInfo,
         max_steps_in_flight: int,
         executor: ThreadPoolExecutor,
@@ -68,6 +69,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._copier = copier  # None without a tier of the cache in host memory
+        self._transfers = transfers  # None without other engines that share blocks
         self._max_steps_in_flight = max_steps_in_flight
         self._tracer = tracer
         self._steps_in_flight: deque[tuple[ScheduledStep, StepHandle]] = deque()  # oldest first
@@ -86,9 +88,16 @@ class EngineLoop:
         self._outbox: deque[tuple[StepOutputs, EngineStats | None]] = deque()
         self._last_stats_collection_s = 0.0
         # The stats collected last, and the stats passed to `emit` last.
-        self._latest_stats = self._emitted_stats = collect_stats(self._scheduler, self._runner)
+        self._latest_stats = self._emitted_stats = self._collect_stats()
         self._last_stats_emission_s = 0.0
         self._outbox_changed = asyncio.Event()
+        if transfers is not None:
+            transfers.wake = self._inbox_changed.set
+            if tracer is not None:
+                transfers.on_finish = tracer.record_fetch
+
+    def _collect_stats(self) -> EngineStats:
+        return collect_stats(self._scheduler, self._runner, self._transfers)
 
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
         """Compile a grammar and cache it. Returns the types of its tool parameters. Raises as `Engine.compile` does."""
@@ -178,6 +187,8 @@ class EngineLoop:
                 compile_task.cancel()
             if self._grammars is not None:
                 self._grammars.close()
+            if self._transfers is not None:
+                self._transfers.close()
 
     async def _raise_cause(self, steps_future: "asyncio.Future[None]") -> None:
         """Raise the exception that ended the thread. If a rank's process failed, raise that rank's failure instead."""
@@ -273,7 +284,7 @@ class EngineLoop:
         has_no_requests = scheduler.rows.num_running + scheduler.num_waiting == 0
         stats = None
         if has_no_requests or now_s - self._last_stats_collection_s >= STATS_INTERVAL_S:
-            self._last_stats_collection_s, stats = now_s, collect_stats(scheduler, self._runner)
+            self._last_stats_collection_s, stats = now_s, self._collect_stats()
             self._latest_stats = stats
         self._outbox.append((outputs, stats))
         event_loop.call_soon_threadsafe(self._outbox_changed.set)
@@ -291,7 +302,7 @@ class EngineLoop:
                 break
             if not self._runner.is_asynchronous:
                 # On a CPU the launch computes the step. `_report_stats` sends these stats meanwhile.
-                self._latest_stats = collect_stats(self._scheduler, self._runner)
+                self._latest_stats = self._collect_stats()
             with self._launch_span(step):
                 handle = self._runner.launch(step.plan)
             if not self._steps_in_flight:
@@ -327,29 +338,23 @@ class EngineLoop:
         if self._copier is not None:
             # If a load were completed after planning, its request might wait until a message arrives.
             if not has_plan:
-                self._trace_loads(self._scheduler.complete_copies())
+                loads = self._scheduler.complete_copies()
+                if self._tracer is not None:
+                    self._tracer.record_loads(loads)
+                if self._transfers is not None:
+                    self._transfers.poll()
             for batch in self._scheduler.take_copies(has_plan=has_plan):
                 self._copier.launch(batch)
-
-    def _trace_loads(self, loads: Sequence[PrefixLoad]) -> None:
-        if self._tracer is not None:
-            for load in loads:
-                self._tracer.file.add_span(
-                    "load",
-                    f"request {load.request.client_request.id}",
-                    load.begin_s,
-                    time.perf_counter(),
-                    host_tokens=load.num_tokens - load.num_file_tokens,
-                    file_tokens=load.num_file_tokens,
-                )
 
     def _read_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, RequestState):
-                self._scheduler.add(message)
+                if self._transfers is None or not self._transfers.take(message):
+                    self._scheduler.add(message)
             elif isinstance(message, int):
-                self._scheduler.abort(message)
+                if self._transfers is None or not self._transfers.abort(message):
+                    self._scheduler.abort(message)
             else:
                 self._scheduler.reset_prefix_cache()
                 message()

@@ -11,11 +11,13 @@ from nanovllm_core.execution.runner import Runner
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.scheduling.lifecycle import STEP_CLASS_MAX_TOKENS
 from nanovllm_core.scheduling.scheduler import Scheduler
+from nanovllm_core.transfer.transfers import Transfers
 from nanovllm_kernels.platform import describe_arithmetic
 
 
-def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> EngineInfo:
+def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner, transfers: Transfers | None) -> EngineInfo:
     """The constant properties of an engine."""
+    server = None if transfers is None else transfers.server
     cache, num_caches = runner.cache, config.num_request_groups
     return EngineInfo(
         model=spec.name,
@@ -36,11 +38,14 @@ def describe_engine(spec: ModelSpec, config: ResolvedConfig, runner: Runner) -> 
         supports_grammars=spec.vocabulary is not None,
         num_ranks=config.tensor_parallel_size,
         draft_method=config.speculate,
+        transfer_id="" if server is None else server.engine_id,
+        transfer_address="" if server is None else server.address,
+        transfer_peers=config.transfer_peers,
         matmul_arithmetic=describe_arithmetic(runner.device, config.torch_dtype),
     )
 
 
-def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
+def collect_stats(scheduler: Scheduler, runner: Runner, transfers: Transfers | None) -> EngineStats:
     """All statistics except the number of waiting requests, which the event loop's thread counts."""
     pools = [cache.pool for cache in scheduler.caches]
     slot_pools = [cache.state_pool.slots for cache in scheduler.caches if cache.state_pool is not None]
@@ -65,6 +70,7 @@ def collect_stats(scheduler: Scheduler, runner: Runner) -> EngineStats:
         num_verified_drafts=() if planner is None else tuple(planner.num_verified.tolist()),
         num_accepted_drafts=() if planner is None else tuple(planner.num_accepted.tolist()),
         **({} if scheduler.tier is None else _collect_tier_stats(scheduler.tier)),
+        **({} if transfers is None else _collect_transfer_stats(transfers)),
         step_limit_s=scheduler.limits.time_limit_s(1, step_time_model.decode_step_s),
         decode_step_s=step_time_model.decode_step_s,
         step_time_coefficients=tuple(step_time_model.coefficients._asdict().items()),
@@ -85,8 +91,21 @@ def _collect_tier_stats(tier: HostTier) -> dict[str, Any]:
     return {
         "loaded_tokens": tuple(loaded_tokens),
         "rejected_load_tokens": counters.num_rejected_tokens,
+        "num_held_host_slots": sum(pool.num_blocks - pool.num_free for pool in tier.pools),
         "num_failed_loads": counters.num_failed_loads,
         "load_wait_s": counters.wait_s,
         "copied_bytes": tuple(copied_bytes),
         "copy_s": tuple(copy_s),
+    }
+
+
+def _collect_transfer_stats(transfers: Transfers) -> dict[str, Any]:
+    outcomes, fetched, num_served_bytes, num_leases = transfers.collect_stats()
+    return {
+        "fetches": tuple((str(outcome), count) for outcome, count in outcomes.items()),
+        "fetched_tokens": fetched.num_tokens,
+        "fetched_bytes": fetched.num_bytes,
+        "fetch_s": fetched.wait_s,
+        "served_bytes": num_served_bytes,
+        "num_leases": num_leases,
     }

@@ -73,6 +73,7 @@ class EngineStats:
     loaded_tokens: pairs (tier "host" or "disk", number of prompt tokens loaded from this tier); empty without tiers.
         `prefix_cache_hits` counts these tokens too.
     rejected_load_tokens: number of prompt tokens that could have been loaded, but were faster to compute.
+    num_held_host_slots: number of slots of the host memory that copies, files and fetches use now.
     num_failed_loads: number of loads that failed. The engine then computed the prompt.
     load_wait_s: total time for which requests waited for loads.
     copied_bytes: pairs (kind of copy, bytes). "store" copies from the cache to host memory, and "load" copies back.
@@ -111,6 +112,7 @@ class EngineStats:
     num_accepted_drafts: tuple[int, ...] = ()
     loaded_tokens: tuple[tuple[str, int], ...] = ()
     rejected_load_tokens: int = 0
+    num_held_host_slots: int = 0
     num_failed_loads: int = 0
     load_wait_s: float = 0.0
     copied_bytes: tuple[tuple[str, int], ...] = ()

@@ -5,7 +5,7 @@ The format is Chrome's JSON array. The closing bracket is optional, so the trace
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -13,13 +13,15 @@ from typing import Literal
 import msgspec
 import torch
 
+from nanovllm_core.cache.prefix_load import PrefixLoad
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.execution.step_handle import StepHandle
+from nanovllm_core.transfer.fetches import PrefixFetch
 
 _encode = msgspec.json.Encoder().encode
 
-Track = Literal["plan", "launch", "device", "output", "load"]
-TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3, "load": 4}
+Track = Literal["plan", "launch", "device", "output", "load", "fetch"]
+TRACK_IDS: dict[Track, int] = {"plan": 0, "launch": 1, "device": 2, "output": 3, "load": 4, "fetch": 5}
 
 
 class TraceFile:
@@ -78,3 +80,28 @@ class StepTracer:
         if self._origin_event is not None and handle.events is not None:
             begin_s, end_s = (self._origin_s + self._origin_event.elapsed_time(event) / 1e3 for event in handle.events)
             self.file.add_span("device", f"step {step_number}", begin_s, end_s)
+
+    def record_loads(self, loads: Sequence[PrefixLoad]) -> None:
+        """Record loads from the host memory that have ended now."""
+        for load in loads:
+            self.file.add_span(
+                "load",
+                f"request {load.request.client_request.id}",
+                load.begin_s,
+                time.perf_counter(),
+                host_tokens=load.num_tokens - load.num_file_tokens,
+                file_tokens=load.num_file_tokens,
+            )
+
+    def record_fetch(self, fetch: PrefixFetch) -> None:
+        """Record an ended fetch. peer_us: microseconds that the other engine needed."""
+        self.file.add_span(
+            "fetch",
+            f"request {fetch.request.client_request.id}: {fetch.outcome}",
+            fetch.begin_s,
+            fetch.end_s,
+            tokens=fetch.num_tokens,
+            entries=len(fetch.entries),
+            arrived=len(fetch.arrived),
+            peer_us=round(fetch.peer_s * 1e6, 1),
+        )

@@ -1,0 +1,28 @@
+"""Describes what determines the bytes of cache entries that engines share."""
+
+from nanovllm_core.cache.memory import CacheLayout
+from nanovllm_core.config import ResolvedConfig
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.model import ModelSpec
+
+# Change this number whenever the bytes of an entry change their meaning.
+LAYOUT_VERSION = 1
+
+
+def describe_entries(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> dict[str, str]:
+    """Everything except tokens and salts that determines the bytes of an entry, by name. Raises ConfigError."""
+    fingerprints = [model.fingerprint for model in (spec, spec.draft) if model is not None]
+    if not all(fingerprints):
+        raise ConfigError(
+            "kv_offload_dir and transfers need a model with a fingerprint, which tells models apart: set "
+            "ModelSpec.fingerprint, or leave out kv_offload_dir, transfer_listen and transfer_peers"
+        )
+    # The layout includes the dtypes of the caches. The dtype of the weights changes the values.
+    settings = ("device", "dtype", "block_size", "kv_cache_dtype", "speculate", "tensor_parallel_size", "dp_attention")
+    return {
+        "layout version": str(LAYOUT_VERSION),
+        "model": ", ".join(map(str, fingerprints)),
+        **{name: str(getattr(config, name)) for name in settings},
+        "block_size": str(layout.block_size),
+        "cache layout": repr(layout),
+    }

@@ -1,0 +1,153 @@
+"""Ways to copy entries from the host memory of a peer to the host memory of this engine."""
+
+import contextlib
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nanovllm_core.cache.host_memory import EntryKind, HostMemory
+from nanovllm_core.config import TransferCarrier
+from nanovllm_core.transfer.messages import RemoteMemory
+from nanovllm_core.transfer.nixl import NixlAgent
+
+
+class TransferError(Exception):
+    """A copy failed. The entries are then computed."""
+
+
+class EntryCopy(NamedTuple):
+    """A copy of one entry. source_slot, target_slot: slots in the memories of the peer and of this engine.
+
+    payload: the entry's bytes if the connection carries them, else None.
+    """
+
+    kind: EntryKind
+    source_slot: int
+    target_slot: int
+    payload: memoryview | None
+
+
+class Carrier(ABC):
+    """Copies entries. has_payloads: whether messages must contain the bytes of entries."""
+
+    name: TransferCarrier
+    has_payloads = False
+
+    @abstractmethod
+    def copy(self, copies: Sequence[EntryCopy]) -> None:
+        """Copy entries. Runs on any thread. When this method ends, no copy is in progress. Raises TransferError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the resources. Later copies fail."""
+
+
+class TcpCarrier(Carrier):
+    """The connection between the engines carries the entries."""
+
+    name = "tcp"
+    has_payloads = True
+
+    def __init__(self, memory: HostMemory):
+        self._memory = memory
+
+    def copy(self, copies: Sequence[EntryCopy]) -> None:
+        """See `Carrier.copy`."""
+        for kind, _, target_slot, payload in copies:
+            target = self._memory.slot(kind, target_slot)
+            if payload is None or payload.nbytes != target.nbytes:
+                raise TransferError("a message lacks bytes of an entry")
+            target[:] = payload
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+
+
+class SharedMemoryCarrier(Carrier):
+    """Maps the memory of a peer on the same host. Raises OSError if this is impossible."""
+
+    name = "shm"
+
+    def __init__(self, memory: HostMemory, remote: RemoteMemory):
+        self._memory = memory
+        self._offsets = remote.offsets
+        # Linux allows this to processes of the same user and PID namespace.
+        descriptor = os.open(f"/proc/{remote.pid}/fd/{remote.descriptor}", os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size != remote.num_bytes:
+                raise OSError("the file descriptor of the peer's memory belongs to another file")
+            self._view = memoryview(mmap.mmap(descriptor, remote.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+        marker_end = remote.marker_offset + len(remote.marker)
+        if bytes(self._view[remote.marker_offset : marker_end]) != remote.marker:
+            raise OSError("the file descriptor of the peer's memory belongs to another memory")
+
+    def copy(self, copies: Sequence[EntryCopy]) -> None:
+        """See `Carrier.copy`."""
+        for kind, source_slot, target_slot, _ in copies:
+            target = self._memory.slot(kind, target_slot)
+            start = self._offsets[kind] + (source_slot - 1) * target.nbytes
+            source = self._view[start : start + target.nbytes]
+            if source_slot < 1 or source.nbytes != target.nbytes:
+                raise TransferError("the peer named a slot that does not exist")
+            target[:] = source
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+        # The mapping ends when the last copy in progress has ended.
+        self._view = memoryview(b"")
+
+
+class NixlCarrier(Carrier):
+    """Reads the peer's memory with NIXL."""
+
+    name = "nixl"
+
+    def __init__(self, agent: NixlAgent, memory: HostMemory, remote: RemoteMemory):
+        self._agent = agent
+        self._memory = memory
+        self._remote = remote
+        self._peer = agent.add_peer(remote.nixl_metadata)
+
+    def copy(self, copies: Sequence[EntryCopy]) -> None:
+        """See `Carrier.copy`."""
+        sources: list[tuple[int, int, int]] = []
+        targets: list[tuple[int, int, int]] = []
+        for kind, source_slot, target_slot, _ in copies:
+            num_bytes = self._memory.layout.slot_bytes[kind]
+            start = self._remote.offsets[kind] + (source_slot - 1) * num_bytes
+            if source_slot < 1 or start + num_bytes > self._remote.num_bytes:
+                raise TransferError("the peer named a slot that does not exist")
+            sources.append((self._remote.address + start, num_bytes, 0))
+            targets.append((self._memory.slot_address(kind, target_slot), num_bytes, 0))
+        if not self._agent.read(self._peer, sources, targets):
+            raise TransferError("NIXL could not read the peer's memory")
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+        with contextlib.suppress(Exception):
+            self._agent.remove_peer(self._peer)
+
+
+def make_carrier(
+    setting: TransferCarrier, memory: HostMemory, remote: RemoteMemory, agent: NixlAgent | None
+) -> Carrier | str:
+    """The carrier that `setting` names, or the first that works for "auto". Returns an error message if none works."""
+    reasons: list[str] = []
+    if setting in ("auto", "shm"):
+        try:
+            return SharedMemoryCarrier(memory, remote)
+        except OSError as error:
+            reasons.append(f"shm: {error}")
+    if setting in ("auto", "nixl"):
+        if agent is not None and remote.nixl_metadata:
+            try:
+                return NixlCarrier(agent, memory, remote)
+            except Exception as error:  # noqa: BLE001 (NIXL has exceptions of its own)
+                reasons.append(f"nixl: {error}")
+        else:
+            reasons.append("nixl: both engines need nixl-cu12 or nixl-cu13")
+    return TcpCarrier(memory) if setting in ("auto", "tcp") else "; ".join(reasons)

@@ -1,0 +1,216 @@
+"""Decides which prompts are fetched from other engines. All calls come from the engine's thread."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.cache.host_memory import EntryKind
+from nanovllm_core.cache.manager import CacheManager
+from nanovllm_core.cache.tiers import HostTier
+from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
+
+# A fetch may take this many times as long as steps of this engine would need. A fetch delays no running request.
+MAX_FETCH_RATIO = 2.0
+# A fetch that takes longer than MIN_LIMIT_S, and longer than LIMIT_RATIO times its prediction, is given up.
+MIN_LIMIT_S = 3.0
+LIMIT_RATIO = 4.0
+
+
+class FetchOutcome(StrEnum):
+    """Why a prompt was fetched or was not.
+
+    FETCHED, PARTLY: all or some entries arrived. NOTHING: the peer had no entries.
+    CACHED: no entry was missing. SLOWER: computing is faster. NO_SPACE: the host memory has no space.
+    PEER_DOWN: the peer does not answer, or refused this engine. LOST: the peer stopped answering during the fetch.
+    TOO_SLOW: the fetch took too long. ABORTED: the client aborted the request.
+    """
+
+    FETCHED = "fetched"
+    PARTLY = "partly"
+    NOTHING = "nothing"
+    CACHED = "cached"
+    SLOWER = "slower"
+    NO_SPACE = "no_space"
+    PEER_DOWN = "peer_down"
+    LOST = "lost"
+    TOO_SLOW = "too_slow"
+    ABORTED = "aborted"
+
+
+class WantedEntry(NamedTuple):
+    """An entry to fetch. slot: slot of the host memory that the fetch holds for this entry."""
+
+    kind: EntryKind
+    block_hash: bytes
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class PrefixFetch:
+    """A fetch of a prompt's entries from a peer.
+
+    computes: whether the peer shall compute entries that it lacks.
+    num_tokens: number of tokens in the wanted blocks.
+    limit_s: time after which the fetch is given up.
+    begin_s, end_s: times of `time.perf_counter`.
+    arrived: positions of the entries that are now in their slots.
+    with_draft_entries: see `BlockPool.blocks_with_draft_entries`; positions among `arrived`.
+    copying: positions of the entries whose copies are in progress.
+    late: `copying` at the end of the fetch. The slots of these entries must not be reused until the copies have ended.
+    peer_s: seconds that the peer needed.
+    """
+
+    request: RequestState
+    peer: str
+    computes: bool
+    entries: list[WantedEntry]
+    num_tokens: int
+    limit_s: float
+    epoch: int
+    begin_s: float
+    outcome: FetchOutcome = FetchOutcome.NOTHING
+    end_s: float = 0.0
+    peer_s: float = 0.0
+    arrived: set[int] = field(default_factory=set[int])
+    with_draft_entries: set[int] = field(default_factory=set[int])
+    copying: set[int] = field(default_factory=set[int])
+    late: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Totals since the engine started.
+
+    outcomes: number of requests by outcome.
+    num_tokens, num_bytes: what was fetched. wait_s: total seconds for which requests waited.
+    """
+
+    outcomes: Counter[FetchOutcome] = field(default_factory=Counter[FetchOutcome])
+    num_tokens: int = 0
+    num_bytes: int = 0
+    wait_s: float = 0.0
+
+
+class FetchPlanner:
+    """Holds host memory for fetches, and makes fetched entries findable.
+
+    A fetched prompt is then admitted like any prompt whose entries are in the host memory.
+    prefill_peer: the peer that computes long prompts; None without such a peer.
+    """
+
+    def __init__(
+        self, caches: Sequence[CacheManager], tier: HostTier, slot_bytes: tuple[int, ...], prefill_peer: str | None
+    ):
+        self.counters = FetchCounters()
+        self._caches = caches
+        self._tier = tier
+        self._slot_bytes = slot_bytes
+        self._prefill_peer = prefill_peer
+        # Times by number of tokens, of fetches whose prompts the peer computed, and of other fetches.
+        self._time_models = {True: CopyTimeModel(), False: CopyTimeModel()}
+        self._fetches: dict[int, PrefixFetch] = {}
+
+    def plan(self, request: RequestState, is_peer_ready: Callable[[str], bool]) -> PrefixFetch | None:
+        """Start a fetch for a new request, if this is worthwhile. The request must then wait for `finish`."""
+        peer = request.client_request.prefix_peer or self._prefill_peer
+        if peer is None:
+            return None
+        plan = self._plan(request, peer, is_peer_ready)
+        if isinstance(plan, FetchOutcome):
+            self.counters.outcomes[plan] += 1
+            return None
+        request.status = RequestStatus.WAITING_KV
+        self._fetches[request.key] = plan
+        return plan
+
+    def _plan(
+        self, request: RequestState, peer: str, is_peer_ready: Callable[[str], bool]
+    ) -> PrefixFetch | FetchOutcome:
+        cache, tier, computes = self._caches[0], self._tier, not request.client_request.prefix_peer
+        cache.hash_prompt(request)
+        hashes = cache.reusable_hashes(request)
+        if len(tier.pools) > 1:
+            # Recurrent layers start from a checkpoint, so blocks after the last checkpoint are useless.
+            del hashes[len(hashes) - len(hashes) % (CHECKPOINT_INTERVAL // cache.block_size) :]
+        num_found = max(tier.find_prefix(group, hashes, 0) for group in range(len(self._caches)))
+        if num_found == len(hashes):
+            return FetchOutcome.CACHED
+        num_tokens = (len(hashes) - num_found) * cache.block_size
+        local_s = tier.predict_compute(num_found * cache.block_size, num_tokens)
+        time_model = self._time_models[computes]
+        if (fetch_s := time_model.predict(num_tokens)) > MAX_FETCH_RATIO * local_s:
+            time_model.reject()
+            return FetchOutcome.SLOWER
+        if not is_peer_ready(peer):
+            return FetchOutcome.PEER_DOWN
+        wanted = [(EntryKind.BLOCK, block_hash) for block_hash in hashes[num_found:]]
+        if len(tier.pools) > 1:
+            wanted.append((EntryKind.CHECKPOINT, hashes[-1]))
+        missing = [(kind, _as_bytes(block_hash)) for kind, block_hash in wanted if not self._is_found(kind, block_hash)]
+        num_slots = Counter(kind for kind, _ in missing)
+        if any(tier.pools[kind].num_free < count for kind, count in num_slots.items()):
+            return FetchOutcome.NO_SPACE
+        entries = [WantedEntry(kind, block_hash, tier.pools[kind].allocate(1)[0]) for kind, block_hash in missing]
+        limit_s = max(MIN_LIMIT_S, LIMIT_RATIO * max(fetch_s, local_s))
+        return PrefixFetch(
+            request, peer, computes, entries, num_tokens, limit_s, tier.epoch, begin_s=time.perf_counter()
+        )
+
+    def _is_found(self, kind: EntryKind, block_hash: bytes | int) -> bool:
+        pools = [self._tier.pools[kind], *(cache.pools[kind] for cache in self._caches)]
+        return any(pool.lookup(block_hash) is not None for pool in pools)
+
+    def finish(self, fetch: PrefixFetch) -> bool:
+        """Make the entries of an ended fetch findable. Returns whether the request must now be scheduled."""
+        is_current, tier, counters = fetch.epoch == self._tier.epoch, self._tier, self.counters
+        counters.outcomes[fetch.outcome] += 1
+        counters.wait_s += fetch.end_s - fetch.begin_s
+        # The last entry is evicted first, because earlier entries are useful without it.
+        for position in reversed(range(len(fetch.entries))):
+            kind, block_hash, slot = fetch.entries[position]
+            pool = tier.pools[kind]
+            if position in fetch.arrived:
+                counters.num_bytes += self._slot_bytes[kind]
+                if kind is EntryKind.BLOCK:
+                    counters.num_tokens += self._caches[0].block_size
+                if is_current:
+                    pool.register(slot, block_hash)
+                if position in fetch.with_draft_entries:
+                    pool.blocks_with_draft_entries.add(slot)
+            if position not in fetch.late:
+                pool.release([slot])
+        if fetch.outcome is FetchOutcome.FETCHED:
+            self._time_models[fetch.computes].observe(fetch.num_tokens, fetch.end_s - fetch.begin_s)
+        del self._fetches[fetch.request.key]
+        if fetch.outcome is FetchOutcome.ABORTED:
+            return False
+        fetch.request.status = RequestStatus.WAITING
+        return True
+
+    def release(self, fetch: PrefixFetch, positions: Collection[int]) -> None:
+        """Release the slots of `PrefixFetch.late` whose copies have ended."""
+        for position in positions:
+            kind, _, slot = fetch.entries[position]
+            self._tier.pools[kind].release([slot])
+
+    def abort(self, key: int) -> PrefixFetch | None:
+        """The fetch of an aborted request, which must be ended; None if the request has no fetch."""
+        if (fetch := self._fetches.get(key)) is not None:
+            fetch.request.status = RequestStatus.FINISHED
+        return fetch
+
+    @property
+    def outcomes(self) -> Mapping[FetchOutcome, int]:
+        """Number of requests by outcome, for all outcomes."""
+        return {outcome: self.counters.outcomes[outcome] for outcome in FetchOutcome}
+
+
+def _as_bytes(block_hash: bytes | int) -> bytes:
+    if isinstance(block_hash, int):
+        raise TypeError("fetches need hashes of SHA-256")
+    return block_hash

@@ -1,0 +1,134 @@
+"""Messages between an engine that fetches blocks and an engine that serves blocks, as MessagePack over ZeroMQ.
+
+The protocol tolerates lost, late, repeated and reordered messages: an entry that does not arrive is computed.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+# Change this number whenever messages change their meaning.
+PROTOCOL_VERSION = 1
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Asks for Welcome, and renews leases. Clients send this message at once and then periodically.
+
+    identity: everything that determines the bytes of an entry, by name; equal in engines that share entries.
+    keys: keys of the client's fetches that have not ended.
+    """
+
+    version: int
+    identity: dict[str, str]
+    keys: list[int]
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Asks for entries of a prompt. The server sends each entry as soon as its host memory has the entry.
+
+    key: unique among all fetches of the client's process.
+    entries: kind and hash of each entry. Blocks are in the order of the prompt.
+    prompt_ids: int32 tokens as bytes. Empty if the server must not compute missing entries.
+    has_payloads: whether `Entries` messages contain the bytes of the entries.
+    """
+
+    key: int
+    entries: list[tuple[int, bytes]]
+    prompt_ids: bytes
+    cache_salt: str
+    priority: int
+    has_payloads: bool
+
+
+class Received(msgspec.Struct, frozen=True, tag=True):
+    """Ends the lease of entries, which the client has copied."""
+
+    key: int
+    positions: list[int]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Ends a fetch and its lease."""
+
+    key: int
+
+
+class RemoteMemory(msgspec.Struct, frozen=True):
+    """Where a client on the same host, or a client with NIXL, finds the server's host memory.
+
+    pid, descriptor: process and file descriptor of the memory. marker: bytes in the memory at `marker_offset`, which
+        prove that a mapping shows this memory.
+    num_bytes: size of the memory.
+    offsets: by kind, the number of bytes before the first slot.
+    address: address of the memory in the server's process.
+    nixl_metadata: metadata of the server's NIXL agent; empty without NIXL.
+    """
+
+    pid: int
+    descriptor: int
+    marker: bytes
+    marker_offset: int
+    num_bytes: int
+    offsets: list[int]
+    address: int
+    nixl_metadata: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Hello. engine_id: new for each process. keys: keys of the client's fetches that have a lease."""
+
+    engine_id: str
+    memory: RemoteMemory
+    keys: list[int]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Hello of an engine that can't share entries with the server."""
+
+    reason: str
+
+
+class ReadyEntry(NamedTuple):
+    """An entry that the client can copy. position: index in `Fetch.entries`. slot: see `HostMemory.slot`.
+
+    has_draft_entries: see `BlockPool.blocks_with_draft_entries`.
+    checksum: CRC-32 of the slot's bytes.
+    """
+
+    position: int
+    slot: int
+    has_draft_entries: bool
+    checksum: int = 0
+
+
+class Entries(msgspec.Struct, frozen=True, tag=True):
+    """Entries that are ready. Frames with their bytes follow if `Fetch.has_payloads`."""
+
+    key: int
+    entries: list[ReadyEntry]
+
+
+class FetchEnd(msgspec.Struct, frozen=True, tag=True):
+    """No more entries follow. reason: why entries are missing; empty if all entries were sent.
+
+    compute_s: seconds from the arrival of the fetch at the server to its last entry.
+    """
+
+    key: int
+    reason: str
+    compute_s: float
+
+
+ToServer = Hello | Fetch | Received | Cancel
+ToClient = Welcome | Refused | Entries | FetchEnd
+encode = msgspec.msgpack.Encoder().encode
+decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
+
+
+def find_difference(own: dict[str, str], other: dict[str, str]) -> str | None:
+    """What two identities differ in, as text for users; None if they are equal."""
+    for name in own | other:
+        if own.get(name) != other.get(name):
+            return f"{name} is {own.get(name)} here and {other.get(name)} there"
+    return None

@@ -1,0 +1,73 @@
+"""Reads the memory of other processes and hosts with NIXL. Source: https://github.com/ai-dynamo/nixl"""
+
+import importlib
+import logging
+import secrets
+import time
+from types import ModuleType
+from typing import Any
+
+# Packages for CUDA 13 and CUDA 12, which have the same interface.
+_PACKAGES = ("nixl_cu13", "nixl_cu12")
+_MIN_POLL_S, _MAX_POLL_S = 1e-5, 1e-3
+_log = logging.getLogger(__name__)
+
+
+class NixlAgent:
+    """A NIXL agent that has registered one memory. Threads may share an agent.
+
+    address, num_bytes: the memory.
+    """
+
+    def __init__(self, api: ModuleType, address: int, num_bytes: int):
+        # With this mode, several threads may use the agent.
+        config = api.nixl_agent_config(sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        self._agent: Any = api.nixl_agent(f"nanovllm-{secrets.token_hex(8)}", config)
+        self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+        self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Returns the peer's name for `read`."""
+        name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else name
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer."""
+        self._agent.remove_remote_agent(name)
+
+    def read(self, peer: str, sources: list[tuple[int, int, int]], targets: list[tuple[int, int, int]]) -> bool:
+        """Copy the peer's memory. Returns whether all copies succeeded. When this ends, no copy is in progress.
+
+        sources, targets: (address, bytes, 0) of each copy.
+        """
+        agent = self._agent
+        descriptors = agent.get_xfer_descs(targets, "DRAM"), agent.get_xfer_descs(sources, "DRAM")
+        try:
+            handle = agent.initialize_xfer("READ", *descriptors, peer)
+            state, poll_s = agent.transfer(handle), _MIN_POLL_S
+            # If the peer ends, the state changes to an error.
+            while state == "PROC":
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
+        except Exception as error:  # noqa: BLE001 (NIXL has exceptions of its own)
+            _log.warning("NIXL could not read the memory of a peer: %s", error)
+            return False
+        return state == "DONE"
+
+
+def start_nixl(address: int, num_bytes: int) -> NixlAgent | None:
+    """An agent for a memory; None if NIXL is not installed."""
+    for package in _PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+        except ImportError:
+            continue
+        # NIXL writes its log to the standard output. Pass errors to the handlers of this process instead.
+        logger = logging.getLogger("nixl")
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)
+        return NixlAgent(api, address, num_bytes)
+    return None

@@ -1,0 +1,301 @@
+"""Fetches entries from other engines. All calls come from the event loop's thread."""
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from nanovllm_core.cache.host_memory import HostMemory
+from nanovllm_core.config import TransferCarrier
+from nanovllm_core.transfer.carriers import Carrier, EntryCopy, TransferError, make_carrier
+from nanovllm_core.transfer.fetches import FetchOutcome, PrefixFetch
+from nanovllm_core.transfer.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Entries,
+    Fetch,
+    FetchEnd,
+    Hello,
+    ReadyEntry,
+    Received,
+    Refused,
+    ToClient,
+    ToServer,
+    Welcome,
+    decode_to_client,
+    encode,
+)
+from nanovllm_core.transfer.nixl import NixlAgent
+from nanovllm_core.transfer.prefix_server import MAX_MESSAGE_BYTES, endpoint_of
+from nanovllm_core.transfer.secret import TransferSecret
+
+HEARTBEAT_S = 0.5  # between two Hello messages
+# A peer that sends nothing for this time is down. A fetch that the peer does not mention for this time is lost.
+SILENCE_S = 2.0
+CHECK_INTERVAL_S = 0.1
+NUM_COPY_THREADS = 4
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFetch:
+    """A fetch that has not ended. heard_s: when the peer mentioned the fetch for the last time.
+
+    is_complete: whether the peer sends no more entries.
+    """
+
+    fetch: PrefixFetch
+    heard_s: float
+    is_complete: bool = False
+    failed: set[int] = field(default_factory=set[int])
+
+
+class Peer:
+    """The connection to one engine. is_ready: whether fetches can start. Any thread may read `is_ready`.
+
+    on_end: called when a fetch has ended.
+    on_late_copies: called when copies have ended that were in progress at the end of their fetch.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: TransferSecret,
+        identity: dict[str, str],
+        memory: HostMemory,
+        agent: NixlAgent | None,
+        carrier: TransferCarrier,
+        executor: ThreadPoolExecutor,
+        on_end: Callable[[PrefixFetch], None],
+        on_late_copies: Callable[[PrefixFetch, Sequence[int]], None],
+    ):
+        self.is_ready = False
+        self._address = address
+        self._identity = identity
+        self._memory = memory
+        self._agent = agent
+        self._carrier_setting: TransferCarrier = carrier
+        self._executor = executor
+        self._on_end = on_end
+        self._on_late_copies = on_late_copies
+        self._engine_id = ""
+        self._unusable_engine_id = ""  # of a process that no carrier reaches
+        self._carrier: Carrier | None = None
+        self._heard_s = 0.0
+        self._last_error = ""
+        self._fetches: dict[int, _OpenFetch] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.curve_serverkey = secret.server_keys.public
+        self._socket.curve_secretkey, self._socket.curve_publickey = (
+            secret.client_keys.secret,
+            secret.client_keys.public,
+        )
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.IPV6, 1),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            # Drop messages instead of queueing them for a peer that is not connected.
+            (zmq.IMMEDIATE, 1),
+            (zmq.RECONNECT_IVL, 100),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+        ):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(endpoint_of(address))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start_task(self._receive())
+        self._start_task(self._greet())
+        self._start_task(self._check())
+
+    def start(self, fetch: PrefixFetch) -> None:
+        """Start a fetch."""
+        if not self.is_ready or self._carrier is None:
+            self._end(fetch, FetchOutcome.PEER_DOWN)
+            return
+        request = fetch.request
+        client_request = request.client_request
+        message = Fetch(
+            request.key,
+            [(int(kind), block_hash) for kind, block_hash, _ in fetch.entries],
+            client_request.prompt_ids.tobytes() if fetch.computes else b"",
+            client_request.cache_salt,
+            client_request.priority,
+            self._carrier.has_payloads,
+        )
+        self._fetches[request.key] = _OpenFetch(fetch, time.monotonic())
+        self._send(message)
+
+    def cancel(self, fetch: PrefixFetch, outcome: FetchOutcome) -> None:
+        """End a fetch before its entries have arrived, if it has not ended."""
+        if self._fetches.pop(fetch.request.key, None) is not None:
+            self._send(Cancel(fetch.request.key))
+            self._end(fetch, outcome)
+
+    def close(self) -> None:
+        """Close the connection."""
+        for task in self._tasks:
+            task.cancel()
+        if self._carrier is not None:
+            self._carrier.close()
+        self._socket.close()
+        self._context.term()
+
+    def _end(self, fetch: PrefixFetch, outcome: FetchOutcome) -> None:
+        fetch.outcome, fetch.end_s, fetch.late = outcome, time.perf_counter(), frozenset(fetch.copying)
+        self._on_end(fetch)
+
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, message: ToServer) -> None:
+        # Without a high-water mark, the message is queued at once, or dropped if the peer is not connected.
+        sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
+        if sent.done() and (error := sent.exception()) is not None and not isinstance(error, zmq.Again):
+            raise error
+
+    async def _greet(self) -> None:
+        while True:
+            self._send(Hello(PROTOCOL_VERSION, self._identity, list(self._fetches)))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _check(self) -> None:
+        """End fetches that the peer does not mention, and fetches that take too long."""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            now_s = time.monotonic()
+            if self.is_ready and now_s - self._heard_s > SILENCE_S:
+                self._lose(f"engine {self._address} does not answer; prompts are computed here until it does")
+            for open_fetch in list(self._fetches.values()):
+                fetch = open_fetch.fetch
+                if time.perf_counter() - fetch.begin_s > fetch.limit_s:
+                    self.cancel(fetch, FetchOutcome.TOO_SLOW)
+                elif now_s - open_fetch.heard_s > SILENCE_S:
+                    self.cancel(fetch, FetchOutcome.LOST)
+
+    def _lose(self, error: str) -> None:
+        """Use the peer no more, until it welcomes this engine again."""
+        self.is_ready, self._engine_id = False, ""
+        if error != self._last_error:
+            self._last_error = error
+            _log.warning("%s", error)
+        for open_fetch in list(self._fetches.values()):
+            self.cancel(open_fetch.fetch, FetchOutcome.LOST)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                message: ToClient = decode_to_client(frames[0].buffer)
+            except msgspec.DecodeError as error:
+                self._lose(f"engine {self._address} sent a message that can't be read: {error}")
+                continue
+            self._heard_s = time.monotonic()
+            match message:
+                case Welcome():
+                    self._use(message)
+                case Refused(reason):
+                    self._lose(f"engine {self._address} can't share KV blocks with this engine: {reason}")
+                case Entries(key, entries):
+                    self._copy(key, entries, [frame.buffer for frame in frames[1:]])
+                case FetchEnd(key, _, compute_s):
+                    if (open_fetch := self._fetches.get(key)) is not None:
+                        open_fetch.is_complete, open_fetch.fetch.peer_s = True, compute_s
+                        self._end_if_complete(open_fetch)
+
+    def _use(self, welcome: Welcome) -> None:
+        if welcome.engine_id == self._unusable_engine_id:
+            return
+        if welcome.engine_id != self._engine_id:
+            if self._engine_id:
+                self._lose(f"engine {self._address} was restarted")
+            if self._carrier is not None:
+                self._carrier.close()
+            carrier = make_carrier(self._carrier_setting, self._memory, welcome.memory, self._agent)
+            if isinstance(carrier, str):
+                self._carrier, self._unusable_engine_id = None, welcome.engine_id
+                self._lose(f"transfer_carrier {self._carrier_setting} can't reach engine {self._address}: {carrier}")
+                return
+            self._carrier, self._engine_id, self._last_error = carrier, welcome.engine_id, ""
+            _log.info("fetching KV blocks from engine %s by %s", self._address, carrier.name)
+        self.is_ready = True
+        for key in welcome.keys:
+            if key in self._fetches:
+                self._fetches[key].heard_s = time.monotonic()
+
+    def _copy(self, key: int, entries: Sequence[ReadyEntry], payloads: Sequence[memoryview]) -> None:
+        open_fetch, carrier = self._fetches.get(key), self._carrier
+        if open_fetch is None or carrier is None:
+            self._send(Cancel(key))
+            return
+        open_fetch.heard_s, fetch = time.monotonic(), open_fetch.fetch
+        has_payloads = carrier.has_payloads and len(payloads) == len(entries)
+        new_entries: list[ReadyEntry] = []
+        copies: list[EntryCopy] = []
+        for index, entry in enumerate(entries):
+            # A message may arrive twice. After a failed copy, the entry is computed.
+            is_known = 0 <= entry.position < len(fetch.entries)
+            if is_known and entry.position not in fetch.copying | fetch.arrived | open_fetch.failed:
+                kind, _, target_slot = fetch.entries[entry.position]
+                new_entries.append(entry)
+                copies.append(EntryCopy(kind, entry.slot, target_slot, payloads[index] if has_payloads else None))
+        if copies:
+            fetch.copying.update(entry.position for entry in new_entries)
+            self._start_task(self._finish_copies(open_fetch, carrier, new_entries, copies))
+
+    async def _finish_copies(
+        self, open_fetch: _OpenFetch, carrier: Carrier, entries: list[ReadyEntry], copies: list[EntryCopy]
+    ) -> None:
+        fetch = open_fetch.fetch
+        copying = asyncio.get_running_loop().run_in_executor(
+            self._executor, _copy_entries, self._memory, carrier, entries, copies
+        )
+        intact = await asyncio.shield(copying)
+        positions = [entry.position for entry in entries]
+        fetch.copying.difference_update(positions)
+        if self._fetches.get(fetch.request.key) is not open_fetch:
+            self._on_late_copies(fetch, positions)
+            return
+        fetch.arrived.update(intact)
+        open_fetch.failed.update(set(positions) - intact)
+        fetch.with_draft_entries.update(entry.position for entry in entries if entry.has_draft_entries)
+        self._send(Received(fetch.request.key, positions))
+        self._end_if_complete(open_fetch)
+
+    def _end_if_complete(self, open_fetch: _OpenFetch) -> None:
+        fetch = open_fetch.fetch
+        num_ended = len(fetch.arrived) + len(open_fetch.failed)
+        # Messages may be reordered, so the end may arrive before the last entries.
+        if fetch.copying or not (open_fetch.is_complete or num_ended == len(fetch.entries)):
+            return
+        del self._fetches[fetch.request.key]
+        is_whole = len(fetch.arrived) == len(fetch.entries)
+        outcome = FetchOutcome.FETCHED if is_whole else FetchOutcome.PARTLY if fetch.arrived else FetchOutcome.NOTHING
+        self._end(fetch, outcome)
+
+
+def _copy_entries(
+    memory: HostMemory, carrier: Carrier, entries: Sequence[ReadyEntry], copies: Sequence[EntryCopy]
+) -> set[int]:
+    """Copy entries. Returns the positions of the entries whose bytes are intact."""
+    try:
+        carrier.copy(copies)
+    except TransferError as error:
+        _log.warning("KV blocks were not copied from another engine: %s", error)
+        return set()
+    return {
+        entry.position
+        for entry, copy in zip(entries, copies, strict=True)
+        if zlib.crc32(memory.slot(copy.kind, copy.target_slot)) == entry.checksum
+    }

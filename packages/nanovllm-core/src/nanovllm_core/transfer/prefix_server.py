@@ -1,0 +1,250 @@
+"""Serves the entries of this engine's host memory to other engines."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+import zmq.auth.asyncio
+
+from nanovllm_core.cache.host_memory import MARKER_BYTES, HostMemory
+from nanovllm_core.errors import ConfigError
+from nanovllm_core.transfer.leases import LeaseId, LeaseTable, LeaseUpdate
+from nanovllm_core.transfer.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Entries,
+    Fetch,
+    FetchEnd,
+    Hello,
+    ReadyEntry,
+    Received,
+    Refused,
+    RemoteMemory,
+    ToClient,
+    Welcome,
+    decode_to_server,
+    encode,
+    find_difference,
+)
+from nanovllm_core.transfer.nixl import NixlAgent
+from nanovllm_core.transfer.secret import TransferSecret
+
+# A lease ends if its client sends no Hello with the fetch's key for this time.
+LEASE_S = 3.0
+# Maximum bytes of a message. The longest has the tokens and the hashes of a prompt.
+MAX_MESSAGE_BYTES = 256 << 20
+NUM_CHECKSUM_THREADS = 2
+
+# Runs a function on the engine's thread, soon.
+RunOnEngineThread = Callable[[Callable[[], object]], None]
+
+
+class PrefixServer:
+    """The server for other engines. Call methods on the event loop's thread, except `publish`.
+
+    address: HOST:PORT or ipc:///PATH to bind. Raises ConfigError if this is impossible.
+    identity: see `Hello.identity`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: TransferSecret,
+        identity: dict[str, str],
+        memory: HostMemory,
+        agent: NixlAgent | None,
+        leases: LeaseTable,
+        run_on_engine_thread: RunOnEngineThread,
+    ):
+        self.engine_id = secrets.token_hex(8)
+        self._identity = identity
+        self._memory = memory
+        self._agent = agent  # must live while clients read the memory
+        self._leases = leases
+        self._run_on_engine_thread = run_on_engine_thread
+        self._remote_memory = _describe_memory(memory, agent)
+        self._executor = ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "nanovllm-checksums")
+        # The time until which the leases of each fetch last, and the fetches whose entries the client wants inline.
+        self._expiry_s: dict[LeaseId, float] = {}
+        self._has_payloads: set[LeaseId] = set()
+        self._welcome_clients: set[bytes] = set()
+        self._event_loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OneKey(secret.client_keys.public))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey, self._socket.curve_publickey = (
+            secret.server_keys.secret,
+            secret.server_keys.public,
+        )
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.IPV6, 1),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(endpoint_of(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"transfer_listen is {address}, where the engine can't listen: {error}") from error
+        self.address = _bound_address(address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start_task(self._receive())
+        self._start_task(self._expire())
+
+    def close(self) -> None:
+        """Close the socket. Clients then compute what they lack."""
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+        self._executor.shutdown(wait=False)
+
+    def publish(self, updates: list[LeaseUpdate]) -> None:
+        """Send updates to the clients. Called on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # The event loop has ended.
+            self._event_loop.call_soon_threadsafe(self._start_sending, updates)
+
+    def _start_sending(self, updates: list[LeaseUpdate]) -> None:
+        for update in updates:
+            self._start_task(self._send_update(update))
+
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._event_loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_update(self, update: LeaseUpdate) -> None:
+        client, key = update.lease_id
+        if update.entries:
+            slots = [self._memory.slot(*place) for place in zip(update.kinds, _slots_of(update.entries), strict=True)]
+            checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
+            entries = [entry._replace(checksum=crc) for entry, crc in zip(update.entries, checksums, strict=True)]
+            self._send(client, Entries(key, entries), slots if update.lease_id in self._has_payloads else ())
+        if update.end_reason is not None:
+            self._send(client, FetchEnd(key, update.end_reason, update.compute_s))
+
+    def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
+        # Without a high-water mark, the message is queued at once.
+        sent = asyncio.ensure_future(self._socket.send_multipart([client, encode(message), *payloads], copy=False))
+        if sent.done() and isinstance(error := sent.exception(), zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+            self._drop_client(client)
+
+    def _drop_client(self, client: bytes) -> None:
+        self._welcome_clients.discard(client)
+        for lease_id in [lease_id for lease_id in self._expiry_s if lease_id[0] == client]:
+            self._close_lease(lease_id)
+
+    def _close_lease(self, lease_id: LeaseId) -> None:
+        self._expiry_s.pop(lease_id, None)
+        self._has_payloads.discard(lease_id)
+        self._run_on_engine_thread(lambda: self._leases.close(lease_id))
+
+    async def _receive(self) -> None:
+        while True:
+            client, *frames = await self._socket.recv_multipart()
+            try:
+                message = decode_to_server(frames[0])
+            except (msgspec.DecodeError, IndexError):
+                self._send(client, Refused("a message can't be read"))
+                continue
+            self._handle(client, message)
+
+    def _handle(self, client: bytes, message: Hello | Fetch | Received | Cancel) -> None:
+        if isinstance(message, Hello):
+            self._welcome(client, message)
+        elif client not in self._welcome_clients:
+            return  # This process may have started after the client's last Hello.
+        elif isinstance(message, Fetch):
+            self._open_lease((client, message.key), message)
+        elif isinstance(message, Received):
+            lease_id, positions = (client, message.key), message.positions
+            self._run_on_engine_thread(lambda: self._leases.release(lease_id, positions))
+        else:
+            self._close_lease((client, message.key))
+
+    def _welcome(self, client: bytes, hello: Hello) -> None:
+        difference = find_difference(self._identity, hello.identity)
+        if hello.version != PROTOCOL_VERSION:
+            difference = f"the protocol's version is {PROTOCOL_VERSION} here and {hello.version} there"
+        if difference is not None:
+            self._send(client, Refused(difference))
+            return
+        self._welcome_clients.add(client)
+        lease_ids = [(client, key) for key in hello.keys if (client, key) in self._expiry_s]
+        for lease_id in lease_ids:
+            self._expiry_s[lease_id] = time.monotonic() + LEASE_S
+        self._send(client, Welcome(self.engine_id, self._remote_memory, [key for _, key in lease_ids]))
+
+    def _open_lease(self, lease_id: LeaseId, fetch: Fetch) -> None:
+        kinds = range(len(self._memory.layout.slot_bytes))
+        has_valid_entries = all(kind in kinds for kind, _ in fetch.entries)
+        if not has_valid_entries or len(fetch.prompt_ids) % 4:
+            self._send(lease_id[0], FetchEnd(fetch.key, "the fetch is invalid", 0.0))
+            return
+        self._expiry_s[lease_id] = time.monotonic() + LEASE_S
+        if fetch.has_payloads:
+            self._has_payloads.add(lease_id)
+        self._run_on_engine_thread(lambda: self._leases.open(lease_id, fetch))
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            now_s = time.monotonic()
+            for lease_id in [lease_id for lease_id, expiry_s in self._expiry_s.items() if expiry_s < now_s]:
+                self._close_lease(lease_id)
+
+
+class _OneKey:
+    """Accepts clients with one public key. See `zmq.auth.Authenticator.configure_curve_callback`."""
+
+    def __init__(self, key: bytes):
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def endpoint_of(address: str) -> str:
+    """The ZeroMQ endpoint of HOST:PORT or ipc:///PATH."""
+    return address if address.startswith("ipc://") else f"tcp://{address}"
+
+
+def _bound_address(address: str, endpoint: str) -> str:
+    """`address`, in which the port that was chosen replaces port 0."""
+    host, _, _ = address.rpartition(":")
+    return address if address.startswith("ipc://") else f"{host}:{endpoint.rpartition(':')[2]}"
+
+
+def _describe_memory(memory: HostMemory, agent: NixlAgent | None) -> RemoteMemory:
+    """Describe the memory to clients, and write a new marker."""
+    marker, start = secrets.token_bytes(MARKER_BYTES), memory.marker_offset
+    memory.view[start : start + MARKER_BYTES] = marker
+    nixl_metadata = b"" if agent is None else agent.metadata
+    return RemoteMemory(
+        os.getpid(), memory.descriptor, marker, start, len(memory.view), memory.offsets, memory.address, nixl_metadata
+    )
+
+
+def _slots_of(entries: list[ReadyEntry]) -> list[int]:
+    return [entry.slot for entry in entries]
+
+
+def _checksums_of(slots: list[memoryview]) -> list[int]:
+    return [zlib.crc32(slot) for slot in slots]
