@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_matrix import write_tiny_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, VOCAB, generate
+from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, predict
 
 from nanovllm_core import ConfigError
 from nanovllm_core.scheduling.step_time import StepTimeModel
@@ -68,14 +68,6 @@ def write_draft_model(name: str, draft_path: Path) -> None:
         if (norm := tensors.get("model.norm.weight")) is not None:
             tensors["model.norm.weight"] = norm + torch.randn_like(norm) * 0.2
             save_file(tensors, file, {"format": "pt"})
-
-
-def predict(answers: list[list[int]]) -> list[list[int]]:
-    """The answers, in which every ninth token is wrong."""
-    return [
-        [(token + 1) % VOCAB if position % 9 == 8 else token for position, token in enumerate(answer)]
-        for answer in answers
-    ]
 
 
 @pytest.mark.parametrize(("name", "setting"), PAIRS)

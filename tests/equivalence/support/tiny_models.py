@@ -3,7 +3,7 @@
 import asyncio
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from nanovllm_core import AsyncEngine, EngineConfig, Request, SamplingParams
+from nanovllm_core import AsyncEngine, EngineConfig, EngineStats, Request, SamplingParams
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_models import ModelDirectory, load
 
@@ -168,6 +168,14 @@ def make_model(tiny: TinyModel) -> transformers.PreTrainedModel:
     return model
 
 
+def predict(answers: list[list[int]]) -> list[list[int]]:
+    """Predictions for `generate`: the answers, in which every ninth token is wrong."""
+    return [
+        [(token + 1) % VOCAB if position % 9 == 8 else token for position, token in enumerate(answer)]
+        for answer in answers
+    ]
+
+
 async def generate(
     path: Path,
     device: str,
@@ -178,6 +186,8 @@ async def generate(
     draft: Path | None = None,
     samplings: Sequence[dict] = ({"temperature": 0},),
     logprobs: list[list[float]] | None = None,
+    prepare: Callable[[AsyncEngine], Awaitable[None]] | None = None,
+    final_stats: list[EngineStats] | None = None,
 ) -> list[list[int]]:
     """Return the answers to `make_prompts`.
 
@@ -185,6 +195,8 @@ async def generate(
     draft: directory of the draft model.
     samplings: options that the requests have in turn.
     logprobs: receives the log-probabilities of the tokens of each answer; empty for requests that ask for none.
+    prepare: called with the engine before the first request.
+    final_stats: receives the engine's statistics at the end.
     """
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
@@ -207,6 +219,8 @@ async def generate(
         return tokens, [entry.logprob for output in outputs for entry in output.logprobs or ()]
 
     try:
+        if prepare is not None:
+            await prepare(engine)
         # With host memory, all prompts return once.
         for _ in range(2 if config.kv_offload_gib else 1):
             requests = (generate_after_delay(index, prompt) for index, prompt in enumerate(make_prompts()))
@@ -220,6 +234,8 @@ async def generate(
         assert all(num_tokens > 0 for _, num_tokens in stats.loaded_tokens)
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_state_slots == engine.info.num_state_slots
+        if final_stats is not None:
+            final_stats.append(stats)
         if predictions is not None:
             # Steps have verified right and wrong drafts.
             assert sum(stats.num_verified_drafts) > sum(stats.num_accepted_drafts) > NUM_PROMPTS // 2

@@ -17,7 +17,16 @@ import zmq.asyncio
 from summing_model import continue_sum, summing_spec
 from toy_recurrent import Oracle, recurrent_spec
 
-from nanovllm_core import AsyncEngine, ConfigError, EngineConfig, ModelSpec, Request, RequestError, SamplingParams
+from nanovllm_core import (
+    AsyncEngine,
+    ConfigError,
+    EngineConfig,
+    GrammarSpec,
+    ModelSpec,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.transfer import leases, prefix_client, prefix_server
@@ -62,8 +71,10 @@ def make_prompt(seed: int, length: int = PROMPT_LEN) -> list[int]:
     return [rng.randrange(6, 97) for _ in range(length)]
 
 
-async def generate(engine: AsyncEngine, prompt: list[int], count: int = ANSWER_LEN, **fields) -> list[int]:
-    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+async def generate(
+    engine: AsyncEngine, prompt: list[int], count: int = ANSWER_LEN, grammar: GrammarSpec | None = None, **fields
+) -> list[int]:
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, grammar=grammar)
     request = Request(f"r{random.random()}", prompt, sampling, **fields)
     return [token async for output in engine.generate(request) for token in output.new_token_ids]
 
@@ -222,7 +233,7 @@ async def test_an_engine_without_the_secret_can_not_connect(secret, oracle, tmp_
     async with start_pair(secret, decode=decode, awaits_peer=False) as (prefill, engine):
         await asyncio.sleep(1)
         assert not peer_of(engine).is_ready
-        assert not prefill._loop._transfers.server._welcome_clients
+        assert not prefill._loop._transfers.server._hello_s
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"peer_down": 1}
 
@@ -348,6 +359,7 @@ async def test_no_fetch_brings_blocks_back_after_a_reset(secret, oracle, monkeyp
         return original(*arguments)
 
     monkeypatch.setattr(prefix_client, "_copy_entries", copy_slowly)
+    monkeypatch.setattr(Peer, "reset_prefix_cache", lambda _: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_leases == 1)
@@ -355,6 +367,27 @@ async def test_no_fetch_brings_blocks_back_after_a_reset(secret, oracle, monkeyp
         assert await task == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"fetched": 1}
         assert engine.stats.prefix_cache_hits == 0
+
+
+async def test_a_reset_makes_the_prefill_engine_compute_again(secret, oracle):
+    async with start_pair(secret) as (prefill, engine):
+        for _ in range(2):
+            await engine.reset_prefix_cache()
+            assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        assert outcomes_of(engine) == {"fetched": 2}
+        assert prefill.stats.prefix_cache_hits == 0
+
+
+async def test_a_grammar_constrains_the_answer_to_a_fetched_prompt(secret):
+    grammar = GrammarSpec("regex", "(ab|ba)(true|null)[a-z]{3}")
+    alone = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    try:
+        expected = await generate(alone, make_prompt(0), 12, grammar=grammar)
+    finally:
+        await alone.stop()
+    async with start_pair(secret, toy_model.toy_spec()) as (_, engine):
+        assert await generate(engine, make_prompt(0), 12, grammar=grammar) == expected
+        assert outcomes_of(engine) == {"fetched": 1}
 
 
 async def test_the_trace_has_a_span_for_each_fetch(secret, tmp_path):

@@ -357,6 +357,8 @@ class EngineLoop:
                     self._scheduler.abort(message)
             else:
                 self._scheduler.reset_prefix_cache()
+                if self._transfers is not None:
+                    self._transfers.reset_prefix_cache()
                 message()
 
     def _complete_oldest_step(self) -> StepOutputs:

@@ -119,6 +119,10 @@ class LeaseTable:
             if lease.request is not None:
                 self._scheduler.abort(lease.request.key)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all entries. Entries that are held may still be copied."""
+        self._scheduler.reset_prefix_cache()
+
     def poll(self) -> list[LeaseUpdate]:
         """Hold entries that are ready, and end fetches whose entries were all received."""
         updates: list[LeaseUpdate] = []

@@ -53,6 +53,10 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Makes the server forget all entries. Sent to an engine that computes prompts for the client only."""
+
+
 class RemoteMemory(msgspec.Struct, frozen=True):
     """Where a client on the same host, or a client with NIXL, finds the server's host memory.
 
@@ -119,7 +123,7 @@ class FetchEnd(msgspec.Struct, frozen=True, tag=True):
     compute_s: float
 
 
-ToServer = Hello | Fetch | Received | Cancel
+ToServer = Hello | Fetch | Received | Cancel | ResetPrefixCache
 ToClient = Welcome | Refused | Entries | FetchEnd
 encode = msgspec.msgpack.Encoder().encode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

@@ -27,6 +27,7 @@ from nanovllm_core.transfer.messages import (
     ReadyEntry,
     Received,
     Refused,
+    ResetPrefixCache,
     ToClient,
     ToServer,
     Welcome,
@@ -91,6 +92,7 @@ class Peer:
         self._carrier: Carrier | None = None
         self._heard_s = 0.0
         self._last_error = ""
+        self._are_copies_failing = False
         self._fetches: dict[int, _OpenFetch] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -140,6 +142,10 @@ class Peer:
         if self._fetches.pop(fetch.request.key, None) is not None:
             self._send(Cancel(fetch.request.key))
             self._end(fetch, outcome)
+
+    def reset_prefix_cache(self) -> None:
+        """Make the peer forget all entries, before it serves fetches that start later."""
+        self._send(ResetPrefixCache())
 
     def close(self) -> None:
         """Close the connection."""
@@ -261,7 +267,10 @@ class Peer:
         copying = asyncio.get_running_loop().run_in_executor(
             self._executor, _copy_entries, self._memory, carrier, entries, copies
         )
-        intact = await asyncio.shield(copying)
+        intact, error = await asyncio.shield(copying)
+        if error and not self._are_copies_failing:
+            _log.warning("KV blocks of engine %s can't be copied, and are computed: %s", self._address, error)
+        self._are_copies_failing = bool(error)
         positions = [entry.position for entry in entries]
         fetch.copying.difference_update(positions)
         if self._fetches.get(fetch.request.key) is not open_fetch:
@@ -287,15 +296,15 @@ class Peer:
 
 def _copy_entries(
     memory: HostMemory, carrier: Carrier, entries: Sequence[ReadyEntry], copies: Sequence[EntryCopy]
-) -> set[int]:
-    """Copy entries. Returns the positions of the entries whose bytes are intact."""
+) -> tuple[set[int], str]:
+    """Copy entries. Returns the positions of the entries whose bytes are intact, and an error message or ""."""
     try:
         carrier.copy(copies)
     except TransferError as error:
-        _log.warning("KV blocks were not copied from another engine: %s", error)
-        return set()
-    return {
+        return set(), str(error)
+    intact = {
         entry.position
         for entry, copy in zip(entries, copies, strict=True)
         if zlib.crc32(memory.slot(copy.kind, copy.target_slot)) == entry.checksum
     }
+    return intact, "" if len(intact) == len(entries) else "checksums differ"

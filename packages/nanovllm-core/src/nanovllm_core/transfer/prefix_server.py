@@ -30,6 +30,7 @@ from nanovllm_core.transfer.messages import (
     Refused,
     RemoteMemory,
     ToClient,
+    ToServer,
     Welcome,
     decode_to_server,
     encode,
@@ -40,6 +41,8 @@ from nanovllm_core.transfer.secret import TransferSecret
 
 # A lease ends if its client sends no Hello with the fetch's key for this time.
 LEASE_S = 3.0
+# A client that sends no Hello for this time must send Hello again before other messages.
+CLIENT_TIMEOUT_S = 10.0
 # Maximum bytes of a message. The longest has the tokens and the hashes of a prompt.
 MAX_MESSAGE_BYTES = 256 << 20
 NUM_CHECKSUM_THREADS = 2
@@ -76,7 +79,8 @@ class PrefixServer:
         # The time until which the leases of each fetch last, and the fetches whose entries the client wants inline.
         self._expiry_s: dict[LeaseId, float] = {}
         self._has_payloads: set[LeaseId] = set()
-        self._welcome_clients: set[bytes] = set()
+        # When each client that may fetch sent its last Hello.
+        self._hello_s: dict[bytes, float] = {}
         self._event_loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
@@ -147,7 +151,7 @@ class PrefixServer:
             self._drop_client(client)
 
     def _drop_client(self, client: bytes) -> None:
-        self._welcome_clients.discard(client)
+        self._hello_s.pop(client, None)
         for lease_id in [lease_id for lease_id in self._expiry_s if lease_id[0] == client]:
             self._close_lease(lease_id)
 
@@ -166,18 +170,20 @@ class PrefixServer:
                 continue
             self._handle(client, message)
 
-    def _handle(self, client: bytes, message: Hello | Fetch | Received | Cancel) -> None:
+    def _handle(self, client: bytes, message: ToServer) -> None:
         if isinstance(message, Hello):
             self._welcome(client, message)
-        elif client not in self._welcome_clients:
+        elif client not in self._hello_s:
             return  # This process may have started after the client's last Hello.
         elif isinstance(message, Fetch):
             self._open_lease((client, message.key), message)
         elif isinstance(message, Received):
             lease_id, positions = (client, message.key), message.positions
             self._run_on_engine_thread(lambda: self._leases.release(lease_id, positions))
-        else:
+        elif isinstance(message, Cancel):
             self._close_lease((client, message.key))
+        else:
+            self._run_on_engine_thread(self._leases.reset_prefix_cache)
 
     def _welcome(self, client: bytes, hello: Hello) -> None:
         difference = find_difference(self._identity, hello.identity)
@@ -186,7 +192,7 @@ class PrefixServer:
         if difference is not None:
             self._send(client, Refused(difference))
             return
-        self._welcome_clients.add(client)
+        self._hello_s[client] = time.monotonic()
         lease_ids = [(client, key) for key in hello.keys if (client, key) in self._expiry_s]
         for lease_id in lease_ids:
             self._expiry_s[lease_id] = time.monotonic() + LEASE_S
@@ -207,6 +213,8 @@ class PrefixServer:
         while True:
             await asyncio.sleep(LEASE_S / 4)
             now_s = time.monotonic()
+            for client in [client for client, hello_s in self._hello_s.items() if now_s - hello_s > CLIENT_TIMEOUT_S]:
+                self._drop_client(client)
             for lease_id in [lease_id for lease_id, expiry_s in self._expiry_s.items() if expiry_s < now_s]:
                 self._close_lease(lease_id)
 

@@ -51,6 +51,7 @@ class Transfers:
         self.wake: Callable[[], None] = lambda: None
         self.on_finish: Callable[[PrefixFetch], None] = lambda _: None
         self._scheduler = scheduler
+        self._prefill_peer = config.prefill_peer
         self._calls: deque[Callable[[], object]] = deque()
         slot_bytes = memory.layout.slot_bytes
         self._leases = LeaseTable(scheduler, tier, slot_bytes, max_model_len)
@@ -99,6 +100,11 @@ class Transfers:
         if fetch is not None:
             self._start_call(partial(self._peers[fetch.peer].cancel, fetch, FetchOutcome.ABORTED))
         return fetch is not None
+
+    def reset_prefix_cache(self) -> None:
+        """Make the engine that computes prompts for this engine forget all entries."""
+        if self._prefill_peer is not None:
+            self._start_call(self._peers[self._prefill_peer].reset_prefix_cache)
 
     def poll(self) -> None:
         """Schedule requests whose fetches have ended, and lease entries to other engines."""

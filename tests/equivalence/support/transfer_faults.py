@@ -1,0 +1,276 @@
+"""Random faults between two engines, one of which fetches KV blocks: `python transfer_faults.py [--faults N ...]`.
+
+Conversations return to a decode engine, which fetches their blocks from a prefill engine. Meanwhile, engines are killed
+and stopped, messages are lost, delayed, repeated and reordered, and blocks are damaged. Each answer must equal that of
+a single engine, and come in time. No engine may fail, or keep blocks. test_transfer_faults.py runs a sample.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from directory_faults import choose_forever
+from rank_matrix import write_tiny_checkpoint
+from tier_faults import COMMON_SETTINGS, MAX_CONCURRENT, OUTPUT_LEN, Conversation, generate, wait_until
+from tiny_models import TINY_MODELS
+from transfer_matrix import CARRIERS, write_secret
+
+from nanovllm_core import AsyncEngine, EngineClient, EngineConfig, EngineDeadError, ModelSpec
+from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.engine.interface import Engine
+from nanovllm_core.engine.process import EngineProcess
+from nanovllm_core.transfer import carriers
+from nanovllm_core.transfer.prefix_client import Peer
+from nanovllm_core.transfer.prefix_server import PrefixServer
+from nanovllm_models import load
+
+NUM_CONVERSATIONS = 12
+# The decode engine holds few of the conversations.
+DECODE_SETTINGS = {"num_blocks": 40, "kv_offload_gib": 0.001}
+PREFILL_SETTINGS = {"num_blocks": 80, "kv_offload_gib": 0.002}
+# A fault begins while a turn is answered, and lasts for several turns.
+MAX_FAULT_DELAY_S, MAX_FAULT_S = 0.1, 1.0
+MAX_DELAY_S = 3.0  # of a message
+MAX_RECOVERY_S = 30.0
+# Share of messages or blocks that a fault concerns while it lasts.
+FAULT_SHARE = 0.3
+MESSAGE_FAULTS = ("drop", "delay", "repeat", "reorder")
+TEMPORARY_FAULTS = (*MESSAGE_FAULTS, "damage_blocks", "fail_copies")
+PROCESS_FAULTS = ("kill_prefill", "kill_decode", "stop_prefill")
+FAULTS = (*TEMPORARY_FAULTS, *PROCESS_FAULTS)
+
+
+@dataclass(frozen=True)
+class FaultyEngine:
+    """Loads the model in the engine's process, where faults occur while files of their names exist in `directory`."""
+
+    model: Path
+    directory: Path
+    config: EngineConfig
+
+    def __call__(self) -> tuple[ModelSpec, EngineConfig]:
+        # To compute the prompts of a tiny model is faster than any fetch.
+        CopyTimeModel.predict = lambda *_: 0.0
+        for sender in (Peer, PrefixServer):
+            sender._send = self.make_unreliable(sender._send)
+        for carrier in (carriers.SharedMemoryCarrier, carriers.TcpCarrier, carriers.NixlCarrier):
+            carrier.copy = self.make_damaging(carrier.copy)
+        return load(self.model), self.config
+
+    def has_fault(self, name: str) -> bool:
+        return (self.directory / name).exists() and random.random() < FAULT_SHARE
+
+    def make_unreliable(self, send: Callable[..., None]) -> Callable[..., None]:
+        held: list[tuple] = []
+
+        def send_or_fail(*message) -> None:
+            event_loop = asyncio.get_running_loop()
+            if self.has_fault("drop"):
+                return
+            if self.has_fault("delay"):
+                event_loop.call_later(random.random() * MAX_DELAY_S, self.send_late, send, message)
+            elif self.has_fault("reorder"):
+                held.append(message)
+            else:
+                send(*message)
+                while held:
+                    send(*held.pop())
+            if self.has_fault("repeat"):
+                event_loop.call_later(random.random() * MAX_DELAY_S, self.send_late, send, message)
+
+        return send_or_fail
+
+    @staticmethod
+    def send_late(send: Callable[..., None], message: tuple) -> None:
+        if not message[0]._socket.closed:
+            send(*message)
+
+    def make_damaging(self, copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_or_damage(carrier, copies) -> None:
+            copy(carrier, copies)
+            for kind, _, slot, _ in copies:
+                if self.has_fault("damage_blocks"):
+                    carrier._memory.slot(kind, slot)[random.randrange(100)] ^= 1
+            if self.has_fault("fail_copies"):
+                raise carriers.TransferError("an injected failure")
+
+        return copy_or_damage
+
+
+class FaultyProcess:
+    """An engine in a process, which is started again after it is killed."""
+
+    def __init__(self, recipe: FaultyEngine):
+        self._recipe = recipe
+        self.engine: EngineClient | None = None
+        self.is_serving = asyncio.Event()
+
+    async def start(self) -> None:
+        self._process = EngineProcess(self._recipe)
+        self.engine = await EngineClient.adopt(self._process)
+        self.is_serving.set()
+
+    async def kill(self) -> None:
+        self.is_serving.clear()
+        self._process.kill()
+        await self.engine.stop()
+        await self.start()
+
+    async def stop_for_a_while(self, seconds: float) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    async def check_idle(self) -> None:
+        """Assert that the engine without requests holds nothing."""
+
+        def is_idle() -> bool:
+            stats, num_slots = self.engine.stats, self.engine.info.num_state_slots
+            has_all = (stats.num_free_blocks, stats.num_free_state_slots) == (stats.num_blocks, num_slots)
+            return has_all and stats.num_held_host_slots == stats.num_leases == 0
+
+        await wait_until(is_idle, lambda: f"the idle engine holds blocks, slots or leases: {self.engine.stats}")
+
+
+class Campaign:
+    """A decode engine and a prefill engine, and a single engine that gives the expected answers.
+
+    max_answer_s: maximum time of an answer, unless the decode engine is killed meanwhile.
+    """
+
+    def __init__(self, model: Path, directory: Path, carrier: str, seed: int, max_answer_s: float):
+        self._model = model
+        self._directory = directory
+        self._max_answer_s = max_answer_s
+        self._rng = random.Random(seed)
+        self._names = choose_forever(FAULTS, self._rng)
+        self._conversations = [Conversation(self._rng.getrandbits(31)) for _ in range(NUM_CONVERSATIONS)]
+        common = {**COMMON_SETTINGS, "transfer_carrier": carrier}
+        common["transfer_secret_file"] = write_secret(directory / "secret")
+        address = f"ipc://{directory}/transfer"
+        prefill = EngineConfig(**common, **PREFILL_SETTINGS, transfer_listen=address)
+        decode = EngineConfig(**common, **DECODE_SETTINGS, transfer_peers=(address,), prefill_peer=address)
+        self._prefill = FaultyProcess(FaultyEngine(model, directory, prefill))
+        self._decode = FaultyProcess(FaultyEngine(model, directory, decode))
+        self.totals: Counter[str] = Counter()
+        self.max_answer_s = 0.0
+
+    async def run(self, num_faults: int) -> None:
+        """Inject `num_faults` faults. Raises AssertionError if an answer or an engine is wrong."""
+        expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
+        try:
+            await asyncio.gather(self._prefill.start(), self._decode.start())
+            while sum(self.totals[name] for name in FAULTS) < num_faults:
+                fault = asyncio.create_task(self._inject_fault())
+                while not fault.done():
+                    await self._run_turns(expected_engine)
+                await fault
+                await self._decode.check_idle()
+                await self._prefill.check_idle()
+            # After all faults, the engines share blocks as before.
+            num_fetched = self._decode.engine.stats.fetched_tokens
+            deadline_s = time.monotonic() + MAX_RECOVERY_S
+            while self._decode.engine.stats.fetched_tokens == num_fetched:
+                assert time.monotonic() < deadline_s, f"nothing is fetched: {self._decode.engine.stats.fetches}"
+                await self._run_turns(expected_engine)
+            self._count_fetches()
+        finally:
+            await expected_engine.stop()
+            for process in (self._decode, self._prefill):
+                if process.engine is not None:
+                    await process.engine.stop()
+
+    def _count_fetches(self) -> None:
+        stats = self._decode.engine.stats
+        self.totals["fetched_tokens"] += stats.fetched_tokens
+        self.totals.update({f"fetches: {outcome}": count for outcome, count in stats.fetches if count})
+
+    async def _run_turns(self, expected_engine: Engine) -> None:
+        """Some conversations have a turn at the same time."""
+        conversations = self._rng.sample(self._conversations, self._rng.randrange(1, MAX_CONCURRENT + 1))
+        for conversation in conversations:
+            conversation.add_turn(self._rng)
+        expected = await asyncio.gather(*(generate(expected_engine, turn) for turn in conversations))
+        found = await asyncio.gather(*map(self._generate, conversations))
+        for conversation, (tokens, _), found_tokens in zip(conversations, expected, found, strict=True):
+            assert found_tokens == tokens, f"the answer is {found_tokens} instead of {tokens}"
+            conversation.tokens += tokens
+            self.totals["num_turns"] += 1
+            self.totals["num_prompt_tokens"] += len(conversation.tokens) - OUTPUT_LEN
+
+    async def _generate(self, conversation: Conversation) -> list[int]:
+        """Ask the decode engine, again if its process was killed meanwhile."""
+        process = self._decode
+        while True:
+            await process.is_serving.wait()
+            engine, begin_s = process.engine, time.monotonic()
+            try:
+                tokens, _ = await generate(engine, conversation)
+            except EngineDeadError:
+                if engine is process.engine and process.is_serving.is_set():
+                    raise
+                continue
+            answer_s = time.monotonic() - begin_s
+            self.max_answer_s = max(self.max_answer_s, answer_s)
+            assert answer_s < self._max_answer_s, f"an answer took {answer_s:.1f} s"
+            return tokens
+
+    async def _inject_fault(self) -> None:
+        name = next(self._names)
+        seconds = self._rng.random() * MAX_FAULT_S
+        await asyncio.sleep(self._rng.random() * MAX_FAULT_DELAY_S)
+        match name:
+            case "kill_prefill":
+                await self._prefill.kill()
+            case "kill_decode":
+                self._count_fetches()
+                await self._decode.kill()
+            case "stop_prefill":
+                await self._prefill.stop_for_a_while(MAX_DELAY_S * seconds)
+            case _:
+                path = self._directory / name
+                path.touch()
+                await asyncio.sleep(seconds)
+                path.unlink()
+        self.totals[name] += 1
+
+
+def run_campaign(name: str, carrier: str, num_faults: int, seed: int, max_answer_s: float) -> Campaign:
+    """Run the tiny model `name`. Raises AssertionError if something was wrong."""
+    with tempfile.TemporaryDirectory() as parent:
+        model, directory = Path(parent, "model"), Path(parent, "transfer")
+        model.mkdir()
+        directory.mkdir()
+        write_tiny_checkpoint(name, model)
+        campaign = Campaign(model, directory, carrier, seed, max_answer_s)
+        asyncio.run(campaign.run(num_faults))
+        return campaign
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--faults", type=int, default=120, help="number of faults for each model and carrier")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--max-answer-s", type=float, default=5.0, help="maximum time of an answer")
+    options.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)
+    options.add_argument(
+        "--models", nargs="+", default=["Llama, tied", "Qwen3-Next", "DeepSeek-V3"], choices=TINY_MODELS
+    )
+    arguments = options.parse_args()
+    for name in arguments.models:
+        for carrier in arguments.carriers:
+            campaign = run_campaign(name, carrier, arguments.faults, arguments.seed, arguments.max_answer_s)
+            totals = ", ".join(f"{key} {total}" for key, total in sorted(campaign.totals.items()))
+            print(f"{name} | {carrier} | slowest answer {campaign.max_answer_s:.2f} s | {totals}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

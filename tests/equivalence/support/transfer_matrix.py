@@ -1,0 +1,141 @@
+"""Compares engines that fetch blocks with engines that compute them: `python transfer_matrix.py [--carriers C ...]`.
+
+The program runs every carrier and setting with every tiny model. test_transfers.py runs a sample.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_matrix import write_tiny_checkpoint
+from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, predict
+
+from nanovllm_core import AsyncEngine, Engine, EngineClient, EngineConfig, EngineStats
+from nanovllm_core.scheduling.step_time import StepTimeModel
+from nanovllm_models import load
+
+CARRIERS = ("shm", "tcp", "nixl")
+HOST_MEMORY = {"kv_offload_gib": 0.05}
+# Settings of both engines. FILES stands for a directory of each engine's own.
+FILES = "files"
+TRANSFER_SETTINGS = {
+    "all at once": AMPLE_CACHE,
+    "chunked, depth 1": {"max_num_batched_tokens": 40, "depth": 1, **AMPLE_CACHE},
+    "preempted": SCARCE_CACHE,
+    "preempted, files": {**SCARCE_CACHE, "kv_offload_gib": 0.0004, "kv_offload_dir": FILES},
+    "FP8 cache, chunked": {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 40, **AMPLE_CACHE},
+    "two ranks": {"tensor_parallel_size": 2, **AMPLE_CACHE},
+    "own requests": {"tensor_parallel_size": 2, "dp_attention": True, **AMPLE_CACHE},
+    "n-grams": {"speculate": "ngram", **AMPLE_CACHE},
+    "heads": {"speculate": "mtp", "max_num_seqs": 2, "num_blocks": 400},
+}
+SAMPLINGS = (
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2},
+)
+MAX_WAIT_S = 60.0
+
+
+def can_run(name: str, setting: str) -> bool:
+    """Whether the tiny model `name` supports a setting."""
+    return setting != "heads" or TINY_MODELS[name].has_mtp
+
+
+async def compare(path: Path, device: str, setting: str, carrier: str) -> EngineStats:
+    """Assert that fetched prompts have the answers of computed prompts. Returns the decode engine's statistics."""
+    settings, is_preempted = TRANSFER_SETTINGS[setting], "preempted" in setting
+    alone = {
+        key: value for key, value in settings.items() if key not in ("kv_offload_gib", "kv_offload_dir", "speculate")
+    }
+    options: dict[str, Any] = {"is_preempted": is_preempted, "samplings": SAMPLINGS}
+    expected = await generate(path, device, alone, **options)
+    if settings.get("speculate") == "ngram":
+        options["predictions"] = predict(expected)
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        # Steps propose as many drafts as they may, because no step seems to take time.
+        patch.setattr(StepTimeModel, "observe", lambda *_: None)
+        secret = write_secret(Path(directory, "secret"))
+        transfer = {"transfer_secret_file": secret, "transfer_carrier": carrier}
+        shared = HOST_MEMORY | settings | transfer
+
+        def place_files(name: str) -> dict[str, Path]:
+            return {"kv_offload_dir": Path(directory, name)} if "kv_offload_dir" in shared else {}
+
+        address = f"ipc://{directory}/transfer"
+        serving = {"depth": 2, **shared, "transfer_listen": address, **place_files("prefill")}
+        # A process can have the ranks of one engine only.
+        start = AsyncEngine.start if settings.get("tensor_parallel_size", 1) == 1 else EngineClient.launch
+        prefill = await start(load(path), EngineConfig(device=device, dtype="float32", **serving))
+        stats: list[EngineStats] = []
+        try:
+            fetching = {**shared, "transfer_peers": (address,), "prefill_peer": address, **place_files("decode")}
+            found = await generate(path, device, fetching, **options, prepare=await_peer, final_stats=stats)
+            await await_idle(prefill)
+        finally:
+            await prefill.stop()
+    assert found == expected
+    assert stats[0].fetched_tokens > 0, stats[0].fetches
+    return stats[0]
+
+
+def write_secret(path: Path) -> Path:
+    """Write a new secret of transfers."""
+    path.write_bytes(os.urandom(32))
+    path.chmod(0o600)
+    return path
+
+
+async def await_peer(engine: AsyncEngine) -> None:
+    """Wait until `engine` can fetch, and can write files."""
+    files = engine._loop._scheduler.tier.files
+    await wait_until(lambda: files is None or all(store.indexed.is_set() for store in files._stores))
+    await wait_until(lambda: all(peer.is_ready for peer in engine._loop._transfers._peers.values()))
+
+
+async def await_idle(engine: Engine) -> None:
+    """Wait until `engine` holds no blocks for others."""
+    await wait_until(lambda: engine.stats.num_leases == 0 and engine.stats.num_free_blocks == engine.stats.num_blocks)
+
+
+async def wait_until(condition) -> None:
+    deadline_s = time.monotonic() + MAX_WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+
+
+def main() -> None:
+    """Run the matrix, and print a line per model, setting and carrier."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--carriers", nargs="+", default=CARRIERS, choices=CARRIERS)
+    options.add_argument("--models", nargs="+", default=list(TINY_MODELS), choices=TINY_MODELS)
+    options.add_argument("--settings", nargs="+", default=list(TRANSFER_SETTINGS), choices=TRANSFER_SETTINGS)
+    arguments = options.parse_args()
+    num_failures = 0
+    for name in arguments.models:
+        with tempfile.TemporaryDirectory() as directory:
+            write_tiny_checkpoint(name, Path(directory))
+            for setting in filter(lambda setting, name=name: can_run(name, setting), arguments.settings):
+                for carrier in arguments.carriers:
+                    try:
+                        stats = asyncio.run(compare(Path(directory), arguments.device, setting, carrier))
+                        result = f"equal, {stats.fetched_tokens} tokens fetched"
+                    except AssertionError as error:
+                        result = f"DIFFERENT {error}"
+                    except ValueError as error:
+                        # The ranks can't share the heads or experts of some tiny models.
+                        result = f"refused: {error}"
+                    num_failures += result.startswith("DIFFERENT")
+                    print(f"{name} | {setting} | {carrier} | {result}", flush=True)
+    raise SystemExit(f"{num_failures} runs gave other tokens or fetched nothing" if num_failures else 0)
+
+
+if __name__ == "__main__":
+    main()
