@@ -3,26 +3,26 @@
 The program `support/transfer_matrix.py` runs every carrier and setting with every model.
 """
 
+from itertools import cycle
+
 import pytest
 from rank_matrix import write_tiny_checkpoint
 from tiny_models import TINY_MODELS
-from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, can_run, compare
+from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, compare
 
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
-# Each family has each carrier, and each setting has some family. Settings with two ranks start two more processes.
-SETTINGS = list(TRANSFER_SETTINGS)
-RUNS = [
-    (name, setting, CARRIERS[index % len(CARRIERS)])
-    for position, name in enumerate(MODELS)
-    for index in range(len(CARRIERS))
-    if can_run(name, setting := SETTINGS[(len(CARRIERS) * position + index) % len(SETTINGS)])
+HEAD_MODELS = [name for name in MODELS if TINY_MODELS[name].has_mtp]
+# Each setting has a family, and each family has a setting. Carriers take turns.
+PAIRS = [
+    *((name, "heads") for name in HEAD_MODELS),
+    *zip(cycle(MODELS), (setting for setting in TRANSFER_SETTINGS if setting != "heads"), strict=False),
 ]
-RUNS += [(name, "heads", "shm") for name in MODELS if TINY_MODELS[name].has_mtp]
+RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict=False)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "setting", "carrier"), sorted(set(RUNS)))
+@pytest.mark.parametrize(("name", "setting", "carrier"), RUNS)
 async def test_fetched_prompts_have_the_answers_of_computed_prompts(name, setting, carrier, tmp_path, device):
     write_tiny_checkpoint(name, tmp_path)
     await compare(tmp_path, device, setting, carrier)

@@ -378,7 +378,8 @@ async def test_a_reset_makes_the_prefill_engine_compute_again(secret, oracle):
         assert prefill.stats.prefix_cache_hits == 0
 
 
-async def test_a_grammar_constrains_the_answer_to_a_fetched_prompt(secret):
+async def test_a_grammar_constrains_the_answer_to_a_fetched_prompt(secret, vetter, monkeypatch):
+    vetter.use(monkeypatch)
     grammar = GrammarSpec("regex", "(ab|ba)(true|null)[a-z]{3}")
     alone = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
     try:

@@ -1,0 +1,14 @@
+"""Random faults between engines change no answer; the program `support/transfer_faults.py` injects more of them."""
+
+import pytest
+from transfer_faults import FAULTS, run_campaign
+
+MAX_ANSWER_S = 30.0  # the program allows 5 s, on a machine that runs nothing else
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "carrier"), [("Qwen3-Next", "shm")])
+def test_faults_between_engines_change_no_answer(name, carrier):
+    totals = run_campaign(name, carrier, num_faults=len(FAULTS), seed=0, max_answer_s=MAX_ANSWER_S).totals
+    assert all(totals[name] == 1 for name in FAULTS)
+    assert totals["fetched_tokens"] > 0, totals
