@@ -88,6 +88,22 @@ def test_killed_prefill_engine_is_restarted_while_the_server_answers(run_server,
     assert not any("Traceback" in line for line in server.errors), "".join(server.errors)
 
 
+def read_outcomes(url: str) -> dict[str, float]:
+    """The number of prompts by outcome of their fetches."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    pattern = r'nanovllm:kv_transfer_requests_total\{.*outcome="(\w+)".*\} (\S+)'
+    return {outcome: float(count) for outcome, count in re.findall(pattern, text)}
+
+
+def test_decode_engine_fetches_prompts_from_the_prefill_engine(run_server, default_model):
+    with run_server(default_model, *FLAGS, "--cpu-cache-gib", "0.2", "--kv-offload-gib", "0.2") as server:
+        answers = [ask(server.url, f"{number} {PROMPT * 4}") for number in range(4)]
+        assert all(answers)
+        wait_until(lambda: sum(read_outcomes(server.url).values()) == 4)
+        assert read_outcomes(server.url).get("fetched", 0) > 0
+
+
 def test_killed_server_leaves_nothing(run_server, tiny_model, tmp_path):
     with run_server(tiny_model, *FLAGS, environment={**os.environ, "TMPDIR": str(tmp_path)}) as server:
         descendants = find_descendants(server.process.pid)
