@@ -187,7 +187,8 @@ def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
         "--prefill-gpus",
         type=integer_in_range(1),
         metavar="N",
-        help="start a second engine with N ranks, which computes long prompts; needs --decode-gpus",
+        help="start a second engine with N ranks, which computes long prompts; needs --decode-gpus; each engine has "
+        "8 GiB of host memory (0.5 GiB on a CPU) unless --kv-offload-gib is set",
     )
     transfer.add_argument(
         "--decode-gpus",
@@ -199,7 +200,8 @@ def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
         "--role",
         choices=ROLES,
         help="part of this server behind a router that sets kv_transfer_params; prefill: computes prompts for other "
-        "servers; decode: fetches prompts from --transfer-peers",
+        "servers; decode: fetches prompts from --transfer-peers; 8 GiB of host memory (0.5 GiB on a CPU) unless "
+        "--kv-offload-gib is set",
     )
     transfer.add_argument(
         "--transfer-listen",
