@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_core.config import Device
 from nanovllm_server.engine_flags import (
     add_draft_model_flag,
     add_engine_flags,
@@ -25,10 +24,9 @@ if TYPE_CHECKING:
 REASONING_PARSERS = ("auto", "none", "think")
 TOOL_CALL_PARSERS = ("auto", "none", "qwen3_coder", "hermes", "minimax_m2", "deepseek_r1", "llama")
 METRICS_PREFIXES = ("nanovllm", "vllm")
+ROLES = ("prefill", "decode")
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"  # An environment variable.
 
-# NVIDIA's driver creates this file if there is a GPU. Importing torch only to find a GPU would take seconds.
-NVIDIA_DEVICE = Path("/dev/nvidiactl")
 # Default on machines with a GPU: one HTTP worker per CORES_PER_WORKER CPU cores, up to MAX_DEFAULT_WORKERS.
 MAX_DEFAULT_WORKERS = 4
 CORES_PER_WORKER = 4
@@ -167,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="SHA-256 prefix hashes, which can't be forged, for tenants that do not trust each other",
     )
+    _add_transfer_flags(flags)
     logs = flags.add_argument_group("logs and metrics")
     add_engine_flags(logs.add_argument, ("trace",))
     logs.add_argument(
@@ -180,6 +179,48 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("--log-level", choices=levels, default="info", help="lowest level of messages in the log")
     logs.add_argument("--log-prompts", action="store_true", help="write rendered prompts to the log")
     return flags
+
+
+def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
+    transfer = flags.add_argument_group("prefill and decode on different GPUs")
+    transfer.add_argument(
+        "--prefill-gpus",
+        type=integer_in_range(1),
+        metavar="N",
+        help="start a second engine with N ranks, which computes long prompts; needs --decode-gpus; each engine has "
+        "8 GiB of host memory (0.5 GiB on a CPU) unless --kv-offload-gib is set",
+    )
+    transfer.add_argument(
+        "--decode-gpus",
+        type=integer_in_range(1),
+        metavar="N",
+        help="number of ranks of the engine that generates answers; must equal --prefill-gpus",
+    )
+    transfer.add_argument(
+        "--role",
+        choices=ROLES,
+        help="part of this server behind a router that sets kv_transfer_params; prefill: computes prompts for other "
+        "servers; decode: fetches prompts from --transfer-peers; 8 GiB of host memory (0.5 GiB on a CPU) unless "
+        "--kv-offload-gib is set",
+    )
+    transfer.add_argument(
+        "--transfer-listen",
+        metavar="ADDRESS",
+        help="HOST:PORT at which a prefill server lets decode servers fetch computed prompts; port 0: any free port; "
+        "default with --role prefill: 127.0.0.1:5600",
+    )
+    transfer.add_argument(
+        "--transfer-host",
+        metavar="HOST",
+        help="name or address of this host for decode servers; default: the host of --transfer-listen",
+    )
+    transfer.add_argument(
+        "--transfer-peers",
+        action="append",
+        metavar="ADDRESS",
+        help="HOST:PORT of each prefill server from which this decode server may fetch; repeat or separate by commas",
+    )
+    add_engine_flags(transfer.add_argument, ("transfer_secret_file", "transfer_carrier"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,6 +250,7 @@ def settings(options: argparse.Namespace) -> "Settings":
     from nanovllm_server.http.cross_origin import parse_allowed_origins
     from nanovllm_server.http.host_check import ANY_NAME, parse_allowed_hosts
     from nanovllm_server.settings import Settings, SettingsError, check_admin_key, check_keys, read_keys
+    from nanovllm_server.transfer_settings import has_gpu, read_transfer_flags
 
     api_keys = tuple(options.api_key or ())
     if options.api_key_file is not None:
@@ -228,7 +270,8 @@ def settings(options: argparse.Namespace) -> "Settings":
         raise SettingsError(
             f"--body-memory-mib must be at least --max-body-mib, which is {options.max_body_mib}, not {body_memory_mib}"
         )
-    engine = make_engine_config(options)
+    transfer, overrides = read_transfer_flags(options)
+    engine = make_engine_config(options, **overrides)
     if (error := find_draft_model_error(engine.speculate, options.draft_model)) is not None:
         raise SettingsError(error)
     return Settings(
@@ -241,7 +284,7 @@ def settings(options: argparse.Namespace) -> "Settings":
         admin_api_key=check_admin_key(options.admin_api_key, api_keys),
         allowed_hosts=(*allowed_hosts, options.host, socket.gethostname()),
         allowed_origins=allowed_origins,
-        http_workers=options.http_workers or _default_http_workers(engine.device),
+        http_workers=options.http_workers or _default_http_workers(on_gpu=has_gpu(engine.device)),
         load_format=options.load_format,
         chat_template=options.chat_template,
         reasoning_parser=None if options.reasoning_parser == "auto" else options.reasoning_parser,
@@ -257,13 +300,14 @@ def settings(options: argparse.Namespace) -> "Settings":
         log_prompts=options.log_prompts,
         metrics_prefix=options.metrics_prefix,
         allow_priority=options.allow_priority,
+        transfer=transfer,
         engine_config=engine,
     )
 
 
-def _default_http_workers(device: Device | None) -> int:
+def _default_http_workers(*, on_gpu: bool) -> int:
     # On a CPU, the model needs every core. One process can't send tokens as fast as a GPU generates tokens.
-    if device == "cpu" or not NVIDIA_DEVICE.exists():
+    if not on_gpu:
         return 1
     return max(1, min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))
 

@@ -17,10 +17,28 @@ if TYPE_CHECKING:
     from nanovllm_server.observability.metrics import MetricsPrefix
 
 LoadFormat = Literal["auto", "dummy"]
+Role = Literal["prefill", "decode"]
 
 
 class SettingsError(ValueError):
     """A setting is invalid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """How this server shares the computation of prompts with other engines.
+
+    role: what this server does for the requests of a router; None: requests may not have `kv_transfer_params`.
+    host: host that a prefill server's answers name as `remote_host`; None without the role "prefill".
+    has_prefill_engine: this server starts a second engine, which computes long prompts.
+    prefill_gpus, decode_gpus: CUDA_VISIBLE_DEVICES of the second and of the first engine; None: unchanged.
+    """
+
+    role: Role | None = None
+    host: str | None = None
+    has_prefill_engine: bool = False
+    prefill_gpus: str | None = None
+    decode_gpus: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +87,7 @@ class Settings:
     log_prompts: bool
     metrics_prefix: "MetricsPrefix"
     allow_priority: bool
+    transfer: TransferSettings
     engine_config: EngineConfig
 
 

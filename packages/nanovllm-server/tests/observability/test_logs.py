@@ -4,11 +4,13 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
 
 from nanovllm_server.http.app import create_app
+from nanovllm_server.settings import TransferSettings
 
 PROGRAM = """
 import logging, sys
@@ -79,6 +81,17 @@ async def test_each_request_is_one_log_line(post, recorder):
         "finish_reason": "length,length",
     }
     assert {name: line[name] for name in expected} == expected
+
+
+async def test_log_names_the_engine_of_a_computed_prompt(post, recorder, service, engine):
+    engine.info = replace(engine.info, transfer_peers=("node-1:5600",), transfer_address="127.0.0.1:5600")
+    service.transfer = TransferSettings(role="decode")
+    await post(kv_transfer_params={"do_remote_prefill": True, "remote_host": "node-1", "remote_port": 5600})
+    service.transfer = TransferSettings(role="prefill", host="node-1")
+    await post(kv_transfer_params={"do_remote_decode": True})
+    await post()
+    fields = [(line.get("prefix_peer"), line.get("remote_decode")) for line in recorder.lines]
+    assert fields == [("node-1:5600", None), (None, True), (None, None)]
 
 
 async def test_refused_request_is_one_log_line(post, recorder):

@@ -241,6 +241,44 @@ def test_loads_and_copies_are_counted_by_tier(engine):
     }
 
 
+def read_transfer_samples(metrics: Metrics) -> dict[tuple[str, str | None], float]:
+    """Values of the metrics of transfers, by name and outcome."""
+    return {
+        (sample.name.partition(":kv_transfer_")[2], sample.labels.get("outcome")): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if "kv_transfer" in sample.name
+    }
+
+
+@pytest.mark.parametrize("prefix", ["nanovllm", "vllm"])
+@pytest.mark.parametrize("info", [{"transfer_peers": ("a:1",)}, {"transfer_address": "a:1"}], ids=str)
+def test_transfers_are_counted_by_outcome(engine, prefix, info):
+    stats = EngineStats(
+        fetches=(("fetched", 3), ("peer_down", 1)),
+        fetched_tokens=600,
+        fetched_bytes=4096,
+        fetch_s=0.5,
+        served_bytes=2048,
+        num_leases=2,
+    )
+    counters = SharedCounters(allocate_counters(1))
+    metrics = Metrics("m", replace(engine.info, **info), lambda: stats, counters, prefix=prefix)
+    assert read_transfer_samples(metrics) == {
+        ("requests_total", "fetched"): 3,
+        ("requests_total", "peer_down"): 1,
+        ("tokens_total", None): 600,
+        ("fetched_bytes_total", None): 4096,
+        ("served_bytes_total", None): 2048,
+        ("wait_seconds_total", None): 0.5,
+        ("leases", None): 2,
+    }
+
+
+def test_server_without_transfers_has_no_metrics_of_transfers(service):
+    assert read_transfer_samples(service.metrics) == {}
+
+
 def test_processes_have_metrics_by_name():
     counters = allocate_counters(2)
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))

@@ -1,5 +1,7 @@
 """The text that the server prints when it is ready."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanovllm_server import cli
@@ -37,3 +39,25 @@ def test_a_public_address_without_a_key_is_a_warning(banner, host, monkeypatch):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1"])
 def test_a_loopback_address_needs_no_warning(banner, host):
     assert "warning" not in banner(host)
+
+
+@pytest.mark.parametrize(
+    ("flags", "info", "line"),
+    [
+        ("--role prefill", {"transfer_address": "127.0.0.1:5600"}, "listens on 127.0.0.1:5600"),
+        ("--role decode --transfer-peers a:1,b:2", {"transfer_peers": ("a:1", "b:2")}, "fetches from a:1, b:2"),
+    ],
+)
+def test_the_banner_says_with_which_engines_blocks_are_transferred(banner, engine, flags, info, line):
+    engine.info = replace(engine.info, **info)
+    assert f"\n  transfer {line}\n\ncurl" in banner("127.0.0.1", *flags.split(), "--transfer-secret-file", "secret")
+
+
+def test_the_banner_names_the_second_engine(banner, engine):
+    engine.info = replace(engine.info, transfer_peers=("ipc:///tmp/transfer",))
+    flags = ("--prefill-gpus", "1", "--decode-gpus", "1", "--device", "cpu")
+    assert "\n  transfer a second engine computes long prompts\n\ncurl" in banner("127.0.0.1", *flags)
+
+
+def test_the_banner_of_a_single_engine_names_no_transfer(banner):
+    assert "transfer" not in banner("127.0.0.1")

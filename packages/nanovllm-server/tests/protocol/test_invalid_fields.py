@@ -329,7 +329,7 @@ async def test_unsupported_field_is_refused_by_name(post, name):
         ("add_special_tokens", True, "false"),
         ("add_special_tokens", 0, "false"),
         ("mm_processor_kwargs", {"num_crops": 4}, "{}"),
-        ("kv_transfer_params", {"do_remote_decode": True}, "{}"),
+        ("ec_transfer_params", {"do_remote_decode": True}, "{}"),
         ("vllm_xargs", {"a": 1}, "{}"),
         ("modalities", ["text", "audio"], '["text"]'),
         ("lora_request", {"lora_name": "a"}, None),

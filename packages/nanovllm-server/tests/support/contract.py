@@ -95,6 +95,20 @@ class Usage(Strict):
     completion_tokens_details: CompletionTokensDetails
 
 
+class TransferParams(Strict):
+    """Not in OpenAI's API."""
+
+    do_remote_prefill: Literal[True]
+    do_remote_decode: Literal[False]
+    remote_engine_id: Text
+    remote_block_ids: Annotated[list[int], Field(max_length=0)]
+    remote_request_id: Text
+    remote_host: Text
+    remote_port: Annotated[int, Field(ge=1, le=65535)]
+    tp_size: Annotated[int, Field(ge=1)]
+    remote_num_tokens: Annotated[int, Field(ge=1)]
+
+
 class ChatCompletion(Strict):
     id: Text
     object: Literal["chat.completion"]
@@ -106,6 +120,7 @@ class ChatCompletion(Strict):
     service_tier: str | None = None
     # Not in OpenAI's API.
     prompt_token_ids: list[Count] = None
+    kv_transfer_params: TransferParams = None
     prompt_logprobs: list[dict[Annotated[str, Field(pattern=r"^\d+$")], PromptLogprob] | None] = None
 
 
@@ -152,6 +167,7 @@ class Chunk(Strict):
     service_tier: str | None = None
     # Not in OpenAI's API.
     prompt_token_ids: list[Count] = None
+    kv_transfer_params: TransferParams = None
 
 
 class ErrorDetails(Strict):

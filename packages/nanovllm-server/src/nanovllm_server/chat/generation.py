@@ -104,6 +104,16 @@ class Generation:
         return min((choice.first_token_s for choice in self._choice_metrics if choice.first_token_s), default=None)
 
     @property
+    def num_choices(self) -> int:
+        """Number of choices."""
+        return len(self._requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return self._requests[0].num_prompt_tokens
+
+    @property
     def prompt_token_ids(self) -> NDArray[np.int32]:
         """Token ids of the prompt."""
         return self._requests[0].prompt_ids

@@ -13,6 +13,7 @@ from nanovllm_core.grammar_types import ParameterTypes
 from nanovllm_server.chat.admission import AdmissionControl
 from nanovllm_server.chat.generation import Generation
 from nanovllm_server.chat.output_assembler import ChoiceOptions, OutputAssembler
+from nanovllm_server.chat.prompt_transfer import HOST_FIELD, describe_prompt, find_prefix_peer
 from nanovllm_server.chat.rendering import Prompt, Renderer
 from nanovllm_server.constraint.answer_constraint import AnswerConstraint, constrain
 from nanovllm_server.observability.http_exchange import HttpExchange
@@ -20,11 +21,13 @@ from nanovllm_server.observability.logs import Logger
 from nanovllm_server.observability.metrics import Metrics
 from nanovllm_server.parsing.detokenizing import TextVocabulary
 from nanovllm_server.parsing.model_format import ModelFormat
+from nanovllm_server.protocol.bodies import KVTransferParams
 from nanovllm_server.protocol.error import ApiError, invalid_grammar, prompt_too_long, unavailable, unsupported
 from nanovllm_server.protocol.json import describe_value
 from nanovllm_server.protocol.request import ChatRequest, Limits, SamplingDefaults
 from nanovllm_server.protocol.response import Clock
 from nanovllm_server.protocol.schema import refused_grammar
+from nanovllm_server.settings import TransferSettings
 
 # The log shows this many unknown fields of a request, and this many characters of each field's name.
 MAX_LOGGED_FIELDS = 20
@@ -60,6 +63,7 @@ class Service:
     request_timeout_s: float | None = None
     log_prompts: bool = False
     allow_priority: bool = False
+    transfer: TransferSettings = field(default_factory=TransferSettings)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     clock: Clock = field(default_factory=Clock)
     running: set[Generation] = field(default_factory=set[Generation])
@@ -109,6 +113,11 @@ class Service:
                 f"priority must be 0 or absent, not {chat.priority}: this server does not let clients set priorities; "
                 "start the server with --allow-priority to allow them",
             )
+        prefix_peer = find_prefix_peer(chat.transfer_params, self.transfer.role, self.engine.info)
+        if prefix_peer:
+            exchange.log_fields["prefix_peer"] = prefix_peer
+        elif chat.transfer_params is not None and chat.transfer_params.do_remote_decode:
+            exchange.log_fields["remote_decode"] = True
         exchange.on_end_callbacks.append(self.admission.admit(chat.n))
         definitions = None if chat.tools is None else chat.tools.definitions
         max_tokens = self.engine.info.max_model_len if chat.truncate_prompt_tokens is None else None
@@ -122,7 +131,7 @@ class Service:
         sampling = replace(chat.sampling, grammar=grammar, reasoning_budget=reasoning_budget)
         prediction_ids = await self._encode_prediction(chat)
         token_ids = self._truncate(chat, prompt.token_ids)
-        requests = self._make_requests(chat, token_ids, prediction_ids, sampling, exchange)
+        requests = self._make_requests(chat, token_ids, prediction_ids, sampling, exchange, prefix_peer=prefix_peer)
         timeout_s = self._shortest_timeout(chat)
         parameter_types: ParameterTypes = {}
         make_grammar_error = GrammarError
@@ -142,6 +151,15 @@ class Service:
         exchange.on_end_callbacks.append(lambda: self._finish(generation, exchange))
         exchange.log_fields["queue_seconds"] = round(time.monotonic() - exchange.arrival, 4)
         return generation
+
+    def describe_prompt(self, chat: ChatRequest, response_id: str, num_tokens: int) -> KVTransferParams | None:
+        """Returns where decode servers can fetch the prompt of a request; None if the request does not ask for this.
+
+        num_tokens: number of the prompt's tokens.
+        """
+        if chat.transfer_params is None or not chat.transfer_params.do_remote_decode or self.transfer.host is None:
+            return None
+        return describe_prompt(self.engine.info, self.transfer.host, response_id, num_tokens)
 
     def _shortest_timeout(self, chat: ChatRequest) -> float | None:
         limits = [seconds for seconds in (chat.timeout_s, self.request_timeout_s) if seconds is not None]
@@ -240,6 +258,8 @@ class Service:
         prediction_ids: NDArray[np.int32],
         sampling: SamplingParams,
         exchange: HttpExchange,
+        *,
+        prefix_peer: str,
     ) -> list[Request]:
         self._check_prompt_length(chat, len(token_ids))
         if chat.bad_words:
@@ -256,6 +276,8 @@ class Service:
                 priority=chat.priority,
                 arrival_time=exchange.arrival,
                 prediction=prediction_ids,
+                # The other choices start after the first choice's first token, and find the prompt in the prefix cache.
+                prefix_peer=prefix_peer if index == 0 else "",
             )
             for index in range(chat.n)
         ]
@@ -266,6 +288,7 @@ class Service:
                 "prompt": "messages",
                 "max_tokens": chat.max_tokens_field,
                 "forbidden_sequences": "bad_words",
+                "prefix_peer": HOST_FIELD,
             }
             param = field_names.get(error.field, error.field)
             message = str(error) if param in str(error) else f"{param}: {error}"

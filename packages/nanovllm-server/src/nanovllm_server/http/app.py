@@ -53,11 +53,13 @@ def create_app(service: Service) -> Quart:
             generation = await service.start_generation(chat, exchange)
             # Free the text of the messages now, because the answer may take long.
             chat = replace(chat, messages=())
+        response_id = f"chatcmpl-{chat.request_id or exchange.request_id}"
         envelope = Envelope(
-            f"chatcmpl-{chat.request_id or exchange.request_id}",
+            response_id,
             service.clock.now(),
             chat.model or service.model_names[0],
             generation.prompt_token_ids.tolist() if chat.return_token_ids else None,
+            service.describe_prompt(chat, response_id, generation.num_prompt_tokens),
         )
         if chat.stream:
             stream = ChatStream(

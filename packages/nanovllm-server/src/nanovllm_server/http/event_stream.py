@@ -52,6 +52,7 @@ class ChatStream:
         self._delta_batches = generation.stream_deltas()
         self._first_deltas: list[Delta] = []
         self._must_send_prompt_token_ids = envelope.prompt_token_ids is not None
+        self._num_unfinished_choices = generation.num_choices
 
     async def wait_for_first_deltas(self) -> None:
         """Waits for the first deltas (new output). A failure here becomes an error response: no status is sent yet."""
@@ -90,9 +91,18 @@ class ChatStream:
         return b"".join([self._serialize_choice(choice, usage) for choice in choices])
 
     def _serialize_choice(self, choice: ChunkChoice, usage: CompletionUsage | None) -> bytes:
-        if self._must_send_prompt_token_ids or usage is not None:
+        if choice["finish_reason"] is not None:
+            self._num_unfinished_choices -= 1
+        with_transfer = self._num_unfinished_choices == 0 and self._envelope.transfer_params is not None
+        if self._must_send_prompt_token_ids or usage is not None or with_transfer:
             with_prompt, self._must_send_prompt_token_ids = self._must_send_prompt_token_ids, False
             return serialize_event(
-                self._envelope.chunk([choice], usage, with_usage=self._include_usage, with_prompt=with_prompt)
+                self._envelope.chunk(
+                    [choice],
+                    usage,
+                    with_usage=self._include_usage,
+                    with_prompt=with_prompt,
+                    with_transfer=with_transfer,
+                )
             )
         return self._chunk_begin + orjson.dumps(choice) + self._chunk_end

@@ -198,6 +198,8 @@ class Metrics(Collector):
         )
         if stats.loaded_tokens:
             yield from self._collect_tier_metrics(stats)
+        if info.transfer_address or info.transfer_peers:
+            yield from self._collect_transfer_metrics(stats)
         if info.draft_method is not None:
             yield from self._collect_draft_metrics(info.draft_method, stats)
 
@@ -223,6 +225,22 @@ class Metrics(Collector):
             ("kv_offload_wait_seconds", "Time of requests that waited for loads.", stats.load_wait_s),
         ):
             yield self._make_counter(name, help_text, [({}, value)])
+
+    def _collect_transfer_metrics(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yields the metrics of KV blocks that travel between this engine and other engines."""
+        help_text = "Prompts by whether their blocks were fetched from another engine, and why not."
+        yield self._make_counter(
+            "kv_transfer_requests", help_text, [({"outcome": outcome}, count) for outcome, count in stats.fetches]
+        )
+        for name, help_text, value in (
+            ("kv_transfer_tokens", "Prompt tokens fetched from other engines.", stats.fetched_tokens),
+            ("kv_transfer_fetched_bytes", "Bytes fetched from other engines.", stats.fetched_bytes),
+            ("kv_transfer_served_bytes", "Bytes that other engines fetched.", stats.served_bytes),
+            ("kv_transfer_wait_seconds", "Time of requests that waited for fetches.", stats.fetch_s),
+        ):
+            yield self._make_counter(name, help_text, [({}, value)])
+        help_text = "Fetches by other engines for which this engine holds blocks."
+        yield self._make_gauge("kv_transfer_leases", help_text, [({}, stats.num_leases)])
 
     def _collect_draft_metrics(self, method: str, stats: EngineStats) -> Iterator[Metric]:
         # vLLM's metrics have no label for the method.

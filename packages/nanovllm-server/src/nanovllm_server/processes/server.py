@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
@@ -20,9 +21,16 @@ from nanovllm_server.observability.shared_counters import allocate_counters
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.processes.model_preparation import prepare_model
+from nanovllm_server.processes.prefill_engine import PrefillEngine, split_engine, wait_for_death
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
-from nanovllm_server.settings import Settings, SettingsError, read_sampling_defaults, read_template
+from nanovllm_server.settings import (
+    Settings,
+    SettingsError,
+    TransferSettings,
+    read_sampling_defaults,
+    read_template,
+)
 
 # Maximum number of connections per worker that the worker has not accepted yet.
 BACKLOG = 2048
@@ -33,7 +41,21 @@ ACKNOWLEDGE_TIMEOUT_S = 75
 WORKER_CLOSE_TIMEOUT_S = 5.0  # workers that take longer to exit are killed
 # Time for workers to report the engine's death to clients.
 ENGINE_DEATH_GRACE_S = 3.0
-ENGINE_POLL_INTERVAL_S = 0.25  # between checks for the engine's death
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcesses:
+    """The running processes of a server. prefill_engine: None if the server has one engine."""
+
+    engine: EngineClient
+    workers: WorkerPool
+    prefill_engine: PrefillEngine | None
+
+    async def stop(self) -> None:
+        """Stops all processes."""
+        self.workers.kill()
+        engines = [self.engine] if self.prefill_engine is None else [self.engine, self.prefill_engine]
+        await asyncio.gather(*(engine.stop() for engine in engines))
 
 
 async def run(settings: Settings) -> int:
@@ -61,12 +83,11 @@ async def run(settings: Settings) -> int:
         start_task = loop.create_task(_start(settings, listeners))
         if not await _finish_start(start_task, stop):
             return 0
-        engine, workers = start_task.result()
+        processes = start_task.result()
         try:
-            return await _serve(settings, listeners, engine, workers, stop, end_drain)
+            return await _serve(settings, listeners, processes, stop, end_drain)
         finally:
-            workers.kill()
-            await engine.stop()
+            await processes.stop()
 
 
 def raise_file_limit() -> None:
@@ -113,7 +134,7 @@ def _check_port_is_free(family: int, address: Any) -> None:
         test_socket.bind(address)
 
 
-async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool]]", stop: asyncio.Event) -> bool:
+async def _finish_start(start_task: asyncio.Task[ServerProcesses], stop: asyncio.Event) -> bool:
     """Returns True when `start_task` is done. If `stop` is set first, cancels the task and returns False."""
     stop_task = asyncio.create_task(stop.wait())
     await asyncio.wait((start_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +146,7 @@ async def _finish_start(start_task: "asyncio.Task[tuple[EngineClient, WorkerPool
     return True
 
 
-async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[EngineClient, WorkerPool]:
+async def _start(settings: Settings, listeners: list[socket.socket]) -> ServerProcesses:
     with log_phase("total"):
         with log_phase("model"):
             model = await prepare_model(settings.model, settings)
@@ -137,12 +158,15 @@ async def _start(settings: Settings, listeners: list[socket.socket]) -> tuple[En
 
 async def _start_processes(
     settings: Settings, listeners: list[socket.socket], model: ModelDirectory, draft_model: ModelDirectory | None
-) -> tuple[EngineClient, WorkerPool]:
+) -> ServerProcesses:
     defaults = read_sampling_defaults(model.path)
     template = None if settings.chat_template is None else read_template(settings.chat_template)
     recipe = EngineRecipe(
         model, draft_model, settings.load_format, settings.log_format, settings.log_level, settings.engine_config
     )
+    prefill_engine = None
+    if settings.transfer.has_prefill_engine:
+        recipe, prefill_engine = split_engine(recipe, settings.transfer)
     process = EngineProcess(recipe)
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The HTTP workers load the tokenizer while the engine loads the model.
@@ -157,13 +181,15 @@ async def _start_processes(
     )
     engine_task = asyncio.create_task(EngineClient.adopt(process))
     workers_task = asyncio.create_task(workers.wait_until_ready())
+    prefill_tasks = [] if prefill_engine is None else [prefill_engine.start_task]
+    # Raise the error of an engine first, because a failed engine also makes the workers fail.
+    tasks = [engine_task, *prefill_tasks, workers_task]
     try:
-        await asyncio.wait((engine_task, workers_task), return_when=asyncio.FIRST_EXCEPTION)
-        # Raise the engine's error first, because a failed engine also makes the workers fail.
-        for task in (engine_task, workers_task):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
             if task.done():
                 task.result()
-        return engine_task.result(), workers
+        return ServerProcesses(engine_task.result(), workers, prefill_engine)
     except BaseException:
         workers.kill()
         workers_task.cancel()
@@ -171,17 +197,19 @@ async def _start_processes(
         await asyncio.wait((engine_task, workers_task))
         if not engine_task.cancelled() and engine_task.exception() is None:
             await engine_task.result().stop()
+        if prefill_engine is not None:
+            await prefill_engine.stop()
         raise
 
 
 async def _serve(
     settings: Settings,
     listeners: list[socket.socket],
-    engine: EngineClient,
-    workers: WorkerPool,
+    processes: ServerProcesses,
     stop: asyncio.Event,
     end_drain: asyncio.Event,
 ) -> int:
+    engine, workers = processes.engine, processes.workers
     logger = get_logger("nanovllm")
     host, port = listeners[0].getsockname()[:2]
     try:
@@ -192,12 +220,14 @@ async def _serve(
     except OSError as error:
         raise SettingsError(f"can't listen on {host} port {port}: {error.strerror}") from error
     workers.open()
+    if processes.prefill_engine is not None:
+        processes.prefill_engine.keep_running()
     gc.collect()
     gc.freeze()
     sys.stdout.write(format_banner(engine.info, settings, host, port))
     sys.stdout.flush()
     stop_task = asyncio.create_task(stop.wait())
-    death_task = asyncio.create_task(_wait_for_death(engine))
+    death_task = asyncio.create_task(wait_for_death(engine))
     await asyncio.wait((stop_task, death_task, workers.failed), return_when=asyncio.FIRST_COMPLETED)
     has_pool_failed = workers.failed.done()
     if has_pool_failed:
@@ -220,12 +250,6 @@ async def _serve(
     return exit_status
 
 
-async def _wait_for_death(engine: EngineClient) -> None:
-    # `EngineClient` has no event for the engine's death.
-    while engine.death_reason is None:  # noqa: ASYNC110
-        await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
-
-
 def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) -> str:
     """Returns the text that the server prints after the start."""
     names = settings.model_names or (info.model,)
@@ -243,6 +267,7 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
     if info.num_state_slots:
         cache += f", {info.num_state_slots} states ({info.state_bytes / GIB:.2f} GiB)"
     device = info.device if info.num_ranks == 1 else f"{info.device}, {info.num_ranks} ranks"
+    transfer = _describe_transfer(info, settings.transfer)
     return (
         f"nanovllm-server {__version__}\n"
         f"  address  {url}{workers}\n"
@@ -250,7 +275,18 @@ def format_banner(info: EngineInfo, settings: Settings, host: str, port: int) ->
         f"  page     {url}/\n"
         f"  model    {', '.join(names)} ({info.dtype} on {device}, attention: {info.attention_backend})\n"
         f"  products {info.matmul_arithmetic}\n"
-        f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n\n"
+        f"  cache    {cache}, context {info.max_model_len} tokens, {info.max_num_seqs} requests at once\n"
+        f"{transfer}\n"
         f"curl {url}/v1/chat/completions{key_header} -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
     )
+
+
+def _describe_transfer(info: EngineInfo, settings: TransferSettings) -> str:
+    """Returns the banner's line about other engines; "" without other engines."""
+    if settings.has_prefill_engine:
+        gpus = "" if settings.prefill_gpus is None else f" on GPU {settings.prefill_gpus}"
+        return f"  transfer a second engine{gpus} computes long prompts\n"
+    if info.transfer_address:
+        return f"  transfer listens on {info.transfer_address}\n"
+    return f"  transfer fetches from {', '.join(info.transfer_peers)}\n" if info.transfer_peers else ""

@@ -146,6 +146,7 @@ async def _start(arguments: WorkerArguments) -> Service:
         request_timeout_s=settings.request_timeout_s,
         log_prompts=settings.log_prompts,
         allow_priority=settings.allow_priority,
+        transfer=settings.transfer,
         defaults=arguments.defaults,
     )
 

@@ -103,8 +103,27 @@ class CompletionUsage(TypedDict):
     completion_tokens_details: CompletionTokensDetails
 
 
+class KVTransferParams(TypedDict):
+    """Where a decode server can fetch the computed prompt. A router sends this object to the decode server.
+    remote_host, remote_port: address of the engine that has computed the prompt.
+    remote_block_ids: always empty, because decode servers find blocks by hashes.
+    remote_request_id: id of the answer. tp_size: number of the engine's ranks. remote_num_tokens: tokens of the prompt.
+    """
+
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_engine_id: str
+    remote_block_ids: list[int]
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int
+    remote_num_tokens: int
+
+
 class ChatCompletion(TypedDict):
     """A complete answer. OpenAI's API has neither prompt_token_ids nor prompt_logprobs; both are sent on request.
+    kv_transfer_params: sent if the request has kv_transfer_params.do_remote_decode; not in OpenAI's API.
     prompt_logprobs: null for the first prompt token, and one object for each further token. The object's keys are token
     ids: the id of the prompt token, and the ids of the likeliest tokens at this position.
     """
@@ -118,6 +137,7 @@ class ChatCompletion(TypedDict):
     usage: CompletionUsage
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    kv_transfer_params: NotRequired[KVTransferParams]
 
 
 class FunctionCallDelta(TypedDict):
@@ -162,6 +182,7 @@ class ChatCompletionChunk(TypedDict):
     usage: absent unless requested. Only the last chunk, which has no choices, has a value that is not null. With
     continuous_usage_stats, every chunk has the usage so far.
     prompt_token_ids: on request, in the first chunk.
+    kv_transfer_params: like in ChatCompletion, in the last chunk with a choice.
     """
 
     id: str
@@ -172,6 +193,7 @@ class ChatCompletionChunk(TypedDict):
     choices: list[ChunkChoice]
     usage: NotRequired[CompletionUsage | None]
     prompt_token_ids: NotRequired[list[int]]
+    kv_transfer_params: NotRequired[KVTransferParams]
 
 
 class ErrorDetails(TypedDict):

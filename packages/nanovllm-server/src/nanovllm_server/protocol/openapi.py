@@ -87,6 +87,15 @@ EXAMPLES: dict[str, dict[str, JSON]] = {
         "messages": [{"role": "user", "content": "Spell out the number: We have 2 cats."}],
         "prediction": {"type": "content", "content": [{"type": "text", "text": "We have two cats."}]},
     },
+    "a prompt that a prefill server has computed": {
+        "messages": [{"role": "user", "content": "Summarise this report."}],
+        "kv_transfer_params": {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+        },
+    },
     "one of these texts": {
         "messages": [{"role": "user", "content": "Is Paris in France?"}],
         "structured_outputs": {"choice": ["yes", "no"]},
@@ -111,6 +120,7 @@ FIELD_DESCRIPTIONS: dict[str, str] = {
     "chat_template_kwargs": "Further variables of the chat template.",
     "priority": "Requests with a lower number are served first.",
     "cache_salt": "Two prompts share cached prefixes only if they have the same salt.",
+    "kv_transfer_params": "Set by routers between servers with --role prefill and with --role decode; needs --role.",
     "request_id": "The id of the request, instead of the X-Request-Id header.",
     "prompt_logprobs": "Return log-probabilities of each prompt token and this many likely tokens; not for streams.",
     "seed": "The same seed gives the same tokens, whatever other requests the server has.",

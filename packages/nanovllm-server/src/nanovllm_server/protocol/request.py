@@ -18,6 +18,7 @@ from nanovllm_server.protocol.messages import Message, parse_messages, read_cont
 from nanovllm_server.protocol.reasoning import ReasoningOptions, parse_reasoning
 from nanovllm_server.protocol.template import TemplateOptions, parse_template_options
 from nanovllm_server.protocol.tools import Toolbox, parse_tools
+from nanovllm_server.protocol.transfer_params import TransferParams, parse_transfer_params
 from nanovllm_server.protocol.unsupported import refuse_unsupported
 
 INT64_MAX = (1 << 63) - 1
@@ -71,6 +72,7 @@ class ChatRequest:
     has_continuous_usage: every chunk of a stream has the usage so far.
     max_tokens_field: name of the request's field that sets `sampling.max_tokens`, for errors.
     priority: requests with a lower number are served first.
+    transfer_params: how a router connects this server with another server; None without a router.
     unknown_fields: paths of fields that the server does not know.
     """
 
@@ -98,6 +100,7 @@ class ChatRequest:
     priority: int
     cache_salt: str
     request_id: str | None
+    transfer_params: TransferParams | None
     unknown_fields: tuple[str, ...]
 
 
@@ -141,6 +144,7 @@ def read_chat_request(body: FieldReader, limits: Limits, defaults: SamplingDefau
         priority=body.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=body.text("cache_salt", MAX_ID_LENGTH) or "",
         request_id=_read_request_id(body),
+        transfer_params=parse_transfer_params(body),
         # Must come last: a field is unknown if no line above reads the field.
         unknown_fields=(*body.unknown_paths(), *reasoning.unknown_fields, *unknown_in_messages),
     )

@@ -20,6 +20,7 @@ from nanovllm_server.protocol.bodies import (
     CompletionUsage,
     FunctionCall,
     FunctionCallDelta,
+    KVTransferParams,
     Model,
     ModelList,
     TokenLogprob,
@@ -93,12 +94,17 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all chunks of an answer share. prompt_token_ids: None if not requested."""
+    """Fields that all chunks of an answer share.
+
+    prompt_token_ids: None if not requested.
+    transfer_params: where decode servers can fetch the prompt; None if not requested.
+    """
 
     id: str
     created: int
     model: str
     prompt_token_ids: list[int] | None = None
+    transfer_params: KVTransferParams | None = None
 
     def completion(self, choices: Sequence[Sequence[Delta]], usage: Usage) -> ChatCompletion:
         """Builds the complete answer. choices: the deltas of each choice."""
@@ -113,12 +119,24 @@ class Envelope:
         }
         if self.prompt_token_ids is not None:
             body["prompt_token_ids"] = self.prompt_token_ids
+        if self.transfer_params is not None:
+            body["kv_transfer_params"] = self.transfer_params
         return body
 
     def chunk(
-        self, choices: list[ChunkChoice], usage: CompletionUsage | None, *, with_usage: bool, with_prompt: bool = False
+        self,
+        choices: list[ChunkChoice],
+        usage: CompletionUsage | None,
+        *,
+        with_usage: bool,
+        with_prompt: bool = False,
+        with_transfer: bool = False,
     ) -> ChatCompletionChunk:
-        """Builds a chunk. with_usage: add the field `usage`. with_prompt: add `prompt_token_ids`, if requested."""
+        """Builds a chunk.
+
+        with_usage: add the field `usage`. with_prompt: add `prompt_token_ids`, if requested. with_transfer: add
+        `kv_transfer_params`, if requested.
+        """
         chunk: ChatCompletionChunk = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -131,6 +149,8 @@ class Envelope:
             chunk["usage"] = usage
         if with_prompt and self.prompt_token_ids is not None:
             chunk["prompt_token_ids"] = self.prompt_token_ids
+        if with_transfer and self.transfer_params is not None:
+            chunk["kv_transfer_params"] = self.transfer_params
         return chunk
 
 

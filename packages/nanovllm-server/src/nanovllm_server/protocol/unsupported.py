@@ -18,7 +18,6 @@ HARMLESS_VALUES: dict[str, tuple[JSON, ...]] = {
     "echo": (False,),
     "functions": (),
     "function_call": ("none",),
-    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": (),
     "logprob_token_ids": (),

@@ -1,0 +1,138 @@
+"""A server with a prefill engine and a decode engine serves on when the prefill engine dies, and leaves nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kill_ranks import find_descendants, find_files, read_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.background]
+
+FLAGS = (
+    *("--prefill-gpus", "1", "--decode-gpus", "1", "--kv-offload-gib", "0.05", "--log-format", "json"),
+    *("--max-model-len", "1024", "--cpu-cache-gib", "0.05", "--served-model-name", "tiny", "--dtype", "float32"),
+)
+WAIT_S = 300
+PROMPT = "Prompts of several blocks travel from one engine to the other. " * 8
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ask(url: str, prompt: str = PROMPT) -> str:
+    fields = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(fields).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+def read_events(errors: list[str], event: str) -> list[dict]:
+    lines = [json.loads(line) for line in list(errors) if line.startswith("{")]
+    return [line for line in lines if line["event"] == event]
+
+
+def wait_for_event(errors: list[str], event: str, number: int) -> dict:
+    """Waits until the log has `number` lines about `event`. Returns the last line."""
+    wait_until(lambda: len(read_events(errors, event)) == number)
+    return read_events(errors, event)[-1]
+
+
+def assert_nothing_is_left(descendants: list[int], directory: Path) -> None:
+    wait_until(lambda: not [pid for pid in descendants if read_processes().get(pid, (0, "Z"))[1] != "Z"])
+    assert not find_files(str(directory))
+
+
+@pytest.fixture(scope="module")
+def plain_answer(run_server, tiny_model) -> str:
+    """The answer of a server with one engine."""
+    with run_server(tiny_model, *FLAGS[6:]) as server:
+        return ask(server.url)
+
+
+def test_killed_prefill_engine_is_restarted_while_the_server_answers(run_server, tiny_model, tmp_path, plain_answer):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with run_server(tiny_model, *FLAGS, environment=environment) as server:
+        assert ask(server.url) == plain_answer
+        (secret,) = tmp_path.glob("nanovllm-transfer-*/secret")
+        assert secret.stat().st_mode & 0o777 == 0o600
+        assert secret.parent.stat().st_mode & 0o777 == 0o700
+        for number in (1, 2):
+            started = wait_for_event(server.errors, "prefill engine started", number)
+            os.kill(started["pid"], signal.SIGKILL)
+            wait_for_event(server.errors, "prefill engine died", number)
+            assert ask(server.url) == plain_answer
+            assert ask(server.url, f"{number} {PROMPT}")
+            wait_for_event(server.errors, "prefill engine started", number + 1)
+            assert ask(server.url) == plain_answer
+        delays = [line["restarted_after_s"] for line in read_events(server.errors, "prefill engine died")]
+        assert delays[0] == 1
+        assert delays[1] in (1, 2)
+        with urllib.request.urlopen(f"{server.url}/health") as response:
+            assert response.status == 200
+        descendants = find_descendants(server.process.pid)
+        assert server.stop() == 0
+        assert_nothing_is_left(descendants, tmp_path)
+    assert not any("Traceback" in line for line in server.errors), "".join(server.errors)
+
+
+def read_outcomes(url: str) -> dict[str, float]:
+    """The number of prompts by outcome of their fetches."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    pattern = r'nanovllm:kv_transfer_requests_total\{.*outcome="(\w+)".*\} (\S+)'
+    return {outcome: float(count) for outcome, count in re.findall(pattern, text)}
+
+
+def test_decode_engine_fetches_prompts_from_the_prefill_engine(run_server, default_model):
+    with run_server(default_model, *FLAGS, "--cpu-cache-gib", "0.2", "--kv-offload-gib", "0.2") as server:
+        answers = [ask(server.url, f"{number} {PROMPT * 4}") for number in range(4)]
+        assert all(answers)
+        wait_until(lambda: sum(read_outcomes(server.url).values()) == 4)
+        assert read_outcomes(server.url).get("fetched", 0) > 0
+
+
+def test_killed_server_leaves_nothing(run_server, tiny_model, tmp_path):
+    with run_server(tiny_model, *FLAGS, environment={**os.environ, "TMPDIR": str(tmp_path)}) as server:
+        descendants = find_descendants(server.process.pid)
+        server.process.kill()
+        server.process.wait()
+        assert_nothing_is_left(descendants, tmp_path)
+
+
+def test_death_of_the_decode_engine_ends_the_server(run_server, tiny_model, tmp_path):
+    with run_server(tiny_model, *FLAGS, environment={**os.environ, "TMPDIR": str(tmp_path)}) as server:
+        (started,) = read_events(server.errors, "prefill engine started")
+        descendants = find_descendants(server.process.pid)
+        children = [pid for pid, (parent, _) in read_processes().items() if parent == server.process.pid]
+        memory = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in children}
+        del memory[started["pid"]]
+        os.kill(max(memory, key=memory.__getitem__), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert_nothing_is_left(descendants, tmp_path)
+
+
+def test_start_that_fails_leaves_nothing(tiny_model, tmp_path):
+    arguments = [str(tiny_model), *FLAGS, "--max-model-len", "999999", "--port", "0", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm_server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert re.search("nanovllm-server: .*max_model_len", done.stderr.splitlines()[-1])
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,183 @@
+"""vllm-router in front of a prefill server and a decode server."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.background,
+    pytest.mark.skipif(sys.platform != "linux", reason="vllm-router has wheels only for Linux"),
+]
+
+ROUTER = Path(sys.executable).with_name("vllm-router")
+SMALL = ("--dtype", "float32", "--max-model-len", "2048", "--cpu-cache-gib", "0.2", "--max-num-seqs", "4")
+MODEL = "SmolLM2-135M-Instruct"
+# About 600 tokens, in many blocks.
+PROMPT = " ".join(f"In the year {year}, the town had {year * 7 % 900} houses." for year in range(1900, 1930))
+START_S = 300
+
+
+class Cluster(NamedTuple):
+    """A router with its servers."""
+
+    router_url: str
+    prefill: object
+    decode: object
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def post_chat(url: str, **fields: object) -> tuple[int, bytes]:
+    """Sends a chat request for a short greedy answer. Returns (status, body)."""
+    defaults = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16, "temperature": 0}
+    body = json.dumps({**defaults, **fields}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return response.status, response.read()
+
+
+def read_text(body: bytes) -> str:
+    return json.loads(body)["choices"][0]["message"]["content"]
+
+
+def read_streamed_text(body: bytes) -> str:
+    *events, done = (line for line in body.decode().split("\n\n") if line)
+    assert done == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def read_requests(server) -> list[dict]:
+    """The log lines of a server's chat requests."""
+    lines = [json.loads(line) for line in list(server.errors) if line.startswith("{")]
+    return [line for line in lines if line["event"] == "request" and line["path"] == "/v1/chat/completions"]
+
+
+def wait_for_requests(server, number: int) -> list[dict]:
+    """Waits until the log has lines of `number` chat requests. The server writes a line after the response."""
+    deadline = time.monotonic() + 30
+    while len(read_requests(server)) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return read_requests(server)
+
+
+def read_metric(server, name: str) -> float:
+    """The sum of a metric's samples; 0 without the metric."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"nanovllm:{name}{{"))
+
+
+@contextmanager
+def run_router(folder: Path, prefill_url: str, decode_url: str) -> Iterator[str]:
+    """Runs the router while the context lasts; yields its URL when it is ready."""
+    port, log = free_port(), folder / "router.log"
+    command = [
+        *(ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
+        *("--vllm-pd-disaggregation", "--policy", "round_robin", "--worker-startup-check-interval", "1"),
+        *("--prefill", prefill_url, "--decode", decode_url),
+    ]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command, cwd=folder, env={**os.environ, "HOME": str(folder)}, stdout=output, stderr=output
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + START_S
+            while True:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
+                        break
+                except OSError:
+                    assert process.poll() is None, log.read_text()
+                    assert time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def plain_texts(run_server) -> list[str]:
+    """The answers of a single server to two prompts."""
+    with run_server(None, *SMALL) as server:
+        return [read_text(post_chat(server.url, messages=conversation(number))[1]) for number in (1, 2)]
+
+
+def conversation(number: int) -> list[dict]:
+    return [{"role": "user", "content": f"{number}. {PROMPT} What happened in 1905?"}]
+
+
+@pytest.fixture(scope="module")
+def cluster(run_server, tmp_path_factory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("router")
+    secret, port = folder / "secret", free_port()
+    secret.touch(0o600)
+    secret.write_bytes(os.urandom(32))
+    flags = (*SMALL, "--kv-offload-gib", "0.2", "--log-format", "json", "--transfer-secret-file", str(secret))
+    prefill_flags = ("--role", "prefill", "--transfer-listen", f"127.0.0.1:{port}")
+    decode_flags = ("--role", "decode", "--transfer-peers", f"127.0.0.1:{port}")
+    with (
+        run_server(None, *flags, *prefill_flags) as prefill,
+        run_server(None, *flags, *decode_flags) as decode,
+        run_router(folder, prefill.url, decode.url) as url,
+    ):
+        yield Cluster(url, prefill, decode)
+
+
+def test_answers_through_the_router_equal_those_of_one_server(cluster, plain_texts):
+    num_before = [len(read_requests(server)) for server in (cluster.prefill, cluster.decode)]
+    status, body = post_chat(cluster.router_url, messages=conversation(1))
+    assert (status, read_text(body)) == (200, plain_texts[0])
+    status, body = post_chat(cluster.router_url, messages=conversation(2), stream=True)
+    assert (status, read_streamed_text(body)) == (200, plain_texts[1])
+    prefilled = wait_for_requests(cluster.prefill, num_before[0] + 2)[num_before[0] :]
+    assert [(line["status"], line["remote_decode"], line["completion_tokens"]) for line in prefilled] == [
+        (200, True, 1)
+    ] * 2
+    decoded = wait_for_requests(cluster.decode, num_before[1] + 2)[num_before[1] :]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", line["prefix_peer"]) for line in decoded)
+    assert [line["status"] for line in decoded] == [200, 200]
+
+
+def test_decode_server_fetches_prompts_from_the_prefill_server(cluster):
+    num_before = len(read_requests(cluster.decode))
+    fetched, served = (read_metric(*metric) for metric in metrics_of(cluster))
+    post_chat(cluster.router_url, messages=conversation(3))
+    # The usage of the answer is the prefill server's, because the router replaces it.
+    line = wait_for_requests(cluster.decode, num_before + 1)[-1]
+    assert line["cached_tokens"] > 0.9 * line["prompt_tokens"]
+    # The engine's metrics are up to 0.1 s old.
+    deadline = time.monotonic() + 30
+    while True:
+        new_fetched, new_served = (read_metric(*metric) for metric in metrics_of(cluster))
+        if new_fetched - fetched > 0.9 * line["prompt_tokens"] and new_served > served:
+            return
+        assert time.monotonic() < deadline, (fetched, new_fetched, served, new_served)
+        time.sleep(0.1)
+
+
+def metrics_of(cluster: Cluster) -> list[tuple]:
+    """The servers and names of the metrics that count a transfer on both sides."""
+    return [(cluster.decode, "kv_transfer_tokens_total"), (cluster.prefill, "kv_transfer_served_bytes_total")]
