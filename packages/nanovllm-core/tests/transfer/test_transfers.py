@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import toy_model
 import zmq.asyncio
@@ -305,6 +306,33 @@ async def test_leases_end_without_their_client(secret, monkeypatch):
         with contextlib.suppress(Exception):
             await task
         await check_idle(prefill)
+
+
+async def test_no_entry_is_sent_whose_lease_ended_before_its_checksum_was_computed(secret, oracle, monkeypatch):
+    """The slot may then have the contents of another block, which agree with the checksum."""
+    original = prefix_server._checksums_of
+
+    def overwrite(slots):
+        server = prefill._loop._transfers.server
+        # The server's process was stopped for longer than the lease.
+        for lease in server._lease_by_number.values():
+            lease.expiry_s = 0.0
+        time.sleep(prefix_server.LEASE_S / 2)
+        for slot in slots:
+            slot[:] = bytes(len(slot))
+        return original(slots)
+
+    monkeypatch.setattr(prefix_server, "_checksums_of", overwrite)
+    monkeypatch.setattr(prefix_server.PrefixServer, "_welcome", keep_expiries(prefix_server.PrefixServer._welcome))
+    async with start_pair(secret) as (prefill, engine):
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        assert outcomes_of(engine) == {"lost": 1}
+        await check_idle(prefill, engine)
+
+
+def keep_expiries(welcome: Callable[..., None]) -> Callable[..., None]:
+    """`PrefixServer._welcome`, as if messages with the keys of fetches were lost."""
+    return lambda server, client, hello: welcome(server, client, msgspec.structs.replace(hello, keys=[]))
 
 
 async def test_an_aborted_request_ends_its_fetch(secret, oracle, monkeypatch):

@@ -22,16 +22,18 @@ FIRST_REQUEST_KEY = 1 << 62
 MAX_HELD_BYTES = 64 << 20
 MAX_LEASES = 256  # further fetches find no entries
 
-LeaseId = tuple[bytes, int]  # (ZeroMQ identity of the client, key of the fetch)
-
 
 class LeaseUpdate(NamedTuple):
-    """What the server tells a client. entries: entries that are now held. end_reason: None if more entries follow."""
+    """What the server tells a client. number: the lease's number. entries, kinds: entries that are now held.
 
-    lease_id: LeaseId
+    num_missing: number of entries that the client does not get; None if more entries may follow.
+    compute_s: seconds since the start of the lease.
+    """
+
+    number: int
     entries: list[ReadyEntry]
     kinds: list[EntryKind]
-    end_reason: str | None
+    num_missing: int | None
     compute_s: float
 
 
@@ -41,6 +43,7 @@ class _Lease:
 
     request: computes the prompt; None if nothing is computed.
     num_missing: number of entries that the client does not get.
+    has_ended: whether `poll` has announced the last entry.
     """
 
     fetch: Fetch
@@ -48,12 +51,14 @@ class _Lease:
     begin_s: float
     request: RequestState | None = None
     num_missing: int = 0
+    has_ended: bool = False
     held: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class LeaseTable:
     """The fetches of all clients. `poll` finds entries that clients can copy, and holds them until they are released.
 
+    Each fetch has a lease with a number that is never used again. Only `release` and `close` release held entries.
     num_served_bytes: bytes of the entries that clients have received.
     """
 
@@ -63,26 +68,24 @@ class LeaseTable:
         self._tier = tier
         self._slot_bytes = slot_bytes
         self._max_model_len = max_model_len
-        self._leases: dict[LeaseId, _Lease] = {}
+        self._leases: dict[int, _Lease] = {}
         self._next_request_key = FIRST_REQUEST_KEY
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def open(self, lease_id: LeaseId, fetch: Fetch) -> None:
-        """Start to serve a fetch. A repeated fetch changes nothing."""
-        if lease_id in self._leases:
-            return
+    def open(self, number: int, fetch: Fetch) -> None:
+        """Start to serve a fetch."""
         entries = list(range(len(fetch.entries))) if len(self._leases) < MAX_LEASES else []
         lease = _Lease(fetch, entries, time.perf_counter())
         lease.num_missing = len(fetch.entries) - len(entries)
-        self._leases[lease_id] = lease
+        self._leases[number] = lease
         if not entries:
             return
         is_known = [self._keep(EntryKind(kind), block_hash) for kind, block_hash in fetch.entries]
         prompt_ids = np.frombuffer(fetch.prompt_ids, np.int32)
         if not all(is_known) and 0 < len(prompt_ids) < self._max_model_len:
-            lease.request = self._compute(lease_id, fetch, prompt_ids)
+            lease.request = self._compute(number, fetch, prompt_ids)
 
     def _keep(self, kind: EntryKind, block_hash: bytes) -> bool:
         """Copy an entry to the host memory if only a cache has it. Returns False if neither has it."""
@@ -93,27 +96,27 @@ class LeaseTable:
                 is_known = True
         return is_known
 
-    def _compute(self, lease_id: LeaseId, fetch: Fetch, prompt_ids: TokenIds) -> RequestState:
+    def _compute(self, number: int, fetch: Fetch, prompt_ids: TokenIds) -> RequestState:
         sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        name = f"fetch {lease_id[0].hex()} {lease_id[1]}"
-        client_request = Request(name, prompt_ids, sampling, fetch.cache_salt, fetch.priority, time.monotonic())
+        arrival_s = time.monotonic()
+        client_request = Request(f"fetch {number}", prompt_ids, sampling, fetch.cache_salt, fetch.priority, arrival_s)
         request = RequestState(self._next_request_key, client_request)
         self._next_request_key += 1
         self._scheduler.add(request)
         return request
 
-    def release(self, lease_id: LeaseId, positions: Sequence[int]) -> None:
+    def release(self, number: int, positions: Sequence[int]) -> None:
         """Release entries that the client has received."""
-        if (lease := self._leases.get(lease_id)) is not None:
+        if (lease := self._leases.get(number)) is not None:
             for position in positions:
                 if (slot := lease.held.pop(position, None)) is not None:
                     kind = lease.fetch.entries[position][0]
                     self._tier.pools[kind].release([slot])
                     self.num_served_bytes += self._slot_bytes[kind]
 
-    def close(self, lease_id: LeaseId) -> None:
+    def close(self, number: int) -> None:
         """End a fetch that the client gave up, or that has expired."""
-        if (lease := self._leases.pop(lease_id, None)) is not None:
+        if (lease := self._leases.pop(number, None)) is not None:
             for position, slot in lease.held.items():
                 self._tier.pools[lease.fetch.entries[position][0]].release([slot])
             if lease.request is not None:
@@ -126,19 +129,16 @@ class LeaseTable:
     def poll(self) -> list[LeaseUpdate]:
         """Hold entries that are ready, and end fetches whose entries were all received."""
         updates: list[LeaseUpdate] = []
-        for lease_id, lease in list(self._leases.items()):
-            had_waiting = bool(lease.waiting) or lease.num_missing > 0
-            entries, kinds = self._take_ready(lease)
-            is_end = not lease.waiting and had_waiting
-            if entries or is_end:
-                missing = f"{lease.num_missing} of {len(lease.fetch.entries)} entries are missing"
-                reason = None if not is_end else missing if lease.num_missing else ""
-                compute_s = time.perf_counter() - lease.begin_s
-                updates.append(LeaseUpdate(lease_id, entries, kinds, reason, compute_s))
-                if is_end:
-                    lease.num_missing = 0
-            if not lease.waiting and not lease.held:
-                del self._leases[lease_id]
+        for number, lease in list(self._leases.items()):
+            if not lease.has_ended:
+                entries, kinds = self._take_ready(lease)
+                lease.has_ended = not lease.waiting
+                if entries or lease.has_ended:
+                    num_missing = lease.num_missing if lease.has_ended else None
+                    compute_s = time.perf_counter() - lease.begin_s
+                    updates.append(LeaseUpdate(number, entries, kinds, num_missing, compute_s))
+            if lease.has_ended and not lease.held:
+                del self._leases[number]
         return updates
 
     def _take_ready(self, lease: _Lease) -> tuple[list[ReadyEntry], list[EntryKind]]:

@@ -113,12 +113,14 @@ class Entries(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchEnd(msgspec.Struct, frozen=True, tag=True):
-    """No more entries follow. reason: why entries are missing; empty if all entries were sent.
+    """Tells how many entries of a fetch the server sends. Messages with entries may arrive later.
 
+    reason: why entries are missing; empty if all entries are sent.
     compute_s: seconds from the arrival of the fetch at the server to its last entry.
     """
 
     key: int
+    num_sent: int
     reason: str
     compute_s: float
 

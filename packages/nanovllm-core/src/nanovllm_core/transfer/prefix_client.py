@@ -50,12 +50,13 @@ _log = logging.getLogger(__name__)
 class _OpenFetch:
     """A fetch that has not ended. heard_s: when the peer mentioned the fetch for the last time.
 
-    is_complete: whether the peer sends no more entries.
+    num_sent: number of entries that the peer sends; None as long as the peer has not told.
+    failed: positions of entries whose copies have failed.
     """
 
     fetch: PrefixFetch
     heard_s: float
-    is_complete: bool = False
+    num_sent: int | None = None
     failed: set[int] = field(default_factory=set[int])
 
 
@@ -215,9 +216,9 @@ class Peer:
                     self._lose(f"engine {self._address} can't share KV blocks with this engine: {reason}")
                 case Entries(key, entries):
                     self._copy(key, entries, [frame.buffer for frame in frames[1:]])
-                case FetchEnd(key, _, compute_s):
+                case FetchEnd(key, num_sent, _, compute_s):
                     if (open_fetch := self._fetches.get(key)) is not None:
-                        open_fetch.is_complete, open_fetch.fetch.peer_s = True, compute_s
+                        open_fetch.num_sent, open_fetch.fetch.peer_s = num_sent, compute_s
                         self._end_if_complete(open_fetch)
 
     def _use(self, welcome: Welcome) -> None:
@@ -285,8 +286,9 @@ class Peer:
     def _end_if_complete(self, open_fetch: _OpenFetch) -> None:
         fetch = open_fetch.fetch
         num_ended = len(fetch.arrived) + len(open_fetch.failed)
-        # Messages may be reordered, so the end may arrive before the last entries.
-        if fetch.copying or not (open_fetch.is_complete or num_ended == len(fetch.entries)):
+        # Messages may be reordered, so FetchEnd may arrive before the last entries.
+        num_sent = len(fetch.entries) if open_fetch.num_sent is None else open_fetch.num_sent
+        if fetch.copying or num_ended < num_sent:
             return
         del self._fetches[fetch.request.key]
         is_whole = len(fetch.arrived) == len(fetch.entries)

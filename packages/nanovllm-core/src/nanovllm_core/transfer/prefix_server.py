@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import time
 import zlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,18 +20,17 @@ import zmq.auth.asyncio
 
 from nanovllm_core.cache.host_memory import MARKER_BYTES, HostMemory
 from nanovllm_core.errors import ConfigError
-from nanovllm_core.transfer.leases import LeaseId, LeaseTable, LeaseUpdate
+from nanovllm_core.transfer.leases import LeaseTable, LeaseUpdate
 from nanovllm_core.transfer.messages import (
     PROTOCOL_VERSION,
-    Cancel,
     Entries,
     Fetch,
     FetchEnd,
     Hello,
-    ReadyEntry,
     Received,
     Refused,
     RemoteMemory,
+    ResetPrefixCache,
     ToClient,
     ToServer,
     Welcome,
@@ -49,6 +51,21 @@ NUM_CHECKSUM_THREADS = 2
 
 # Runs a function on the engine's thread, soon.
 RunOnEngineThread = Callable[[Callable[[], object]], None]
+
+
+@dataclass(slots=True, eq=False)
+class _ClientLease:
+    """The lease of a client's fetch. number: see `LeaseTable`. expiry_s: value of `time.monotonic` when it ends.
+
+    has_payloads: see `Fetch.has_payloads`.
+    """
+
+    number: int
+    client: bytes
+    key: int
+    num_entries: int
+    has_payloads: bool
+    expiry_s: float
 
 
 class PrefixServer:
@@ -76,9 +93,10 @@ class PrefixServer:
         self._run_on_engine_thread = run_on_engine_thread
         self._remote_memory = _describe_memory(memory, agent)
         self._executor = ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "nanovllm-checksums")
-        # The time until which the leases of each fetch last, and the fetches whose entries the client wants inline.
-        self._expiry_s: dict[LeaseId, float] = {}
-        self._has_payloads: set[LeaseId] = set()
+        # The leases by client and key of the fetch, and by number.
+        self._client_leases: dict[tuple[bytes, int], _ClientLease] = {}
+        self._lease_by_number: dict[int, _ClientLease] = {}
+        self._lease_numbers = itertools.count()
         # When each client that may fetch sent its last Hello.
         self._hello_s: dict[bytes, float] = {}
         self._event_loop = asyncio.get_running_loop()
@@ -135,14 +153,19 @@ class PrefixServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_update(self, update: LeaseUpdate) -> None:
-        client, key = update.lease_id
+        slots = [self._memory.slot(kind, entry.slot) for kind, entry in zip(update.kinds, update.entries, strict=True)]
+        checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
+        # Only this thread ends leases. If the lease has ended meanwhile, the slots may have had other contents before
+        # their checksums were computed, and the client could not detect this.
+        if (lease := self._lease_by_number.get(update.number)) is None:
+            return
         if update.entries:
-            slots = [self._memory.slot(*place) for place in zip(update.kinds, _slots_of(update.entries), strict=True)]
-            checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
             entries = [entry._replace(checksum=crc) for entry, crc in zip(update.entries, checksums, strict=True)]
-            self._send(client, Entries(key, entries), slots if update.lease_id in self._has_payloads else ())
-        if update.end_reason is not None:
-            self._send(client, FetchEnd(key, update.end_reason, update.compute_s))
+            self._send(lease.client, Entries(lease.key, entries), slots if lease.has_payloads else ())
+        if update.num_missing is not None:
+            reason = f"{update.num_missing} of {lease.num_entries} entries are missing" if update.num_missing else ""
+            num_sent = lease.num_entries - update.num_missing
+            self._send(lease.client, FetchEnd(lease.key, num_sent, reason, update.compute_s))
 
     def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
         # Without a high-water mark, the message is queued at once.
@@ -152,13 +175,13 @@ class PrefixServer:
 
     def _drop_client(self, client: bytes) -> None:
         self._hello_s.pop(client, None)
-        for lease_id in [lease_id for lease_id in self._expiry_s if lease_id[0] == client]:
-            self._close_lease(lease_id)
+        for lease in [lease for lease in self._lease_by_number.values() if lease.client == client]:
+            self._close_lease(lease)
 
-    def _close_lease(self, lease_id: LeaseId) -> None:
-        self._expiry_s.pop(lease_id, None)
-        self._has_payloads.discard(lease_id)
-        self._run_on_engine_thread(lambda: self._leases.close(lease_id))
+    def _close_lease(self, lease: "_ClientLease") -> None:
+        del self._client_leases[lease.client, lease.key]
+        del self._lease_by_number[lease.number]
+        self._run_on_engine_thread(partial(self._leases.close, lease.number))
 
     async def _receive(self) -> None:
         while True:
@@ -175,15 +198,16 @@ class PrefixServer:
             self._welcome(client, message)
         elif client not in self._hello_s:
             return  # This process may have started after the client's last Hello.
-        elif isinstance(message, Fetch):
-            self._open_lease((client, message.key), message)
-        elif isinstance(message, Received):
-            lease_id, positions = (client, message.key), message.positions
-            self._run_on_engine_thread(lambda: self._leases.release(lease_id, positions))
-        elif isinstance(message, Cancel):
-            self._close_lease((client, message.key))
-        else:
+        elif isinstance(message, ResetPrefixCache):
             self._run_on_engine_thread(self._leases.reset_prefix_cache)
+        elif isinstance(message, Fetch):
+            self._open_lease(client, message)
+        elif (lease := self._client_leases.get((client, message.key))) is None:
+            return
+        elif isinstance(message, Received):
+            self._run_on_engine_thread(partial(self._leases.release, lease.number, message.positions))
+        else:
+            self._close_lease(lease)
 
     def _welcome(self, client: bytes, hello: Hello) -> None:
         difference = find_difference(self._identity, hello.identity)
@@ -193,21 +217,25 @@ class PrefixServer:
             self._send(client, Refused(difference))
             return
         self._hello_s[client] = time.monotonic()
-        lease_ids = [(client, key) for key in hello.keys if (client, key) in self._expiry_s]
-        for lease_id in lease_ids:
-            self._expiry_s[lease_id] = time.monotonic() + LEASE_S
-        self._send(client, Welcome(self.engine_id, self._remote_memory, [key for _, key in lease_ids]))
+        leases = [lease for key in hello.keys if (lease := self._client_leases.get((client, key))) is not None]
+        for lease in leases:
+            lease.expiry_s = time.monotonic() + LEASE_S
+        self._send(client, Welcome(self.engine_id, self._remote_memory, [lease.key for lease in leases]))
 
-    def _open_lease(self, lease_id: LeaseId, fetch: Fetch) -> None:
+    def _open_lease(self, client: bytes, fetch: Fetch) -> None:
+        """Serve a fetch. A repeated message changes nothing while the lease lasts."""
+        if (client, fetch.key) in self._client_leases:
+            return
         kinds = range(len(self._memory.layout.slot_bytes))
         has_valid_entries = all(kind in kinds for kind, _ in fetch.entries)
         if not has_valid_entries or len(fetch.prompt_ids) % 4:
-            self._send(lease_id[0], FetchEnd(fetch.key, "the fetch is invalid", 0.0))
+            self._send(client, FetchEnd(fetch.key, 0, "the fetch is invalid", 0.0))
             return
-        self._expiry_s[lease_id] = time.monotonic() + LEASE_S
-        if fetch.has_payloads:
-            self._has_payloads.add(lease_id)
-        self._run_on_engine_thread(lambda: self._leases.open(lease_id, fetch))
+        number = next(self._lease_numbers)
+        expiry_s = time.monotonic() + LEASE_S
+        lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.has_payloads, expiry_s)
+        self._client_leases[client, fetch.key] = self._lease_by_number[number] = lease
+        self._run_on_engine_thread(partial(self._leases.open, number, fetch))
 
     async def _expire(self) -> None:
         while True:
@@ -215,8 +243,8 @@ class PrefixServer:
             now_s = time.monotonic()
             for client in [client for client, hello_s in self._hello_s.items() if now_s - hello_s > CLIENT_TIMEOUT_S]:
                 self._drop_client(client)
-            for lease_id in [lease_id for lease_id, expiry_s in self._expiry_s.items() if expiry_s < now_s]:
-                self._close_lease(lease_id)
+            for lease in [lease for lease in self._lease_by_number.values() if lease.expiry_s < now_s]:
+                self._close_lease(lease)
 
 
 class _OneKey:
@@ -248,10 +276,6 @@ def _describe_memory(memory: HostMemory, agent: NixlAgent | None) -> RemoteMemor
     return RemoteMemory(
         os.getpid(), memory.descriptor, marker, start, len(memory.view), memory.offsets, memory.address, nixl_metadata
     )
-
-
-def _slots_of(entries: list[ReadyEntry]) -> list[int]:
-    return [entry.slot for entry in entries]
 
 
 def _checksums_of(slots: list[memoryview]) -> list[int]:
