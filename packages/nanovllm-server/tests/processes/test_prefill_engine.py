@@ -2,12 +2,14 @@
 
 import asyncio
 import stat
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from nanovllm_core import ConfigError, EngineConfig, EngineDeadError
+from nanovllm_core.cache.shared_directory import load_secret
 from nanovllm_models import ModelDirectory
 from nanovllm_server.processes import prefill_engine as module
 from nanovllm_server.processes.engine_recipe import EngineRecipe
@@ -106,6 +108,17 @@ async def test_two_engines_share_address_secret_and_settings(engines):
     await prefill_engine.stop()
     assert engines.clients[0].is_stopped
     assert not secret_file.parent.exists()
+
+
+async def test_files_of_blocks_are_found_again_because_engines_use_their_secret(engines, tmp_path):
+    config = EngineConfig(kv_offload_gib=0.5, kv_offload_dir=tmp_path / "kv")
+    secrets = set[bytes]()
+    for _ in range(2):
+        recipe = replace(RECIPE, engine_config=config)
+        decode, prefill_engine = split_engine(recipe, TransferSettings(has_prefill_engine=True))
+        secrets.add(decode.engine_config.transfer_secret_file.read_bytes())
+        await prefill_engine.stop()
+    assert secrets == {load_secret(tmp_path / "kv")}
 
 
 @pytest.mark.parametrize("error", [ConfigError("too few blocks"), EngineDeadError("out of memory")], ids=repr)

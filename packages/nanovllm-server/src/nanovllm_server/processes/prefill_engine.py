@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanovllm_core import ConfigError, EngineClient, EngineDeadError, EngineProcess
+from nanovllm_core.cache.shared_directory import load_secret
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.settings import TransferSettings
@@ -20,9 +21,12 @@ POLL_INTERVAL_S = 0.25  # between checks for an engine's death
 
 
 class TransferDirectory:
-    """A private directory with the socket and the secret of two engines. The constructor makes a new secret."""
+    """A private directory with the socket and the secret of two engines.
 
-    def __init__(self) -> None:
+    secret: None for a new secret.
+    """
+
+    def __init__(self, secret: bytes | None = None):
         # Only this user may enter the directory (mode 0700).
         self._directory = tempfile.TemporaryDirectory(prefix="nanovllm-transfer-")
         self.path = Path(self._directory.name)
@@ -30,7 +34,7 @@ class TransferDirectory:
         self._socket = self.path / "transfer"
         descriptor = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor has no path)
-            file.write(os.urandom(SECRET_BYTES))
+            file.write(secret or os.urandom(SECRET_BYTES))
 
     @property
     def address(self) -> str:
@@ -109,9 +113,11 @@ class PrefillEngine:
 def split_engine(recipe: EngineRecipe, settings: TransferSettings) -> tuple[EngineRecipe, PrefillEngine]:
     """Returns (recipe of the decode engine, prefill engine). Starts the prefill engine.
 
-    recipe: recipe of a single engine.
+    recipe: recipe of a single engine. Raises ConfigError if `kv_offload_dir` can't be used.
     """
-    directory = TransferDirectory()
+    offload_dir = recipe.engine_config.kv_offload_dir
+    # Hashes derive from the secret. With the secret of the files, later starts of the server find the same hashes.
+    directory = TransferDirectory(None if offload_dir is None else load_secret(offload_dir))
     config = replace(recipe.engine_config, transfer_secret_file=directory.secret_file)
     prefill_config = replace(config, transfer_listen=directory.address, trace=None)
     decode_config = replace(config, transfer_peers=(directory.address,), prefill_peer=directory.address)
