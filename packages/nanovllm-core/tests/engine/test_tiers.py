@@ -230,7 +230,7 @@ async def test_prefixes_return_from_files_after_a_restart(spec, settings, answer
 
 async def test_a_model_without_fingerprint_can_not_use_files(tmp_path):
     config = replace(CONFIG, kv_offload_dir=tmp_path / "kv")
-    with pytest.raises(ConfigError, match="kv_offload_dir needs a model with a fingerprint"):
+    with pytest.raises(ConfigError, match="kv_offload_dir and transfers need a model with a fingerprint"):
         await AsyncEngine.start(toy_model.toy_spec(), config)
 
 

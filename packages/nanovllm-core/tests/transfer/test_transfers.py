@@ -348,6 +348,23 @@ async def test_an_aborted_request_ends_its_fetch(secret, oracle, monkeypatch):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
 
 
+async def test_a_request_that_is_aborted_when_its_fetch_has_ended_does_not_run(secret, monkeypatch):
+    async with start_pair(secret) as (_, engine):
+        transfers = engine._loop._transfers
+        original = transfers._finish
+
+        def finish_after_abort(fetch):
+            transfers.abort(fetch.request.key)
+            original(fetch)
+
+        monkeypatch.setattr(transfers, "_finish", finish_after_abort)
+        task = asyncio.create_task(generate(engine, make_prompt(0)))
+        await wait_until(lambda: outcomes_of(engine) == {"fetched": 1})
+        task.cancel()
+        await check_idle(engine)
+        assert engine.stats.num_steps == engine.stats.prompt_tokens == 0
+
+
 async def test_a_copy_that_ends_after_its_fetch_keeps_its_slots(secret, oracle, monkeypatch):
     original = prefix_client._copy_entries
 

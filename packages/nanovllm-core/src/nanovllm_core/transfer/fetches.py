@@ -187,7 +187,8 @@ class FetchPlanner:
         if fetch.outcome is FetchOutcome.FETCHED:
             self._time_models[fetch.computes].observe(fetch.num_tokens, fetch.end_s - fetch.begin_s)
         del self._fetches[fetch.request.key]
-        if fetch.outcome is FetchOutcome.ABORTED:
+        # The abort may have come after the end of the fetch.
+        if fetch.request.status is RequestStatus.FINISHED:
             return False
         fetch.request.status = RequestStatus.WAITING
         return True

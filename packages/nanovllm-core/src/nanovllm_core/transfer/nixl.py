@@ -41,8 +41,8 @@ class NixlAgent:
         sources, targets: (address, bytes, 0) of each copy.
         """
         agent = self._agent
-        descriptors = agent.get_xfer_descs(targets, "DRAM"), agent.get_xfer_descs(sources, "DRAM")
         try:
+            descriptors = agent.get_xfer_descs(targets, "DRAM"), agent.get_xfer_descs(sources, "DRAM")
             handle = agent.initialize_xfer("READ", *descriptors, peer)
             state, poll_s = agent.transfer(handle), _MIN_POLL_S
             # If the peer ends, the state changes to an error.

@@ -98,10 +98,7 @@ class Peer:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_serverkey = secret.server_keys.public
-        self._socket.curve_secretkey, self._socket.curve_publickey = (
-            secret.client_keys.secret,
-            secret.client_keys.public,
-        )
+        self._socket.curve_publickey, self._socket.curve_secretkey = secret.client_keys
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, 0),

@@ -99,6 +99,7 @@ class PrefixServer:
         self._lease_numbers = itertools.count()
         # When each client that may fetch sent its last Hello.
         self._hello_s: dict[bytes, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._event_loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
@@ -106,10 +107,7 @@ class PrefixServer:
         self._authenticator.configure_curve_callback("*", _OneKey(secret.client_keys.public))
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
-        self._socket.curve_secretkey, self._socket.curve_publickey = (
-            secret.server_keys.secret,
-            secret.server_keys.public,
-        )
+        self._socket.curve_publickey, self._socket.curve_secretkey = secret.server_keys
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, 0),
@@ -125,13 +123,12 @@ class PrefixServer:
             self.close()
             raise ConfigError(f"transfer_listen is {address}, where the engine can't listen: {error}") from error
         self.address = _bound_address(address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._tasks: set[asyncio.Task[None]] = set()
         self._start_task(self._receive())
         self._start_task(self._expire())
 
     def close(self) -> None:
         """Close the socket. Clients then compute what they lack."""
-        for task in getattr(self, "_tasks", ()):
+        for task in self._tasks:
             task.cancel()
         self._socket.close()
         self._authenticator.stop()
@@ -178,7 +175,7 @@ class PrefixServer:
         for lease in [lease for lease in self._lease_by_number.values() if lease.client == client]:
             self._close_lease(lease)
 
-    def _close_lease(self, lease: "_ClientLease") -> None:
+    def _close_lease(self, lease: _ClientLease) -> None:
         del self._client_leases[lease.client, lease.key]
         del self._lease_by_number[lease.number]
         self._run_on_engine_thread(partial(self._leases.close, lease.number))
