@@ -6,6 +6,7 @@ The program runs every carrier and setting with every tiny model. test_transfers
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from nanovllm_core import AsyncEngine, Engine, EngineClient, EngineConfig, Engin
 from nanovllm_core.scheduling.step_time import StepTimeModel
 from nanovllm_models import load
 
-CARRIERS = ("shm", "tcp", "nixl")
+CARRIERS = ("shm", "tcp", "nixl") if sys.platform == "linux" else ("tcp",)
 HOST_MEMORY = {"kv_offload_gib": 0.05}
 # Settings of both engines. FILES stands for a directory of each engine's own.
 FILES = "files"
