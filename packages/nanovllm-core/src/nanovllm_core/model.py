@@ -191,7 +191,7 @@ class ModelSpec:
     vocabulary: reads the vocabulary, when the first grammar is needed; None if the model does not support grammars.
     cuda_dtype: dtype on a GPU; None for `dtype`. float16 is more precise than bfloat16, but may overflow.
     fingerprint: identifies whatever determines the KV cache of tokens, such as the weights; "" if unknown. Engines
-        whose models have equal fingerprints may share cached blocks in files.
+        whose models have equal fingerprints may share cached blocks in files and by transfers.
     draft: the draft model for speculative decoding with `EngineConfig.speculate` "draft"; None without a draft model.
     """
 

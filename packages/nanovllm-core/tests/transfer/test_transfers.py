@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import toy_model
 import zmq.asyncio
@@ -30,10 +31,13 @@ from nanovllm_core import (
     SamplingParams,
 )
 from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.cache.host_memory import EntryKind
+from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.transfer import leases, prefix_client, prefix_server
 from nanovllm_core.transfer.fetches import FetchOutcome
-from nanovllm_core.transfer.prefix_client import Peer
+from nanovllm_core.transfer.messages import Fetch
+from nanovllm_core.transfer.prefix_client import PeerConnection
 
 CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gib=0.01)
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
@@ -89,7 +93,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def peer_of(engine: AsyncEngine) -> Peer:
+def peer_of(engine: AsyncEngine) -> PeerConnection:
     (peer,) = engine._loop._transfers._peers.values()
     return peer
 
@@ -291,7 +295,7 @@ async def test_a_stopped_peer_delays_no_answer_for_long(secret, oracle, monkeypa
 
 
 async def test_a_fetch_that_takes_too_long_is_given_up(secret, oracle, monkeypatch):
-    monkeypatch.setattr("nanovllm_core.transfer.fetches.MIN_LIMIT_S", 0.3)
+    monkeypatch.setattr("nanovllm_core.transfer.fetches.MAX_DELAY_S", 0.3)
     monkeypatch.setattr(leases.LeaseTable, "_take_ready", lambda *_: ([], []))
     async with start_pair(secret) as (prefill, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
@@ -300,7 +304,7 @@ async def test_a_fetch_that_takes_too_long_is_given_up(secret, oracle, monkeypat
 
 
 async def test_leases_end_without_their_client(secret, monkeypatch):
-    monkeypatch.setattr(Peer, "_copy", lambda *_: None)
+    monkeypatch.setattr(PeerConnection, "_copy", lambda *_: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_held_host_slots > 0 and prefill.stats.num_leases == 1)
@@ -338,15 +342,15 @@ def keep_expiries(welcome: Callable[..., None]) -> Callable[..., None]:
 
 
 async def test_an_aborted_request_ends_its_fetch(secret, oracle, monkeypatch):
-    original = Peer._copy
-    monkeypatch.setattr(Peer, "_copy", lambda *_: None)
+    original = PeerConnection._copy
+    monkeypatch.setattr(PeerConnection, "_copy", lambda *_: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_leases == 1)
         task.cancel()
         await check_idle(prefill, engine)
         assert outcomes_of(engine) == {"aborted": 1}
-        monkeypatch.setattr(Peer, "_copy", original)
+        monkeypatch.setattr(PeerConnection, "_copy", original)
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
 
 
@@ -374,13 +378,43 @@ async def test_a_copy_that_ends_after_its_fetch_keeps_its_slots(secret, oracle, 
         time.sleep(0.6)
         return original(*arguments)
 
-    monkeypatch.setattr("nanovllm_core.transfer.fetches.MIN_LIMIT_S", 0.2)
+    monkeypatch.setattr("nanovllm_core.transfer.fetches.MAX_DELAY_S", 0.2)
     monkeypatch.setattr(prefix_client, "_copy_entries", copy_slowly)
     async with start_pair(secret) as (prefill, engine):
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
         assert outcomes_of(engine) == {"too_slow": 1}
         assert engine.stats.num_held_host_slots > 0
         await check_idle(prefill, engine)
+
+
+async def test_prompts_are_computed_as_long_as_the_host_memory_is_not_ready(secret, oracle, monkeypatch):
+    monkeypatch.setattr(HostTier, "is_ready", False)
+    async with start_pair(secret) as (_, engine):
+        begin_s = time.monotonic()
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        assert time.monotonic() - begin_s < 2
+        assert outcomes_of(engine) == {"no_space": 1}
+
+
+@pytest.mark.parametrize("tokens", [[6, toy_model.VOCAB], [6, -1], [], [6] * toy_model.LONGEST], ids=len)
+async def test_invalid_prompts_of_other_engines_are_not_computed(tokens, secret, oracle):
+    fetch = Fetch(1, [(EntryKind.BLOCK, bytes(32))], np.array(tokens, np.int32).tobytes(), "", 0, False)
+    async with start_pair(secret) as (prefill, engine):
+        transfers = prefill._loop._transfers
+        transfers._run_on_engine_thread(lambda: transfers._leases.open(10**6, fetch))
+        await check_idle(prefill)
+        assert prefill.stats.num_steps == 0
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+
+
+async def test_a_reset_reaches_a_prefill_engine_that_did_not_answer(secret, oracle):
+    async with start_pair(secret) as (prefill, engine):
+        await generate(engine, make_prompt(0))
+        peer_of(engine)._mark_down("a network failure")
+        await engine.reset_prefix_cache()
+        await wait_until(lambda: peer_of(engine).is_ready)
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        assert prefill.stats.prefix_cache_hits == 0
 
 
 async def test_a_prompt_that_exceeds_the_host_memory_is_computed(secret, oracle):
@@ -406,7 +440,7 @@ async def test_no_fetch_brings_blocks_back_after_a_reset(secret, oracle, monkeyp
         return original(*arguments)
 
     monkeypatch.setattr(prefix_client, "_copy_entries", copy_slowly)
-    monkeypatch.setattr(Peer, "reset_prefix_cache", lambda _: None)
+    monkeypatch.setattr(PeerConnection, "reset_prefix_cache", lambda _: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_leases == 1)

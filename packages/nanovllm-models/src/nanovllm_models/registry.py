@@ -1,6 +1,8 @@
 """Loads a model directory, with the model family (a module such as `llama`) that implements its architecture."""
 
 import hashlib
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -89,10 +91,29 @@ def load(
     return replace(spec, draft=draft_spec)
 
 
+# Pieces of each file of weights that determine the fingerprint.
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
 def _make_fingerprint(path: Path, load_format: LoadFormat, seed: int) -> str:
-    """Return text that identifies a directory's config and weights, without reading the weights."""
+    """Return text that identifies a directory's config and weights, by samples of the weights.
+
+    Equal copies of a model on several hosts have equal fingerprints.
+    """
     config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
     if load_format == "dummy":
         return f"{config} random {seed}"
-    stats = ((file.name, file.stat()) for file in sorted(path.glob("*.safetensors")))
-    return f"{config} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        _sample_file(file, digest.update)
+    return f"{config} {digest.hexdigest()}"
+
+
+def _sample_file(path: Path, update: Callable[[bytes], None]) -> None:
+    """Pass evenly spaced pieces of a file to `update`. The first piece begins with the names and offsets of tensors."""
+    with path.open("rb") as file:
+        num_bytes = file.seek(0, os.SEEK_END)
+        for index in range(_NUM_SAMPLES):
+            file.seek(index * max(num_bytes - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
+            update(file.read(_SAMPLE_BYTES))

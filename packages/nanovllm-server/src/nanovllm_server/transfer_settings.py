@@ -75,7 +75,7 @@ def _read_engine_pair(options: argparse.Namespace, given_flags: list[str]) -> tu
     if len(gpus) < 2 * num_ranks:
         raise SettingsError(
             f"--prefill-gpus {num_ranks} and --decode-gpus {num_ranks} need {2 * num_ranks} GPUs, but this server may "
-            f"use {len(gpus)}: use fewer, or set {GPU_VARIABLE}"
+            f"use {len(gpus)}: use smaller numbers, or set {GPU_VARIABLE}"
         )
     # Without this setting, an engine whose GPUs are unusable would silently run on the CPU.
     overrides["device"] = "cuda"
@@ -146,7 +146,7 @@ def _choose_advertised_host(listen_host: str, advertised_host: str | None) -> st
     if advertised_host is None:
         if _is_wildcard(listen_host):
             raise SettingsError(
-                f"{_LISTEN} {listen_host} is no address to which decode servers can connect: add {_HOST} with this "
+                f"{_LISTEN} {listen_host} is not an address that decode servers can connect to: add {_HOST} with this "
                 "host's name or address"
             )
         return listen_host

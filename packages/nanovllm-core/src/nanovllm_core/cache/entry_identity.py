@@ -18,7 +18,7 @@ def describe_entries(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayou
             "ModelSpec.fingerprint, or leave out kv_offload_dir, transfer_listen and transfer_peers"
         )
     # The layout includes the dtypes of the caches. The dtype of the weights changes the values.
-    settings = ("device", "dtype", "block_size", "kv_cache_dtype", "speculate", "tensor_parallel_size", "dp_attention")
+    settings = ("device", "dtype", "kv_cache_dtype", "speculate", "tensor_parallel_size", "dp_attention")
     return {
         "layout version": str(LAYOUT_VERSION),
         "model": ", ".join(map(str, fingerprints)),

@@ -22,7 +22,7 @@ PAGE_BYTES = 4096
 _PINNED_BYTES = 1 << 30
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
-# Unused bytes after the counters, see `marker_offset`.
+# Bytes of the marker, which follows the counters.
 MARKER_BYTES = 16
 # Bytes of the device buffer for the copies of one `Direction`. The buffer is larger if one entry needs more.
 STAGING_BYTES = 32 << 20
@@ -151,7 +151,7 @@ class HostMemory:
 
     @property
     def marker_offset(self) -> int:
-        """Where MARKER_BYTES bytes are unused, which can tell this memory from others."""
+        """Offset of the marker: MARKER_BYTES random bytes that tell this memory from others."""
         return self.layout.counters_bytes - MARKER_BYTES
 
     @property

@@ -14,7 +14,7 @@ class TierCounters:
     num_file_tokens: number of these tokens that were read from files.
     num_rejected_tokens: number of tokens that could have been loaded, but were faster to compute.
     num_failed_loads: number of loads that have failed.
-    wait_s: total seconds that requests have spent in the status WAITING_KV.
+    wait_s: total seconds for which requests have waited for loads.
     """
 
     num_loaded_tokens: int = 0

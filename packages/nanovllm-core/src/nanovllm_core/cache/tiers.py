@@ -92,6 +92,11 @@ class HostTier:
         """The number of calls of `forget`. Entries from earlier epochs must not be found."""
         return self._epoch
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether copies to and from the host memory are possible. Pinning of the memory may take minutes, or fail."""
+        return self._memory.is_ready
+
     def is_storing(self, kind: EntryKind, block_hash: BlockHash) -> bool:
         """Whether the host memory will probably get a copy of this entry soon."""
         return (kind, block_hash) in self._storing or (kind, block_hash) in self._store_queue

@@ -176,7 +176,9 @@ def _make_transfers(
     if secret is None or copier is None or scheduler.tier is None:
         return None
     identity = describe_entries(spec, config, runner.cache.layout)
-    return Transfers(config, secret, identity, copier.memory, scheduler, scheduler.tier, runner.max_model_len)
+    return Transfers(
+        config, secret, identity, copier.memory, scheduler, scheduler.tier, spec.vocab_size, runner.max_model_len
+    )
 
 
 def _make_scheduler(

@@ -350,7 +350,7 @@ class EngineLoop:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, RequestState):
-                if self._transfers is None or not self._transfers.take(message):
+                if self._transfers is None or not self._transfers.start_fetch(message):
                     self._scheduler.add(message)
             elif isinstance(message, int):
                 if self._transfers is None or not self._transfers.abort(message):

@@ -1,6 +1,5 @@
 """Ways to copy entries from the host memory of a peer to the host memory of this engine."""
 
-import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -30,14 +29,17 @@ class EntryCopy(NamedTuple):
 
 
 class Carrier(ABC):
-    """Copies entries. has_payloads: whether messages must contain the bytes of entries."""
+    """Copies entries. needs_payloads: whether messages must contain the bytes of entries."""
 
     name: TransferCarrier
-    has_payloads = False
+    needs_payloads = False
 
     @abstractmethod
     def copy(self, copies: Sequence[EntryCopy]) -> None:
-        """Copy entries. Runs on any thread. When this method ends, no copy is in progress. Raises TransferError."""
+        """Copy entries. Runs on any thread. When this method ends, no copy is in progress.
+
+        Raises TransferError, and CopyInProgressError if the slots must never be used again.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -48,7 +50,7 @@ class TcpCarrier(Carrier):
     """The connection between the engines carries the entries."""
 
     name = "tcp"
-    has_payloads = True
+    needs_payloads = True
 
     def __init__(self, memory: HostMemory):
         self._memory = memory
@@ -74,7 +76,9 @@ class SharedMemoryCarrier(Carrier):
         self._memory = memory
         self._offsets = remote.offsets
         # Linux allows this to processes of the same user and PID namespace.
-        descriptor = os.open(f"/proc/{remote.pid}/fd/{remote.descriptor}", os.O_RDONLY)
+        # In another PID namespace, the descriptor may belong to anything, also to a pipe or a terminal.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+        descriptor = os.open(f"/proc/{remote.pid}/fd/{remote.descriptor}", flags)
         try:
             if os.fstat(descriptor).st_size != remote.num_bytes:
                 raise OSError("the file descriptor of the peer's memory belongs to another file")
@@ -128,8 +132,7 @@ class NixlCarrier(Carrier):
 
     def close(self) -> None:
         """See `Carrier.close`."""
-        with contextlib.suppress(Exception):
-            self._agent.remove_peer(self._peer)
+        # The agent keeps the peer, because copies may be in progress.
 
 
 def make_carrier(

@@ -1,4 +1,7 @@
-"""Decides which prompts are fetched from other engines. All calls come from the engine's thread."""
+"""Plans fetches of prompts, holds their slots, and registers the entries that arrived.
+
+All calls come from the engine's thread.
+"""
 
 import time
 from collections import Counter
@@ -14,18 +17,17 @@ from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
-# A fetch may take this many times as long as steps of this engine would need. A fetch delays no running request.
+# A fetch may take this many times as long as the steps of this engine, because a fetch delays no running request.
 MAX_FETCH_RATIO = 2.0
-# A fetch that takes longer than MIN_LIMIT_S, and longer than LIMIT_RATIO times its prediction, is given up.
-MIN_LIMIT_S = 3.0
-LIMIT_RATIO = 4.0
+# A fetch is given up if it takes this much longer than MAX_FETCH_RATIO allows.
+MAX_DELAY_S = 3.0
 
 
 class FetchOutcome(StrEnum):
-    """Why a prompt was fetched or was not.
+    """How the plan or the fetch of a prompt ended.
 
-    FETCHED, PARTLY: all or some entries arrived. NOTHING: the peer had no entries.
-    CACHED: no entry was missing. SLOWER: computing is faster. NO_SPACE: the host memory has no space.
+    FETCHED, PARTLY, NOTHING: all, some or no entries arrived.
+    CACHED: no entry was missing. SLOWER: computing is faster. NO_SPACE: the host memory has no space, or is not ready.
     PEER_DOWN: the peer does not answer, or refused this engine. LOST: the peer stopped answering during the fetch.
     TOO_SLOW: the fetch took too long. ABORTED: the client aborted the request.
     """
@@ -54,20 +56,21 @@ class WantedEntry(NamedTuple):
 class PrefixFetch:
     """A fetch of a prompt's entries from a peer.
 
-    computes: whether the peer shall compute entries that it lacks.
+    peer_computes: whether the peer must compute entries that the peer lacks.
     num_tokens: number of tokens in the wanted blocks.
     limit_s: time after which the fetch is given up.
+    epoch: value of `HostTier.epoch` when the fetch began.
     begin_s, end_s: times of `time.perf_counter`.
     arrived: positions of the entries that are now in their slots.
     with_draft_entries: see `BlockPool.blocks_with_draft_entries`; positions among `arrived`.
     copying: positions of the entries whose copies are in progress.
-    late: `copying` at the end of the fetch. The slots of these entries must not be reused until the copies have ended.
+    late: positions whose copies were in progress when the fetch ended. Their slots are held until the copies end.
     peer_s: seconds that the peer needed.
     """
 
     request: RequestState
     peer: str
-    computes: bool
+    peer_computes: bool
     entries: list[WantedEntry]
     num_tokens: int
     limit_s: float
@@ -87,7 +90,7 @@ class FetchCounters:
     """Totals since the engine started.
 
     outcomes: number of requests by outcome.
-    num_tokens, num_bytes: what was fetched. wait_s: total seconds for which requests waited.
+    num_tokens, num_bytes: numbers of fetched tokens and bytes. wait_s: total seconds for which requests waited.
     """
 
     outcomes: Counter[FetchOutcome] = field(default_factory=Counter[FetchOutcome])
@@ -111,7 +114,7 @@ class FetchPlanner:
         self._tier = tier
         self._slot_bytes = slot_bytes
         self._prefill_peer = prefill_peer
-        # Times by number of tokens, of fetches whose prompts the peer computed, and of other fetches.
+        # Models of the seconds per number of fetched tokens, by `PrefixFetch.peer_computes`.
         self._time_models = {True: CopyTimeModel(), False: CopyTimeModel()}
         self._fetches: dict[int, PrefixFetch] = {}
 
@@ -131,7 +134,9 @@ class FetchPlanner:
     def _plan(
         self, request: RequestState, peer: str, is_peer_ready: Callable[[str], bool]
     ) -> PrefixFetch | FetchOutcome:
-        cache, tier, computes = self._caches[0], self._tier, not request.client_request.prefix_peer
+        cache, tier, peer_computes = self._caches[0], self._tier, not request.client_request.prefix_peer
+        if not tier.is_ready:
+            return FetchOutcome.NO_SPACE
         cache.hash_prompt(request)
         hashes = cache.reusable_hashes(request)
         if len(tier.pools) > 1:
@@ -142,8 +147,8 @@ class FetchPlanner:
             return FetchOutcome.CACHED
         num_tokens = (len(hashes) - num_found) * cache.block_size
         local_s = tier.predict_compute(num_found * cache.block_size, num_tokens)
-        time_model = self._time_models[computes]
-        if (fetch_s := time_model.predict(num_tokens)) > MAX_FETCH_RATIO * local_s:
+        time_model = self._time_models[peer_computes]
+        if time_model.predict(num_tokens) > MAX_FETCH_RATIO * local_s:
             time_model.reject()
             return FetchOutcome.SLOWER
         if not is_peer_ready(peer):
@@ -152,18 +157,31 @@ class FetchPlanner:
         if len(tier.pools) > 1:
             wanted.append((EntryKind.CHECKPOINT, hashes[-1]))
         missing = [(kind, _as_bytes(block_hash)) for kind, block_hash in wanted if not self._is_found(kind, block_hash)]
+        if not missing:
+            return FetchOutcome.CACHED
+        self._touch(hashes)
         num_slots = Counter(kind for kind, _ in missing)
         if any(tier.pools[kind].num_free < count for kind, count in num_slots.items()):
             return FetchOutcome.NO_SPACE
         entries = [WantedEntry(kind, block_hash, tier.pools[kind].allocate(1)[0]) for kind, block_hash in missing]
-        limit_s = max(MIN_LIMIT_S, LIMIT_RATIO * max(fetch_s, local_s))
+        limit_s = MAX_DELAY_S + MAX_FETCH_RATIO * local_s
         return PrefixFetch(
-            request, peer, computes, entries, num_tokens, limit_s, tier.epoch, begin_s=time.perf_counter()
+            request, peer, peer_computes, entries, num_tokens, limit_s, tier.epoch, begin_s=time.perf_counter()
         )
 
     def _is_found(self, kind: EntryKind, block_hash: bytes | int) -> bool:
-        pools = [self._tier.pools[kind], *(cache.pools[kind] for cache in self._caches)]
+        pools = [self._tier.pools[kind]]
+        # With several groups of requests, the request may run in a group that lacks the entry.
+        if len(self._caches) == 1:
+            pools.append(self._caches[0].pools[kind])
         return any(pool.lookup(block_hash) is not None for pool in pools)
+
+    def _touch(self, hashes: Sequence[bytes | int]) -> None:
+        """Keep the allocations for a fetch from evicting the entries that the prompt already has."""
+        for kind, pool in enumerate(self._tier.pools):
+            for block_hash in reversed(hashes if kind == EntryKind.BLOCK else hashes[-1:]):
+                if (slot := pool.lookup(block_hash)) is not None:
+                    pool.touch(slot)
 
     def finish(self, fetch: PrefixFetch) -> bool:
         """Make the entries of an ended fetch findable. Returns whether the request must now be scheduled."""
@@ -184,8 +202,9 @@ class FetchPlanner:
                     pool.blocks_with_draft_entries.add(slot)
             if position not in fetch.late:
                 pool.release([slot])
-        if fetch.outcome is FetchOutcome.FETCHED:
-            self._time_models[fetch.computes].observe(fetch.num_tokens, fetch.end_s - fetch.begin_s)
+        # If fetches take too long, later prompts are computed instead.
+        if fetch.outcome in (FetchOutcome.FETCHED, FetchOutcome.PARTLY, FetchOutcome.LOST, FetchOutcome.TOO_SLOW):
+            self._time_models[fetch.peer_computes].observe(fetch.num_tokens, fetch.end_s - fetch.begin_s)
         del self._fetches[fetch.request.key]
         # The abort may have come after the end of the fetch.
         if fetch.request.status is RequestStatus.FINISHED:

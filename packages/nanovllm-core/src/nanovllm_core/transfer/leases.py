@@ -16,7 +16,7 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.token_ids import TokenIds
 from nanovllm_core.transfer.messages import Fetch, ReadyEntry
 
-# Keys of the requests that compute prompts for other engines. Engine processes give no client such large keys.
+# Keys of the requests that compute prompts for other engines. Keys of clients are smaller.
 FIRST_REQUEST_KEY = 1 << 62
 # Maximum bytes that one fetch holds. A fetch may always hold one entry.
 MAX_HELD_BYTES = 64 << 20
@@ -27,32 +27,33 @@ class LeaseUpdate(NamedTuple):
     """What the server tells a client. number: the lease's number. entries, kinds: entries that are now held.
 
     num_missing: number of entries that the client does not get; None if more entries may follow.
-    compute_s: seconds since the start of the lease.
+    serve_s: seconds since the start of the lease.
     """
 
     number: int
     entries: list[ReadyEntry]
     kinds: list[EntryKind]
     num_missing: int | None
-    compute_s: float
+    serve_s: float
 
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """A fetch of a client. waiting: positions of entries that were not sent, in order. held: slots by position.
+    """A fetch of a client. unsent_positions: positions of entries that were not announced, in order.
 
     request: computes the prompt; None if nothing is computed.
     num_missing: number of entries that the client does not get.
-    has_ended: whether `poll` has announced the last entry.
+    has_announced_end: whether `poll` has announced the last entry.
+    slot_by_position: the slots that the lease holds.
     """
 
     fetch: Fetch
-    waiting: list[int]
+    unsent_positions: list[int]
     begin_s: float
     request: RequestState | None = None
     num_missing: int = 0
-    has_ended: bool = False
-    held: dict[int, int] = field(default_factory=dict[int, int])
+    has_announced_end: bool = False
+    slot_by_position: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class LeaseTable:
@@ -62,11 +63,14 @@ class LeaseTable:
     num_served_bytes: bytes of the entries that clients have received.
     """
 
-    def __init__(self, scheduler: Scheduler, tier: HostTier, slot_bytes: Sequence[int], max_model_len: int):
+    def __init__(
+        self, scheduler: Scheduler, tier: HostTier, slot_bytes: Sequence[int], vocab_size: int, max_model_len: int
+    ):
         self.num_served_bytes = 0
         self._scheduler = scheduler
         self._tier = tier
         self._slot_bytes = slot_bytes
+        self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._leases: dict[int, _Lease] = {}
         self._next_request_key = FIRST_REQUEST_KEY
@@ -76,19 +80,23 @@ class LeaseTable:
 
     def open(self, number: int, fetch: Fetch) -> None:
         """Start to serve a fetch."""
-        entries = list(range(len(fetch.entries))) if len(self._leases) < MAX_LEASES else []
-        lease = _Lease(fetch, entries, time.perf_counter())
-        lease.num_missing = len(fetch.entries) - len(entries)
+        lease = _Lease(fetch, list(range(len(fetch.entries))), time.perf_counter())
         self._leases[number] = lease
-        if not entries:
+        if len(self._leases) > MAX_LEASES or not self._tier.is_ready:
+            lease.num_missing = len(lease.unsent_positions)
+            lease.unsent_positions.clear()
             return
         is_known = [self._keep(EntryKind(kind), block_hash) for kind, block_hash in fetch.entries]
         prompt_ids = np.frombuffer(fetch.prompt_ids, np.int32)
-        if not all(is_known) and 0 < len(prompt_ids) < self._max_model_len:
+        if not all(is_known) and self._is_valid(prompt_ids):
             lease.request = self._compute(number, fetch, prompt_ids)
 
+    def _is_valid(self, prompt_ids: TokenIds) -> bool:
+        has_valid_length = 0 < len(prompt_ids) < self._max_model_len
+        return has_valid_length and prompt_ids.min() >= 0 and prompt_ids.max() < self._vocab_size
+
     def _keep(self, kind: EntryKind, block_hash: bytes) -> bool:
-        """Copy an entry to the host memory if only a cache has it. Returns False if neither has it."""
+        """Keep an entry in the host memory. Returns False if neither a cache nor the host memory has the entry."""
         is_known = self._tier.pools[kind].lookup(block_hash) is not None
         for group, cache in enumerate(self._scheduler.caches):
             if cache.pools[kind].lookup(block_hash) is not None:
@@ -109,15 +117,15 @@ class LeaseTable:
         """Release entries that the client has received."""
         if (lease := self._leases.get(number)) is not None:
             for position in positions:
-                if (slot := lease.held.pop(position, None)) is not None:
+                if (slot := lease.slot_by_position.pop(position, None)) is not None:
                     kind = lease.fetch.entries[position][0]
                     self._tier.pools[kind].release([slot])
                     self.num_served_bytes += self._slot_bytes[kind]
 
     def close(self, number: int) -> None:
-        """End a fetch that the client gave up, or that has expired."""
+        """End a lease that the client has cancelled, or that has expired."""
         if (lease := self._leases.pop(number, None)) is not None:
-            for position, slot in lease.held.items():
+            for position, slot in lease.slot_by_position.items():
                 self._tier.pools[lease.fetch.entries[position][0]].release([slot])
             if lease.request is not None:
                 self._scheduler.abort(lease.request.key)
@@ -127,30 +135,30 @@ class LeaseTable:
         self._scheduler.reset_prefix_cache()
 
     def poll(self) -> list[LeaseUpdate]:
-        """Hold entries that are ready, and end fetches whose entries were all received."""
+        """Hold entries that are ready, and end leases whose entries were all received."""
         updates: list[LeaseUpdate] = []
         for number, lease in list(self._leases.items()):
-            if not lease.has_ended:
+            if not lease.has_announced_end:
                 entries, kinds = self._take_ready(lease)
-                lease.has_ended = not lease.waiting
-                if entries or lease.has_ended:
-                    num_missing = lease.num_missing if lease.has_ended else None
-                    compute_s = time.perf_counter() - lease.begin_s
-                    updates.append(LeaseUpdate(number, entries, kinds, num_missing, compute_s))
-            if lease.has_ended and not lease.held:
+                lease.has_announced_end = not lease.unsent_positions
+                if entries or lease.has_announced_end:
+                    num_missing = lease.num_missing if lease.has_announced_end else None
+                    serve_s = time.perf_counter() - lease.begin_s
+                    updates.append(LeaseUpdate(number, entries, kinds, num_missing, serve_s))
+            if lease.has_announced_end and not lease.slot_by_position:
                 del self._leases[number]
         return updates
 
     def _take_ready(self, lease: _Lease) -> tuple[list[ReadyEntry], list[EntryKind]]:
-        """Hold entries from the start of `lease.waiting`, until an entry is not ready or the limit is reached."""
+        """Hold entries from the start of `unsent_positions`, until an entry is not ready or the limit is reached."""
         entries: list[ReadyEntry] = []
         kinds: list[EntryKind] = []
-        num_held_bytes = sum(self._slot_bytes[lease.fetch.entries[position][0]] for position in lease.held)
+        num_held_bytes = sum(self._slot_bytes[lease.fetch.entries[position][0]] for position in lease.slot_by_position)
         num_taken = 0
-        for position in lease.waiting:
+        for position in lease.unsent_positions:
             kind, block_hash = EntryKind(lease.fetch.entries[position][0]), lease.fetch.entries[position][1]
             num_held_bytes += self._slot_bytes[kind]
-            if lease.held and num_held_bytes > MAX_HELD_BYTES:
+            if lease.slot_by_position and num_held_bytes > MAX_HELD_BYTES:
                 break
             pool = self._tier.pools[kind]
             slot = pool.lookup(block_hash)
@@ -160,11 +168,11 @@ class LeaseTable:
                 lease.num_missing += 1
             else:
                 pool.acquire(slot)
-                lease.held[position] = slot
+                lease.slot_by_position[position] = slot
                 entries.append(ReadyEntry(position, slot, slot in pool.blocks_with_draft_entries))
                 kinds.append(kind)
             num_taken += 1
-        del lease.waiting[:num_taken]
+        del lease.unsent_positions[:num_taken]
         return entries, kinds
 
     def _may_come(self, lease: _Lease, kind: EntryKind, block_hash: bytes) -> bool:

@@ -29,7 +29,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     key: unique among all fetches of the client's process.
     entries: kind and hash of each entry. Blocks are in the order of the prompt.
     prompt_ids: int32 tokens as bytes. Empty if the server must not compute missing entries.
-    has_payloads: whether `Entries` messages contain the bytes of the entries.
+    wants_payloads: whether `Entries` messages contain the bytes of the entries.
     """
 
     key: int
@@ -37,7 +37,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     prompt_ids: bytes
     cache_salt: str
     priority: int
-    has_payloads: bool
+    wants_payloads: bool
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +54,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Makes the server forget all entries. Sent to an engine that computes prompts for the client only."""
+    """Makes the server forget all entries. Clients send this message only to their `prefill_peer`."""
 
 
 class RemoteMemory(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Hello of an engine that can't share entries with the server."""
+    """Tells that the server can't serve this client. reason: text for users."""
 
     reason: str
 
@@ -106,7 +106,7 @@ class ReadyEntry(NamedTuple):
 
 
 class Entries(msgspec.Struct, frozen=True, tag=True):
-    """Entries that are ready. Frames with their bytes follow if `Fetch.has_payloads`."""
+    """Entries that are ready. Frames with their bytes follow if `Fetch.wants_payloads`."""
 
     key: int
     entries: list[ReadyEntry]
@@ -116,13 +116,13 @@ class FetchEnd(msgspec.Struct, frozen=True, tag=True):
     """Tells how many entries of a fetch the server sends. Messages with entries may arrive later.
 
     reason: why entries are missing; empty if all entries are sent.
-    compute_s: seconds from the arrival of the fetch at the server to its last entry.
+    serve_s: seconds from the arrival of the fetch at the server to its last entry.
     """
 
     key: int
     num_sent: int
     reason: str
-    compute_s: float
+    serve_s: float
 
 
 ToServer = Hello | Fetch | Received | Cancel | ResetPrefixCache

@@ -7,10 +7,16 @@ import time
 from types import ModuleType
 from typing import Any
 
+from nanovllm_core.errors import ConfigError
+
 # Packages for CUDA 13 and CUDA 12, which have the same interface.
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _MIN_POLL_S, _MAX_POLL_S = 1e-5, 1e-3
 _log = logging.getLogger(__name__)
+
+
+class CopyInProgressError(Exception):
+    """A copy may still write to its targets, which must never be used again."""
 
 
 class NixlAgent:
@@ -31,16 +37,13 @@ class NixlAgent:
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
-    def remove_peer(self, name: str) -> None:
-        """Forget a peer."""
-        self._agent.remove_remote_agent(name)
-
     def read(self, peer: str, sources: list[tuple[int, int, int]], targets: list[tuple[int, int, int]]) -> bool:
         """Copy the peer's memory. Returns whether all copies succeeded. When this ends, no copy is in progress.
 
         sources, targets: (address, bytes, 0) of each copy.
+        Raises CopyInProgressError if a failed copy can't be stopped.
         """
-        agent = self._agent
+        agent, handle = self._agent, None
         try:
             descriptors = agent.get_xfer_descs(targets, "DRAM"), agent.get_xfer_descs(sources, "DRAM")
             handle = agent.initialize_xfer("READ", *descriptors, peer)
@@ -50,15 +53,22 @@ class NixlAgent:
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
                 state = agent.check_xfer_state(handle)
-            agent.release_xfer_handle(handle)
         except Exception as error:  # noqa: BLE001 (NIXL has exceptions of its own)
             _log.warning("NIXL could not read the memory of a peer: %s", error)
-            return False
+            state = "ERR"
+        if handle is not None:
+            try:
+                agent.release_xfer_handle(handle)
+            except Exception as error:
+                raise CopyInProgressError(f"NIXL can't stop a copy: {error}") from error
         return state == "DONE"
 
 
-def start_nixl(address: int, num_bytes: int) -> NixlAgent | None:
-    """An agent for a memory; None if NIXL is not installed."""
+def start_nixl(address: int, num_bytes: int, *, is_required: bool) -> NixlAgent | None:
+    """An agent for a memory; None if NIXL is not installed or can't be used.
+
+    is_required: raise ConfigError instead of returning None.
+    """
     for package in _PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")
@@ -69,5 +79,15 @@ def start_nixl(address: int, num_bytes: int) -> NixlAgent | None:
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.WARNING)
-        return NixlAgent(api, address, num_bytes)
+        try:
+            return NixlAgent(api, address, num_bytes)
+        except Exception as error:  # (NIXL has exceptions of its own)
+            if is_required:
+                raise ConfigError(f"transfer_carrier is 'nixl', but NIXL can't start: {error}") from error
+            _log.warning("NIXL can't start, so blocks are fetched without it: %s", error)
+            return None
+    if is_required:
+        raise ConfigError(
+            "transfer_carrier is 'nixl', which needs NIXL: install nanovllm-core[nixl-cu13] or nanovllm-core[nixl-cu12]"
+        )
     return None

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.config import TransferCarrier
-from nanovllm_core.transfer.carriers import Carrier, EntryCopy, TransferError, make_carrier
+from nanovllm_core.transfer.carriers import Carrier, EntryCopy, make_carrier
 from nanovllm_core.transfer.fetches import FetchOutcome, PrefixFetch
 from nanovllm_core.transfer.messages import (
     PROTOCOL_VERSION,
@@ -34,8 +34,8 @@ from nanovllm_core.transfer.messages import (
     decode_to_client,
     encode,
 )
-from nanovllm_core.transfer.nixl import NixlAgent
-from nanovllm_core.transfer.prefix_server import MAX_MESSAGE_BYTES, endpoint_of
+from nanovllm_core.transfer.nixl import CopyInProgressError, NixlAgent
+from nanovllm_core.transfer.prefix_server import HEARTBEATS, MAX_MESSAGE_BYTES, endpoint_of
 from nanovllm_core.transfer.secret import TransferSecret
 
 HEARTBEAT_S = 0.5  # between two Hello messages
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 class _OpenFetch:
     """A fetch that has not ended. heard_s: when the peer mentioned the fetch for the last time.
 
-    num_sent: number of entries that the peer sends; None as long as the peer has not told.
+    num_sent: number of entries that the peer sends; None until FetchEnd arrives.
     failed: positions of entries whose copies have failed.
     """
 
@@ -60,7 +60,7 @@ class _OpenFetch:
     failed: set[int] = field(default_factory=set[int])
 
 
-class Peer:
+class PeerConnection:
     """The connection to one engine. is_ready: whether fetches can start. Any thread may read `is_ready`.
 
     on_end: called when a fetch has ended.
@@ -94,6 +94,7 @@ class Peer:
         self._heard_s = 0.0
         self._last_error = ""
         self._are_copies_failing = False
+        self._must_reset = False  # whether the next Welcome must be answered with a reset
         self._fetches: dict[int, _OpenFetch] = {}
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -105,6 +106,7 @@ class Peer:
             (zmq.RCVHWM, 0),
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            *HEARTBEATS,
             # Drop messages instead of queueing them for a peer that is not connected.
             (zmq.IMMEDIATE, 1),
             (zmq.RECONNECT_IVL, 100),
@@ -127,10 +129,10 @@ class Peer:
         message = Fetch(
             request.key,
             [(int(kind), block_hash) for kind, block_hash, _ in fetch.entries],
-            client_request.prompt_ids.tobytes() if fetch.computes else b"",
+            client_request.prompt_ids.tobytes() if fetch.peer_computes else b"",
             client_request.cache_salt,
             client_request.priority,
-            self._carrier.has_payloads,
+            self._carrier.needs_payloads,
         )
         self._fetches[request.key] = _OpenFetch(fetch, time.monotonic())
         self._send(message)
@@ -143,7 +145,7 @@ class Peer:
 
     def reset_prefix_cache(self) -> None:
         """Make the peer forget all entries, before it serves fetches that start later."""
-        self._send(ResetPrefixCache())
+        self._must_reset = not (self._engine_id and self._send(ResetPrefixCache()))
 
     def close(self) -> None:
         """Close the connection."""
@@ -163,11 +165,14 @@ class Peer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, message: ToServer) -> None:
-        # Without a high-water mark, the message is queued at once, or dropped if the peer is not connected.
+    def _send(self, message: ToServer) -> bool:
+        """Send a message. Returns False if the peer is not connected."""
+        # Without a high-water mark, the message is queued at once.
         sent = asyncio.ensure_future(self._socket.send(encode(message), zmq.NOBLOCK))
-        if sent.done() and (error := sent.exception()) is not None and not isinstance(error, zmq.Again):
+        error = sent.exception() if sent.done() else None
+        if error is not None and not isinstance(error, zmq.Again):
             raise error
+        return error is None
 
     async def _greet(self) -> None:
         while True:
@@ -180,7 +185,7 @@ class Peer:
             await asyncio.sleep(CHECK_INTERVAL_S)
             now_s = time.monotonic()
             if self.is_ready and now_s - self._heard_s > SILENCE_S:
-                self._lose(f"engine {self._address} does not answer; prompts are computed here until it does")
+                self._mark_down(f"engine {self._address} does not answer; prompts are computed here until it does")
             for open_fetch in list(self._fetches.values()):
                 fetch = open_fetch.fetch
                 if time.perf_counter() - fetch.begin_s > fetch.limit_s:
@@ -188,9 +193,13 @@ class Peer:
                 elif now_s - open_fetch.heard_s > SILENCE_S:
                     self.cancel(fetch, FetchOutcome.LOST)
 
-    def _lose(self, error: str) -> None:
-        """Use the peer no more, until it welcomes this engine again."""
+    def _mark_down(self, error: str) -> None:
+        """Stop using the peer until its next Welcome."""
         self.is_ready, self._engine_id = False, ""
+        if self._carrier is not None:
+            # An ended process's memory must not stay mapped.
+            self._carrier.close()
+            self._carrier = None
         if error != self._last_error:
             self._last_error = error
             _log.warning("%s", error)
@@ -203,36 +212,38 @@ class Peer:
             try:
                 message: ToClient = decode_to_client(frames[0].buffer)
             except msgspec.DecodeError as error:
-                self._lose(f"engine {self._address} sent a message that can't be read: {error}")
+                self._mark_down(f"engine {self._address} sent a message that can't be read: {error}")
                 continue
             self._heard_s = time.monotonic()
             match message:
                 case Welcome():
-                    self._use(message)
+                    self._accept_welcome(message)
                 case Refused(reason):
-                    self._lose(f"engine {self._address} can't share KV blocks with this engine: {reason}")
+                    self._mark_down(f"engine {self._address} can't share KV blocks with this engine: {reason}")
                 case Entries(key, entries):
                     self._copy(key, entries, [frame.buffer for frame in frames[1:]])
-                case FetchEnd(key, num_sent, _, compute_s):
+                case FetchEnd(key, num_sent, _, serve_s):
                     if (open_fetch := self._fetches.get(key)) is not None:
-                        open_fetch.num_sent, open_fetch.fetch.peer_s = num_sent, compute_s
+                        open_fetch.num_sent, open_fetch.fetch.peer_s = num_sent, serve_s
                         self._end_if_complete(open_fetch)
 
-    def _use(self, welcome: Welcome) -> None:
+    def _accept_welcome(self, welcome: Welcome) -> None:
         if welcome.engine_id == self._unusable_engine_id:
             return
         if welcome.engine_id != self._engine_id:
             if self._engine_id:
-                self._lose(f"engine {self._address} was restarted")
-            if self._carrier is not None:
-                self._carrier.close()
+                self._mark_down(f"engine {self._address} was restarted")
             carrier = make_carrier(self._carrier_setting, self._memory, welcome.memory, self._agent)
             if isinstance(carrier, str):
-                self._carrier, self._unusable_engine_id = None, welcome.engine_id
-                self._lose(f"transfer_carrier {self._carrier_setting} can't reach engine {self._address}: {carrier}")
+                self._unusable_engine_id = welcome.engine_id
+                self._mark_down(
+                    f"transfer_carrier {self._carrier_setting} can't reach engine {self._address}: {carrier}"
+                )
                 return
             self._carrier, self._engine_id, self._last_error = carrier, welcome.engine_id, ""
             _log.info("fetching KV blocks from engine %s by %s", self._address, carrier.name)
+        if self._must_reset:
+            self.reset_prefix_cache()
         self.is_ready = True
         for key in welcome.keys:
             if key in self._fetches:
@@ -244,13 +255,14 @@ class Peer:
             self._send(Cancel(key))
             return
         open_fetch.heard_s, fetch = time.monotonic(), open_fetch.fetch
-        has_payloads = carrier.has_payloads and len(payloads) == len(entries)
+        has_payloads = carrier.needs_payloads and len(payloads) == len(entries)
         new_entries: list[ReadyEntry] = []
         copies: list[EntryCopy] = []
+        # A message may arrive twice. After a failed copy, the entry is computed.
+        known_positions = fetch.copying | fetch.arrived | open_fetch.failed
         for index, entry in enumerate(entries):
-            # A message may arrive twice. After a failed copy, the entry is computed.
-            is_known = 0 <= entry.position < len(fetch.entries)
-            if is_known and entry.position not in fetch.copying | fetch.arrived | open_fetch.failed:
+            if 0 <= entry.position < len(fetch.entries) and entry.position not in known_positions:
+                known_positions.add(entry.position)
                 kind, _, target_slot = fetch.entries[entry.position]
                 new_entries.append(entry)
                 copies.append(EntryCopy(kind, entry.slot, target_slot, payloads[index] if has_payloads else None))
@@ -265,7 +277,12 @@ class Peer:
         copying = asyncio.get_running_loop().run_in_executor(
             self._executor, _copy_entries, self._memory, carrier, entries, copies
         )
-        intact, error = await asyncio.shield(copying)
+        try:
+            intact, error = await asyncio.shield(copying)
+        except CopyInProgressError as stuck:
+            # The slots stay held, also after the end of the fetch.
+            _log.error("some host memory can't be used again: %s", stuck)
+            return
         if error and not self._are_copies_failing:
             _log.warning("KV blocks of engine %s can't be copied, and are computed: %s", self._address, error)
         self._are_copies_failing = bool(error)
@@ -299,7 +316,9 @@ def _copy_entries(
     """Copy entries. Returns the positions of the entries whose bytes are intact, and an error message or ""."""
     try:
         carrier.copy(copies)
-    except TransferError as error:
+    except CopyInProgressError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever the peer sent, the entries are computed)
         return set(), str(error)
     intact = {
         entry.position

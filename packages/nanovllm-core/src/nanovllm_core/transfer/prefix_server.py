@@ -45,6 +45,8 @@ from nanovllm_core.transfer.secret import TransferSecret
 LEASE_S = 3.0
 # A client that sends no Hello for this time must send Hello again before other messages.
 CLIENT_TIMEOUT_S = 10.0
+# Options of sockets: a connection without an answer for 3 s is made again.
+HEARTBEATS = ((zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000))
 # Maximum bytes of a message. The longest has the tokens and the hashes of a prompt.
 MAX_MESSAGE_BYTES = 256 << 20
 NUM_CHECKSUM_THREADS = 2
@@ -55,16 +57,16 @@ RunOnEngineThread = Callable[[Callable[[], object]], None]
 
 @dataclass(slots=True, eq=False)
 class _ClientLease:
-    """The lease of a client's fetch. number: see `LeaseTable`. expiry_s: value of `time.monotonic` when it ends.
+    """The lease of a client's fetch. number: see `LeaseTable`. expiry_s: value of `time.monotonic` when the lease ends.
 
-    has_payloads: see `Fetch.has_payloads`.
+    wants_payloads: see `Fetch.wants_payloads`.
     """
 
     number: int
     client: bytes
     key: int
     num_entries: int
-    has_payloads: bool
+    wants_payloads: bool
     expiry_s: float
 
 
@@ -115,6 +117,7 @@ class PrefixServer:
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            *HEARTBEATS,
         ):
             self._socket.setsockopt(option, value)
         try:
@@ -152,17 +155,17 @@ class PrefixServer:
     async def _send_update(self, update: LeaseUpdate) -> None:
         slots = [self._memory.slot(kind, entry.slot) for kind, entry in zip(update.kinds, update.entries, strict=True)]
         checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
-        # Only this thread ends leases. If the lease has ended meanwhile, the slots may have had other contents before
-        # their checksums were computed, and the client could not detect this.
+        # Only this thread removes leases from `_lease_by_number`. The slots of a removed lease may have had other
+        # contents when their checksums were computed, which the client could not detect.
         if (lease := self._lease_by_number.get(update.number)) is None:
             return
         if update.entries:
             entries = [entry._replace(checksum=crc) for entry, crc in zip(update.entries, checksums, strict=True)]
-            self._send(lease.client, Entries(lease.key, entries), slots if lease.has_payloads else ())
+            self._send(lease.client, Entries(lease.key, entries), slots if lease.wants_payloads else ())
         if update.num_missing is not None:
             reason = f"{update.num_missing} of {lease.num_entries} entries are missing" if update.num_missing else ""
             num_sent = lease.num_entries - update.num_missing
-            self._send(lease.client, FetchEnd(lease.key, num_sent, reason, update.compute_s))
+            self._send(lease.client, FetchEnd(lease.key, num_sent, reason, update.serve_s))
 
     def _send(self, client: bytes, message: ToClient, payloads: "list[memoryview] | tuple[()]" = ()) -> None:
         # Without a high-water mark, the message is queued at once.
@@ -230,7 +233,7 @@ class PrefixServer:
             return
         number = next(self._lease_numbers)
         expiry_s = time.monotonic() + LEASE_S
-        lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.has_payloads, expiry_s)
+        lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.wants_payloads, expiry_s)
         self._client_leases[client, fetch.key] = self._lease_by_number[number] = lease
         self._run_on_engine_thread(partial(self._leases.open, number, fetch))
 

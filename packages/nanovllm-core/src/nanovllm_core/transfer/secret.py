@@ -22,7 +22,7 @@ class KeyPair(NamedTuple):
 
 
 class TransferSecret:
-    """What engines derive from their secret.
+    """Keys that engines derive from their shared secret.
 
     server_keys, client_keys: keys of engines that serve blocks, and of engines that fetch blocks. An engine that lacks
         the secret can neither connect nor read a connection.
@@ -36,7 +36,10 @@ class TransferSecret:
 
 
 def read_transfer_secret(path: Path) -> TransferSecret:
-    """Raises ConfigError if the file can't be read, is too short, or is accessible to other users."""
+    """Read and check the secret.
+
+    Raises ConfigError if the file can't be read, is too short, or is accessible to other users.
+    """
     try:
         secret, mode = path.read_bytes(), path.stat().st_mode
     except OSError as error:

@@ -15,13 +15,17 @@ from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.transfer.fetches import FetchCounters, FetchOutcome, FetchPlanner, PrefixFetch
 from nanovllm_core.transfer.leases import LeaseTable
 from nanovllm_core.transfer.nixl import NixlAgent, start_nixl
-from nanovllm_core.transfer.prefix_client import NUM_COPY_THREADS, Peer
+from nanovllm_core.transfer.prefix_client import NUM_COPY_THREADS, PeerConnection
 from nanovllm_core.transfer.prefix_server import PrefixServer
 from nanovllm_core.transfer.secret import TransferSecret
 
 
 class TransferStats(NamedTuple):
-    """Statistics of transfers. The other fields of `FetchCounters` are totals too."""
+    """Statistics of transfers since the engine started.
+
+    outcomes: number of requests by outcome. fetched: totals of fetched tokens, bytes and waits.
+    num_served_bytes: bytes that other engines have fetched. num_leases: number of open leases.
+    """
 
     outcomes: Mapping[FetchOutcome, int]
     fetched: FetchCounters
@@ -35,7 +39,7 @@ class Transfers:
     Create and close it on the event loop's thread. The engine's thread calls the other methods.
     wake: wakes the engine's thread, which then calls `poll`.
     on_finish: called on the engine's thread with each fetch that has ended.
-    Raises ConfigError if the address of `transfer_listen` can't be bound.
+    Raises ConfigError if the address of `transfer_listen` can't be bound, or if NIXL is required and can't be used.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Transfers:
         memory: HostMemory,
         scheduler: Scheduler,
         tier: HostTier,
+        vocab_size: int,
         max_model_len: int,
     ):
         self.wake: Callable[[], None] = lambda: None
@@ -54,7 +59,7 @@ class Transfers:
         self._prefill_peer = config.prefill_peer
         self._calls: deque[Callable[[], object]] = deque()
         slot_bytes = memory.layout.slot_bytes
-        self._leases = LeaseTable(scheduler, tier, slot_bytes, max_model_len)
+        self._leases = LeaseTable(scheduler, tier, slot_bytes, vocab_size, max_model_len)
         self._planner = FetchPlanner(scheduler.caches, tier, slot_bytes, config.prefill_peer)
         agent = self._start_nixl(config, memory)
         self._executor = ThreadPoolExecutor(NUM_COPY_THREADS, "nanovllm-fetches")
@@ -65,7 +70,7 @@ class Transfers:
             )
         carrier = config.transfer_carrier
         self._peers = {
-            address: Peer(
+            address: PeerConnection(
                 address, secret, identity, memory, agent, carrier, self._executor, self._end_fetch, self._end_copies
             )
             for address in config.transfer_peers
@@ -76,7 +81,7 @@ class Transfers:
     def _start_nixl(config: ResolvedConfig, memory: HostMemory) -> NixlAgent | None:
         if config.transfer_carrier not in ("auto", "nixl"):
             return None
-        return start_nixl(memory.address, len(memory.view))
+        return start_nixl(memory.address, len(memory.view), is_required=config.transfer_carrier == "nixl")
 
     def close(self) -> None:
         """End all fetches and leases."""
@@ -86,7 +91,7 @@ class Transfers:
             self.server.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def take(self, request: RequestState) -> bool:
+    def start_fetch(self, request: RequestState) -> bool:
         """Start a fetch for a new request. Returns False if the caller must schedule the request now."""
         fetch = self._planner.plan(request, lambda address: self._peers[address].is_ready)
         if fetch is None:

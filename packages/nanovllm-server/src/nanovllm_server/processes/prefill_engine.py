@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm_core import ConfigError, EngineClient, EngineDeadError, EngineProcess
+from nanovllm_core import EngineClient, EngineProcess
 from nanovllm_core.cache.shared_directory import load_secret
 from nanovllm_server.observability.logs import get_logger
 from nanovllm_server.processes.engine_recipe import EngineRecipe
@@ -40,10 +40,6 @@ class TransferDirectory:
     def address(self) -> str:
         """Address at which one engine lets the other engine fetch blocks."""
         return f"ipc://{self._socket}"
-
-    def remove_socket(self) -> None:
-        """Removes the socket of an engine that has ended."""
-        self._socket.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes the directory. Further calls do nothing."""
@@ -79,8 +75,6 @@ class PrefillEngine:
         self._directory.remove()
 
     async def _start(self) -> None:
-        # A killed engine leaves its socket, and the next engine could not bind the path.
-        self._directory.remove_socket()
         process = EngineProcess(self._recipe)
         self._client = await EngineClient.adopt(process)
         self._logger.info("prefill engine started", pid=process.pid)
@@ -98,8 +92,8 @@ class PrefillEngine:
         if self._client is None:
             try:
                 await self._start()
-            except (ConfigError, EngineDeadError, OSError) as error:
-                return str(error), 0.0
+            except Exception as error:  # noqa: BLE001 (whatever the reason, the server needs no prefill engine)
+                return f"{type(error).__name__}: {error}", 0.0
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         assert self._client is not None  # noqa: S101 (`_start` has set the client)
