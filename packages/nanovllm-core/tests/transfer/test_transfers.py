@@ -161,6 +161,16 @@ async def test_a_fetched_prompt_has_the_answer_of_a_computed_prompt(
         assert prefill.stats.prompt_tokens == num_prompts * PROMPT_LEN
 
 
+async def test_idle_engines_with_nixl_take_no_processor_time(secret, oracle):
+    async with start_pair(secret, transfer_carrier="nixl") as (prefill, engine):
+        assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
+        await check_idle(prefill, engine)
+        await wait_until(lambda: not prefill._loop._transfers.server._is_progressing)
+        begin_s = time.process_time()
+        await asyncio.sleep(0.5)
+        assert time.process_time() - begin_s < 0.4  # a busy thread per engine would take 1 s
+
+
 async def test_a_request_can_name_the_engine_that_has_computed_its_prompt(secret, oracle):
     async with start_pair(secret, decode={"prefill_peer": None}) as (prefill, engine):
         prompt, other = make_prompt(0), make_prompt(1)
@@ -398,7 +408,7 @@ async def test_prompts_are_computed_as_long_as_the_host_memory_is_not_ready(secr
 
 @pytest.mark.parametrize("tokens", [[6, toy_model.VOCAB], [6, -1], [], [6] * toy_model.LONGEST], ids=len)
 async def test_invalid_prompts_of_other_engines_are_not_computed(tokens, secret, oracle):
-    fetch = Fetch(1, [(EntryKind.BLOCK, bytes(32))], np.array(tokens, np.int32).tobytes(), "", 0, False)
+    fetch = Fetch(1, [(EntryKind.BLOCK, bytes(32))], np.array(tokens, np.int32).tobytes(), "", 0, "tcp")
     async with start_pair(secret) as (prefill, engine):
         transfers = prefill._loop._transfers
         transfers._run_on_engine_thread(lambda: transfers._leases.open(10**6, fetch))

@@ -29,10 +29,9 @@ class EntryCopy(NamedTuple):
 
 
 class Carrier(ABC):
-    """Copies entries. needs_payloads: whether messages must contain the bytes of entries."""
+    """Copies entries."""
 
     name: TransferCarrier
-    needs_payloads = False
 
     @abstractmethod
     def copy(self, copies: Sequence[EntryCopy]) -> None:
@@ -50,7 +49,6 @@ class TcpCarrier(Carrier):
     """The connection between the engines carries the entries."""
 
     name = "tcp"
-    needs_payloads = True
 
     def __init__(self, memory: HostMemory):
         self._memory = memory

@@ -29,7 +29,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     key: unique among all fetches of the client's process.
     entries: kind and hash of each entry. Blocks are in the order of the prompt.
     prompt_ids: int32 tokens as bytes. Empty if the server must not compute missing entries.
-    wants_payloads: whether `Entries` messages contain the bytes of the entries.
+    carrier: name of the client's carrier. With "tcp", `Entries` messages contain the bytes of the entries.
     """
 
     key: int
@@ -37,7 +37,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     prompt_ids: bytes
     cache_salt: str
     priority: int
-    wants_payloads: bool
+    carrier: str
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +106,7 @@ class ReadyEntry(NamedTuple):
 
 
 class Entries(msgspec.Struct, frozen=True, tag=True):
-    """Entries that are ready. Frames with their bytes follow if `Fetch.wants_payloads`."""
+    """Entries that are ready. With the carrier "tcp", frames with their bytes follow."""
 
     key: int
     entries: list[ReadyEntry]

@@ -26,8 +26,9 @@ class NixlAgent:
     """
 
     def __init__(self, api: ModuleType, address: int, num_bytes: int):
-        # With this mode, several threads may use the agent.
-        config = api.nixl_agent_config(sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        # With this mode, several threads may use the agent. NIXL's own thread would always occupy a core.
+        sync_mode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync_mode)
         self._agent: Any = api.nixl_agent(f"nanovllm-{secrets.token_hex(8)}", config)
         self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
@@ -36,6 +37,10 @@ class NixlAgent:
         """Returns the peer's name for `read`."""
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
+
+    def progress(self) -> None:
+        """Let peers read the memory. Call repeatedly while they may read, because some networks need this."""
+        self._agent.get_new_notifs()
 
     def read(self, peer: str, sources: list[tuple[int, int, int]], targets: list[tuple[int, int, int]]) -> bool:
         """Copy the peer's memory. Returns whether all copies succeeded. When this ends, no copy is in progress.

@@ -132,7 +132,7 @@ class PeerConnection:
             client_request.prompt_ids.tobytes() if fetch.peer_computes else b"",
             client_request.cache_salt,
             client_request.priority,
-            self._carrier.needs_payloads,
+            self._carrier.name,
         )
         self._fetches[request.key] = _OpenFetch(fetch, time.monotonic())
         self._send(message)
@@ -255,7 +255,7 @@ class PeerConnection:
             self._send(Cancel(key))
             return
         open_fetch.heard_s, fetch = time.monotonic(), open_fetch.fetch
-        has_payloads = carrier.needs_payloads and len(payloads) == len(entries)
+        has_payloads = len(payloads) == len(entries)
         new_entries: list[ReadyEntry] = []
         copies: list[EntryCopy] = []
         # A message may arrive twice. After a failed copy, the entry is computed.

@@ -50,6 +50,7 @@ HEARTBEATS = ((zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000))
 # Maximum bytes of a message. The longest has the tokens and the hashes of a prompt.
 MAX_MESSAGE_BYTES = 256 << 20
 NUM_CHECKSUM_THREADS = 2
+PROGRESS_INTERVAL_S = 0.001  # see `NixlAgent.progress`
 
 # Runs a function on the engine's thread, soon.
 RunOnEngineThread = Callable[[Callable[[], object]], None]
@@ -59,14 +60,14 @@ RunOnEngineThread = Callable[[Callable[[], object]], None]
 class _ClientLease:
     """The lease of a client's fetch. number: see `LeaseTable`. expiry_s: value of `time.monotonic` when the lease ends.
 
-    wants_payloads: see `Fetch.wants_payloads`.
+    carrier: see `Fetch.carrier`.
     """
 
     number: int
     client: bytes
     key: int
     num_entries: int
-    wants_payloads: bool
+    carrier: str
     expiry_s: float
 
 
@@ -90,7 +91,8 @@ class PrefixServer:
         self.engine_id = secrets.token_hex(8)
         self._identity = identity
         self._memory = memory
-        self._agent = agent  # must live while clients read the memory
+        self._agent = agent
+        self._is_progressing = False
         self._leases = leases
         self._run_on_engine_thread = run_on_engine_thread
         self._remote_memory = _describe_memory(memory, agent)
@@ -161,7 +163,7 @@ class PrefixServer:
             return
         if update.entries:
             entries = [entry._replace(checksum=crc) for entry, crc in zip(update.entries, checksums, strict=True)]
-            self._send(lease.client, Entries(lease.key, entries), slots if lease.wants_payloads else ())
+            self._send(lease.client, Entries(lease.key, entries), slots if lease.carrier == "tcp" else ())
         if update.num_missing is not None:
             reason = f"{update.num_missing} of {lease.num_entries} entries are missing" if update.num_missing else ""
             num_sent = lease.num_entries - update.num_missing
@@ -233,9 +235,19 @@ class PrefixServer:
             return
         number = next(self._lease_numbers)
         expiry_s = time.monotonic() + LEASE_S
-        lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.wants_payloads, expiry_s)
+        lease = _ClientLease(number, client, fetch.key, len(fetch.entries), fetch.carrier, expiry_s)
         self._client_leases[client, fetch.key] = self._lease_by_number[number] = lease
         self._run_on_engine_thread(partial(self._leases.open, number, fetch))
+        if fetch.carrier == "nixl" and self._agent is not None and not self._is_progressing:
+            self._start_task(self._progress(self._agent))
+
+    async def _progress(self, agent: NixlAgent) -> None:
+        """Let clients read the memory until no lease needs NIXL."""
+        self._is_progressing = True
+        while any(lease.carrier == "nixl" for lease in self._lease_by_number.values()):
+            agent.progress()
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+        self._is_progressing = False
 
     async def _expire(self) -> None:
         while True:
