@@ -13,11 +13,10 @@ from transfer_matrix import CARRIERS, TRANSFER_SETTINGS, compare
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 HEAD_MODELS = [name for name in MODELS if TINY_MODELS[name].has_mtp]
-# Each setting has a family, and each family has a setting. Carriers take turns.
-PAIRS = [
-    *((name, "heads") for name in HEAD_MODELS),
-    *zip(cycle(MODELS), (setting for setting in TRANSFER_SETTINGS if setting != "heads"), strict=False),
-]
+# Each setting has a family, and each family has a setting. Carriers take turns. Only the program runs "own requests",
+# which starts as many processes as "two ranks".
+SETTINGS = [setting for setting in TRANSFER_SETTINGS if setting not in ("heads", "own requests")]
+PAIRS = [*((name, "heads") for name in HEAD_MODELS), *zip(cycle(MODELS), SETTINGS, strict=False)]
 RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict=False)]
 
 

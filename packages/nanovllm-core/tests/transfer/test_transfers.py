@@ -39,6 +39,8 @@ from nanovllm_core.transfer.fetches import FetchOutcome
 from nanovllm_core.transfer.messages import Fetch
 from nanovllm_core.transfer.prefix_client import PeerConnection
 
+pytestmark = pytest.mark.background
+
 CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gib=0.01)
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
 FETCHED = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE  # tokens of a prompt that a fetch brings

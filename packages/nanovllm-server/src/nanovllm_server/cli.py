@@ -216,6 +216,8 @@ def _add_transfer_flags(flags: argparse.ArgumentParser) -> None:
     )
     transfer.add_argument(
         "--transfer-peers",
+        # `transfer_peers` is the field of the engine's configuration, which has single addresses.
+        dest="transfer_peer_lists",
         action="append",
         metavar="ADDRESS",
         help="HOST:PORT of each prefill server from which this decode server may fetch; repeat or separate by commas",

@@ -34,7 +34,7 @@ def read_transfer_flags(options: argparse.Namespace) -> tuple[TransferSettings, 
         return _read_role(options, given_flags)
     if given_flags:
         raise SettingsError(f"{given_flags[0]} needs --role: add --role, or leave out {given_flags[0]}")
-    return TransferSettings(), {"transfer_peers": ()}
+    return TransferSettings(), {}
 
 
 def has_gpu(device: Device | None) -> bool:
@@ -47,7 +47,7 @@ def _find_given_flags(options: argparse.Namespace) -> list[str]:
     values = {
         _LISTEN: options.transfer_listen,
         _HOST: options.transfer_host,
-        _PEERS: options.transfer_peers,
+        _PEERS: options.transfer_peer_lists,
         _SECRET: getattr(options, "transfer_secret_file", None),
         _CARRIER: None if options.transfer_carrier == "auto" else options.transfer_carrier,
     }
@@ -67,7 +67,7 @@ def _read_engine_pair(options: argparse.Namespace, given_flags: list[str]) -> tu
         excluded.append("--tensor-parallel-size")
     if excluded:
         raise SettingsError(f"{excluded[0]} has no effect with --prefill-gpus: leave out {excluded[0]}")
-    overrides: dict[str, Any] = {"tensor_parallel_size": num_ranks, "transfer_peers": ()}
+    overrides: dict[str, Any] = {"tensor_parallel_size": num_ranks}
     overrides |= _choose_host_memory(options, "--prefill-gpus")
     if not has_gpu(_find_device(options)):
         return TransferSettings(has_prefill_engine=True), overrides
@@ -98,9 +98,9 @@ def _read_role(options: argparse.Namespace, given_flags: list[str]) -> tuple[Tra
     overrides = _choose_host_memory(options, "--role")
     if is_prefill:
         host, port = _parse_address(_LISTEN, options.transfer_listen or DEFAULT_LISTEN)
-        overrides |= {"transfer_listen": join_address(host, port), "transfer_peers": ()}
+        overrides["transfer_listen"] = join_address(host, port)
         return TransferSettings(role=role, host=_choose_advertised_host(host, options.transfer_host)), overrides
-    peers = [peer.strip() for value in options.transfer_peers or () for peer in value.split(",") if peer.strip()]
+    peers = [peer.strip() for value in options.transfer_peer_lists or () for peer in value.split(",") if peer.strip()]
     if not peers:
         raise SettingsError(f"--role decode needs {_PEERS}: HOST:PORT of each prefill server")
     addresses = [_parse_address(_PEERS, peer) for peer in peers]
