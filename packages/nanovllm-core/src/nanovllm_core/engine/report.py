@@ -100,9 +100,9 @@ def _collect_tier_stats(tier: HostTier) -> dict[str, Any]:
 
 
 def _collect_transfer_stats(transfers: Transfers) -> dict[str, Any]:
-    outcomes, fetched, num_served_bytes, num_leases = transfers.collect_stats()
+    fetched, num_served_bytes, num_leases = transfers.collect_stats()
     return {
-        "fetches": tuple((str(outcome), count) for outcome, count in outcomes.items()),
+        "fetches": tuple((str(outcome), count) for outcome, count in fetched.outcomes.items()),
         "fetched_tokens": fetched.num_tokens,
         "fetched_bytes": fetched.num_bytes,
         "fetch_s": fetched.wait_s,

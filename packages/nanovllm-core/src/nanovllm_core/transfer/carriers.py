@@ -1,5 +1,6 @@
 """Ways to copy entries from the host memory of a peer to the host memory of this engine."""
 
+import logging
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -10,6 +11,8 @@ from nanovllm_core.cache.host_memory import EntryKind, HostMemory
 from nanovllm_core.config import TransferCarrier
 from nanovllm_core.transfer.messages import RemoteMemory
 from nanovllm_core.transfer.nixl import NixlAgent
+
+_log = logging.getLogger(__name__)
 
 
 class TransferError(Exception):
@@ -151,4 +154,8 @@ def make_carrier(
                 reasons.append(f"nixl: {error}")
         else:
             reasons.append("nixl: both engines need nixl-cu12 or nixl-cu13")
-    return TcpCarrier(memory) if setting in ("auto", "tcp") else "; ".join(reasons)
+    if setting not in ("auto", "tcp"):
+        return "; ".join(reasons)
+    if reasons:
+        _log.info("the connection carries KV blocks, because other carriers do not work: %s", "; ".join(reasons))
+    return TcpCarrier(memory)

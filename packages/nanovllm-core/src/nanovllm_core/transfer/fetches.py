@@ -5,7 +5,7 @@ All calls come from the engine's thread.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -93,7 +93,7 @@ class FetchCounters:
     num_tokens, num_bytes: numbers of fetched tokens and bytes. wait_s: total seconds for which requests waited.
     """
 
-    outcomes: Counter[FetchOutcome] = field(default_factory=Counter[FetchOutcome])
+    outcomes: dict[FetchOutcome, int] = field(default_factory=lambda: dict.fromkeys(FetchOutcome, 0))
     num_tokens: int = 0
     num_bytes: int = 0
     wait_s: float = 0.0
@@ -223,11 +223,6 @@ class FetchPlanner:
         if (fetch := self._fetches.get(key)) is not None:
             fetch.request.status = RequestStatus.FINISHED
         return fetch
-
-    @property
-    def outcomes(self) -> Mapping[FetchOutcome, int]:
-        """Number of requests by outcome, for all outcomes."""
-        return {outcome: self.counters.outcomes[outcome] for outcome in FetchOutcome}
 
 
 def _as_bytes(block_hash: bytes | int) -> bytes:

@@ -35,8 +35,8 @@ from nanovllm_core.transfer.messages import (
     encode,
 )
 from nanovllm_core.transfer.nixl import CopyInProgressError, NixlAgent
-from nanovllm_core.transfer.prefix_server import HEARTBEATS, MAX_MESSAGE_BYTES, endpoint_of
 from nanovllm_core.transfer.secret import TransferSecret
+from nanovllm_core.transfer.sockets import endpoint_of, make_socket
 
 HEARTBEAT_S = 0.5  # between two Hello messages
 # A peer that sends nothing for this time is down. A fetch that the peer does not mention for this time is lost.
@@ -97,16 +97,9 @@ class PeerConnection:
         self._must_reset = False  # whether the next Welcome must be answered with a reset
         self._fetches: dict[int, _OpenFetch] = {}
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = make_socket(self._context, zmq.DEALER, secret.client_keys)
         self._socket.curve_serverkey = secret.server_keys.public
-        self._socket.curve_publickey, self._socket.curve_secretkey = secret.client_keys
         for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.IPV6, 1),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            *HEARTBEATS,
             # Drop messages instead of queueing them for a peer that is not connected.
             (zmq.IMMEDIATE, 1),
             (zmq.RECONNECT_IVL, 100),

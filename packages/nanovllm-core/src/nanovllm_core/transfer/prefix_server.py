@@ -40,15 +40,12 @@ from nanovllm_core.transfer.messages import (
 )
 from nanovllm_core.transfer.nixl import NixlAgent
 from nanovllm_core.transfer.secret import TransferSecret
+from nanovllm_core.transfer.sockets import endpoint_of, make_socket
 
 # A lease ends if its client sends no Hello with the fetch's key for this time.
 LEASE_S = 3.0
 # A client that sends no Hello for this time must send Hello again before other messages.
 CLIENT_TIMEOUT_S = 10.0
-# Options of sockets: a connection without an answer for 3 s is made again.
-HEARTBEATS = ((zmq.HEARTBEAT_IVL, 1000), (zmq.HEARTBEAT_TIMEOUT, 3000))
-# Maximum bytes of a message. The longest has the tokens and the hashes of a prompt.
-MAX_MESSAGE_BYTES = 256 << 20
 NUM_CHECKSUM_THREADS = 2
 PROGRESS_INTERVAL_S = 0.001  # see `NixlAgent.progress`
 
@@ -109,19 +106,9 @@ class PrefixServer:
         self._authenticator = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", _OneKey(secret.client_keys.public))
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = make_socket(self._context, zmq.ROUTER, secret.server_keys)
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = secret.server_keys
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.IPV6, 1),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            *HEARTBEATS,
-        ):
-            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(endpoint_of(address))
         except zmq.ZMQError as error:
@@ -267,11 +254,6 @@ class _OneKey:
 
     def callback(self, _domain: str, key: bytes) -> bool:
         return key == self._key
-
-
-def endpoint_of(address: str) -> str:
-    """The ZeroMQ endpoint of HOST:PORT or ipc:///PATH."""
-    return address if address.startswith("ipc://") else f"tcp://{address}"
 
 
 def _bound_address(address: str, endpoint: str) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -23,11 +23,10 @@ from nanovllm_core.transfer.secret import TransferSecret
 class TransferStats(NamedTuple):
     """Statistics of transfers since the engine started.
 
-    outcomes: number of requests by outcome. fetched: totals of fetched tokens, bytes and waits.
+    fetched: totals of this engine's fetches.
     num_served_bytes: bytes that other engines have fetched. num_leases: number of open leases.
     """
 
-    outcomes: Mapping[FetchOutcome, int]
     fetched: FetchCounters
     num_served_bytes: int
     num_leases: int
@@ -120,8 +119,7 @@ class Transfers:
 
     def collect_stats(self) -> TransferStats:
         """The statistics since the engine started."""
-        planner, leases = self._planner, self._leases
-        return TransferStats(planner.outcomes, planner.counters, leases.num_served_bytes, len(leases))
+        return TransferStats(self._planner.counters, self._leases.num_served_bytes, len(self._leases))
 
     def _run_on_engine_thread(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
