@@ -1,6 +1,9 @@
 """Compiled functions: once for any number of rows, and apart from one another. Tracing is real, no kernels are made."""
 
+import importlib.util
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,13 @@ from nanovllm_core.layers import compilation as module
 from nanovllm_core.layers.compilation import compile_for_rows, set_cache_directories
 
 # The name of the directory by variable.
-CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUTE_DSL_CACHE_DIR": "cute"}
+CACHE_VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUTE_DSL_CACHE_DIR": "cute",
+    "CUTE_EXPERIMENTAL_DSL_CACHE_DIR": "cute",
+    "QUACK_CACHE_DIR": "quack",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +76,17 @@ def test_compiled_code_is_cached_if_the_directory_is_writable(tmp_path, monkeypa
     monkeypatch.setenv("NANOVLLM_CACHE", "/proc/nowhere")
     compile_for_rows(mixed, 9)
     assert not any(os.environ.get(name, "").startswith("/proc") for name in CACHE_VARIABLES)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs CuTe DSL")
+def test_cute_dsl_leaves_nothing_in_the_directory_for_temporary_files(tmp_path):
+    code = "from nanovllm_core.layers.compilation import set_cache_directories as f; f(); import cutlass.cute"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in CACHE_VARIABLES}
+    environment |= {"TMPDIR": str(temporary), "NANOVLLM_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert list(temporary.iterdir()) == []
 
 
 def test_cache_directories_of_the_user_are_kept(monkeypatch):

@@ -52,8 +52,15 @@ def compile_for_rows(
 def set_cache_directories() -> None:
     """Make all compilers cache compiled code in the project's cache. Call before the first kernel runs."""
     # torch.compile changes Triton's directory, unless the variable is set. Kernels that are compiled before and after
-    # this change would be in different directories. CuTe DSL would use the system's temporary directory.
-    variables = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUTE_DSL_CACHE_DIR": "cute"}
+    # this change would be in different directories. CuTe DSL, and QuACK, which FlashAttention imports, would use the
+    # system's temporary directory.
+    variables = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "CUTE_DSL_CACHE_DIR": "cute",
+        "CUTE_EXPERIMENTAL_DSL_CACHE_DIR": "cute",
+        "QUACK_CACHE_DIR": "quack",
+    }
     for variable, name in variables.items():
         directory = make_cache_directory(name)
         if directory is not None:
