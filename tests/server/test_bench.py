@@ -37,7 +37,7 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     lengths = ["--long-len=400", "--short-len=40", "--prompt-len=200", "--conversation-len=250", "--message-len=60"]
     lengths += ["--turn-len=40", "--stream-len=500", "--output-len=4"]
     counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--turn-conversations=2", "--conversations=3"]
-    counts += ["--turn-streams=2", "--repeat=1"]
+    counts += ["--arrival-rates=0,4", "--arrivals-s=1", "--turn-streams=2", "--repeat=1"]
     file = tmp_path / "interference.json"
     arguments = ["interference", f"ours={shallow_server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
     assert bench_cli.main([*arguments, "--json", str(file)]) == 0
@@ -46,13 +46,14 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     assert tuple(case["case"] for case in measured["cases"]) == INTERFERENCE_CASE_NAMES
     assert all(case["errors"] == [] and case["warnings"] == [] for case in measured["cases"])
     assert all(figure is not None for case in measured["cases"] for figure in case["figures"].values())
-    long_alone, short_beside, decodes, turn, turns = (case["figures"] for case in measured["cases"])
+    long_alone, short_beside, decodes, arrivals, turn, turns = (case["figures"] for case in measured["cases"])
     assert long_alone["long_prompt_tokens"] == pytest.approx(400, abs=2)
     # All short requests arrive in the time that the long prompt takes alone.
     assert short_beside["short_ttft_p50_ms"] < 2 * short_beside["long_ttft_p50_ms"]
     assert decodes["prompt_tokens"] == pytest.approx(200, abs=2)
     assert decodes["prompt_1_ttft_p50_ms"] < decodes["prompt_last_ttft_p50_ms"]
     assert decodes["baseline_gap_p50_ms"] < decodes["beside_gap_max_ms"]
+    assert arrivals["rate_0_gap_p50_ms"] < arrivals["rate_4_gap_max_ms"]
     for figures in (turn, turns):
         assert 220 < figures["turn_cached_tokens"] < figures["turn_prompt_tokens"] < 300
     assert turn["turn_ttft_p50_ms"] < turn["history_ttft_p50_ms"]

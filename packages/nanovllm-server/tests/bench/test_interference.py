@@ -15,6 +15,7 @@ from nanovllm_server.bench.interference.decode_streams import STREAM_ENDED_EARLY
 from nanovllm_server.bench.interference.interference_flags import make_options
 from nanovllm_server.bench.interference.interference_sizes import CASE_NAMES, InterferenceSizes
 from nanovllm_server.bench.report import BenchError
+from nanovllm_server.bench.server_cases import case_client
 from nanovllm_server.bench.server_cases.case_client import CaseClient
 from nanovllm_server.bench.server_cases.case_command import CaseOptions, measure
 from nanovllm_server.bench.server_cases.case_results import make_table
@@ -28,6 +29,8 @@ SIZE_FLAGS = [
     "--stream-len=380",
     "--baseline-s=0.05",
     "--num-prompts=2",
+    "--arrival-rates=0,60",
+    "--arrivals-s=0.2",
     "--prompt-len=200",
     "--turn-conversations=2",
     "--conversations=2",
@@ -57,14 +60,14 @@ def options(url, engine) -> CaseOptions[InterferenceSizes]:
 
 @pytest.fixture
 def client(url) -> CaseClient:
-    return CaseClient(parse_base_url(f"{url}/v1", None), "scripted", temperature=0.0, timeout_s=5.0)
+    return CaseClient([parse_base_url(f"{url}/v1", None)], "scripted", temperature=0.0, timeout_s=5.0)
 
 
 async def test_each_case_reports_its_figures(options):
     (result,) = await measure(options)
     assert result.server.model == "scripted"
     assert tuple(case.case for case in result.case_results) == CASE_NAMES
-    long_alone, short_beside, decodes, turn, turns = result.case_results
+    long_alone, short_beside, decodes, arrivals, turn, turns = result.case_results
     for case in result.case_results:
         assert case.errors == []
         assert case.warnings == []
@@ -79,6 +82,10 @@ async def test_each_case_reports_its_figures(options):
     assert 1 < decodes.figures["baseline_gap_p50_ms"] <= decodes.figures["baseline_gap_max_ms"] < 1000
     assert decodes.figures["baseline_gaps"] > 2 * 3 * 5
     assert decodes.figures["beside_gaps"] >= 2 * 3
+    assert {kind: len(ttfts) > 1 for kind, ttfts in arrivals.ttfts_ms.items()} == {"rate_0": False, "rate_60": True}
+    assert "rate_0_ttft_p50_ms" not in arrivals.figures
+    assert arrivals.figures["rate_60_ttft_p50_ms"] > 1
+    assert min(arrivals.figures[f"rate_{rate}_gaps"] for rate in (0, 60)) > 0
     assert len(turn.ttfts_ms["turn"]) == 2 * 2
     assert turn.figures["turn_prompt_tokens"] == pytest.approx(240 + 80, rel=0.15)
     assert {kind: len(ttfts) for kind, ttfts in turns.ttfts_ms.items()} == {"at_once": 4, "spaced": 4}
@@ -91,6 +98,21 @@ async def test_short_requests_arrive_while_the_long_prompt_is_computed(options, 
     is_long = [request.num_prompt_tokens > 180 for request in engine.requests]
     # Three requests measure token costs. Then: long warm-up, long alone, short warm-up, the long request, three short.
     assert is_long[3:] == [True, True, False, True, False, False, False]
+
+
+async def test_replicas_of_a_server_get_requests_in_turn(url, monkeypatch):
+    ((label, endpoints),) = parse_options(f"pair={url}/v1,http://127.0.0.1:1/v1").endpoints
+    assert label == "pair"
+    sent_to: list[int] = []
+
+    async def record_port(endpoint, body, on_piece):
+        sent_to.append(endpoint.port)
+
+    monkeypatch.setattr(case_client, "stream_chat", record_port)
+    client = CaseClient(endpoints, "scripted", temperature=0.0, timeout_s=5.0)
+    for _ in range(4):
+        await client.send(HELLO_MESSAGES, 1)
+    assert sent_to == [endpoints[0].port, 1] * 2
 
 
 async def test_streams_end_when_the_measurement_ends(options, engine):

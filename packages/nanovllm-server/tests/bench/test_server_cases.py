@@ -15,7 +15,7 @@ from nanovllm_server.bench.server_cases.prompt_texts import (
 
 async def test_request_without_an_answer_ends_at_the_time_limit(url, engine):
     engine.delay = 60.0
-    client = CaseClient(parse_base_url(f"{url}/v1", None), "scripted", temperature=0.0, timeout_s=0.2)
+    client = CaseClient([parse_base_url(f"{url}/v1", None)], "scripted", temperature=0.0, timeout_s=0.2)
     assert await client.send([{"role": "user", "content": "Hello"}], 4) is None
     assert client.errors == ["no whole answer within 0.2 s: raise --timeout"]
 

@@ -33,6 +33,14 @@ def request_rate(text: str) -> float | None:
     return None if value == float("inf") else value
 
 
+def finite_rates(text: str) -> tuple[float, ...]:
+    """Parses finite numbers of requests per second, separated by commas. The number 0 is allowed."""
+    rates = tuple(float(rate) for rate in text.split(","))
+    if not all(0 <= rate < float("inf") for rate in rates):
+        raise argparse.ArgumentTypeError("must be at least 0 and finite")
+    return rates
+
+
 def assignment(text: str) -> tuple[str, str]:
     """Parses `KEY=VALUE`."""
     key, equals, value = text.partition("=")

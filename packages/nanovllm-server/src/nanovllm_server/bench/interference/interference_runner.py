@@ -1,6 +1,7 @@
-"""The five cases of `nanovllm-bench interference`, each measured on one server."""
+"""The six cases of `nanovllm-bench interference`, each measured on one server."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from random import Random
@@ -32,6 +33,7 @@ class InterferenceRunner:
             "long-alone": self._measure_long_alone,
             "short-beside-long": self._measure_short_beside_long,
             "decodes-beside-long": self._measure_decodes_beside_long,
+            "decodes-beside-arrivals": self._measure_decodes_beside_arrivals,
             "turn": self._measure_turn,
             "turns-beside-decodes": self._measure_turns_beside_decodes,
         }
@@ -109,6 +111,32 @@ class InterferenceRunner:
         result.add_ttfts("prompt", answers)
         result.figures["prompt_tokens"] = median_or_nan(answer.prompt_tokens for answer in answers)
         result.figures["client_busy_percent"] = 100 * max(client_core_shares)
+
+    async def _measure_decodes_beside_arrivals(self, client: CaseClient, result: CaseResult) -> None:
+        workload, settings = self._workload, self._settings
+        await self._warm_up_streams(client, workload.streams)
+        for index in range(2 * len(self._server.endpoints)):
+            await client.send(self._single_prompt(workload.prompt_len, f"arrivals warm-up {index}"), 1)
+        gaps_s_by_rate: dict[float, list[float]] = {rate: [] for rate in workload.arrival_rates}
+        for rate, repetition in itertools.product(workload.arrival_rates, range(settings.repeat)):
+            seed = f"arrivals {rate:g} {repetition}"
+            delays_s = _draw_arrivals(Random(f"{settings.seed} {seed}"), rate, workload.arrivals_s)
+            prompts = self._single_prompts(workload.prompt_len, len(delays_s), seed)
+            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.streams, f"{seed} stream")
+            async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
+                start = await streams.wait_until_decoding()
+                requests = [
+                    client.send(prompt, 1, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
+                ]
+                answers, _ = await asyncio.gather(asyncio.gather(*requests), asyncio.sleep(workload.arrivals_s))
+                end = max(start + workload.arrivals_s, _find_latest_first_piece_time(answers))
+                await streams.wait_for_pieces_after(end)
+                gaps_s_by_rate[rate] += streams.list_gaps_overlapping(start, end)
+            result.add_ttfts(f"rate_{rate:g}", answers)
+        for rate, gaps_s in gaps_s_by_rate.items():
+            if rate > 0:
+                result.summarize_ttfts(f"rate_{rate:g}")
+            result.summarize_gaps(f"rate_{rate:g}", gaps_s)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
         workload = self._workload
@@ -221,6 +249,15 @@ def _add_cache_figures(result: CaseResult, turn_answers: Sequence[TimedAnswer | 
         result.warnings.append(
             f"{num_misses} turns missed the prefix cache, or the server does not report cached_tokens"
         )
+
+
+def _draw_arrivals(random: Random, rate: float, duration_s: float) -> list[float]:
+    """Draws the arrival times of a Poisson process, in seconds. rate: mean number of arrivals per second."""
+    times_s: list[float] = []
+    time_s = 0.0
+    while rate > 0 and (time_s := time_s + random.expovariate(rate)) < duration_s:
+        times_s.append(time_s)
+    return times_s
 
 
 def _find_latest_first_piece_time(answers: Iterable[TimedAnswer | None]) -> float:

@@ -2,13 +2,21 @@
 
 from dataclasses import dataclass
 
-from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_least_2
+from nanovllm_server.bench.argument_types import finite_rates, integer_at_least_1, integer_at_least_2
 from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size
 from nanovllm_server.flag_types import seconds
 
-CASE_NAMES = ("long-alone", "short-beside-long", "decodes-beside-long", "turn", "turns-beside-decodes")
+CASE_NAMES = (
+    "long-alone",
+    "short-beside-long",
+    "decodes-beside-long",
+    "decodes-beside-arrivals",
+    "turn",
+    "turns-beside-decodes",
+)
 # Headings of the flags. A heading names the cases that use the sizes below it.
-_LONG, _DECODES, _TURNS = "long-alone and short-beside-long", "decodes-beside-long", "turn and turns-beside-decodes"
+_LONG, _TURNS = "long-alone and short-beside-long", "turn and turns-beside-decodes"
+_DECODES, _ARRIVALS = "decodes-beside-long and decodes-beside-arrivals", "decodes-beside-arrivals"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +33,14 @@ class InterferenceSizes(WorkloadSizes):
     streams: int = size(_DECODES, integer_at_least_1, 64, "decoding streams")
     stream_len: int = size(_DECODES, integer_at_least_2, 4096, "maximum tokens of each decoding stream, in all cases")
     baseline_s: float = size(_DECODES, seconds, 2.0, "time that the streams decode alone", metavar="S")
-    num_prompts: int = size(_DECODES, integer_at_least_1, 3, "prompts that arrive at once while the streams decode")
-    prompt_len: int = size(_DECODES, integer_at_least_1, 30_000, "tokens of each of these prompts")
+    prompt_len: int = size(_DECODES, integer_at_least_1, 30_000, "tokens of each prompt that arrives meanwhile")
+    num_prompts: int = size(
+        _DECODES, integer_at_least_1, 3, "prompts that arrive at once in the case decodes-beside-long"
+    )
+    arrival_rates: tuple[float, ...] = size(
+        _ARRIVALS, finite_rates, (0.0, 0.5, 1.0), "prompts per second, one run per rate", metavar="RATE,..."
+    )
+    arrivals_s: float = size(_ARRIVALS, seconds, 20.0, "time in which prompts arrive", metavar="S")
     turn_conversations: int = size(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
     conversations: int = size(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
     conversation_len: int = size(_TURNS, integer_at_least_1, 32_000, "cached tokens of a conversation")
@@ -50,6 +64,8 @@ class InterferenceSizes(WorkloadSizes):
             f"while one prompt of {self.long_len:,} tokens is computed",
             "decodes-beside-long": f"{self.streams} streams decode, then {self.num_prompts} prompts of "
             f"{self.prompt_len:,} tokens arrive at once",
+            "decodes-beside-arrivals": f"{self.streams} streams decode while prompts of {self.prompt_len:,} tokens "
+            f"arrive at random for {self.arrivals_s:g} s",
             "turn": f"{self.turn_conversations} conversations, one after the other: {turn}",
             "turns-beside-decodes": f"{self.conversations} conversations beside {self.turn_streams} decoding streams: "
             f"{turn}, first all at once, then {self.turn_interval_ms:g} ms apart",

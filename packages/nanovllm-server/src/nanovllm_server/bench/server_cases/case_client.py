@@ -1,6 +1,7 @@
-"""Sends the requests of a case to one server."""
+"""Sends the requests of a case to one server, or in turn to several replicas of a server."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,13 @@ from nanovllm_server.bench.server_cases.prompt_texts import Message, PromptToken
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server to measure. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`."""
+    """A server to measure. label: the server's name in tables. prompt_token_costs: from `measure_token_costs`.
+
+    endpoints: the server's replicas, usually one. Each request goes to the next replica.
+    """
 
     label: str
-    endpoint: Endpoint
+    endpoints: Sequence[Endpoint]
     model: str
     prompt_token_costs: PromptTokenCosts
 
@@ -22,11 +26,11 @@ class MeasuredServer:
 class CaseClient:
     """Sends the requests of one case to one server, and records the error of each request that fails."""
 
-    def __init__(self, endpoint: Endpoint, model: str, temperature: float, timeout_s: float):
+    def __init__(self, endpoints: Sequence[Endpoint], model: str, temperature: float, timeout_s: float):
         self.timeout_s = timeout_s
         self.num_sent = 0
         self.errors: list[str] = []
-        self._endpoint = endpoint
+        self._next_endpoints = itertools.cycle(endpoints)
         self._model = model
         self._temperature = temperature
 
@@ -49,7 +53,7 @@ class CaseClient:
         body = chat_request(self._model, messages, max_tokens, self._temperature)
         try:
             async with asyncio.timeout(self.timeout_s if has_timeout else None):
-                return await stream_chat(self._endpoint, body, on_piece)
+                return await stream_chat(next(self._next_endpoints), body, on_piece)
         except ExchangeError as error:
             self.errors.append(str(error))
         except TimeoutError:
@@ -58,17 +62,17 @@ class CaseClient:
 
 
 async def connect(
-    label: str, endpoint: Endpoint, model: str | None, temperature: float, timeout_s: float
+    label: str, endpoints: Sequence[Endpoint], model: str | None, temperature: float, timeout_s: float
 ) -> MeasuredServer:
     """Chooses the model, and measures a prompt's token costs. Raises BenchError if the server does not answer."""
     try:
         async with asyncio.timeout(timeout_s):
-            model_name = model or (await list_models(endpoint))[0]
+            model_name = model or (await list_models(endpoints[0]))[0]
 
             async def count_tokens(messages: list[Message]) -> int:
                 body = chat_request(model_name, messages, 4, temperature)
-                return (await stream_chat(endpoint, body)).prompt_tokens
+                return (await stream_chat(endpoints[0], body)).prompt_tokens
 
-            return MeasuredServer(label, endpoint, model_name, await measure_token_costs(count_tokens))
+            return MeasuredServer(label, endpoints, model_name, await measure_token_costs(count_tokens))
     except (ExchangeError, TimeoutError, LookupError) as error:
         raise BenchError(f"{label}: the server doesn't answer: {error or type(error).__name__}") from error

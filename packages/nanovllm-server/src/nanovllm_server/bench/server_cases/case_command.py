@@ -40,13 +40,13 @@ class CaseOptions(Generic[SizesT]):
 
     benchmark: the name of the command.
     make_runner: makes the runner that measures one server.
-    endpoints: (label, endpoint) pairs.
+    endpoints: (label, endpoints of the replicas) for each server.
     model: None for the first model that a server lists.
     """
 
     benchmark: str
     make_runner: Callable[[MeasuredServer, CaseSettings[SizesT]], CaseRunner]
-    endpoints: Sequence[tuple[str, Endpoint]]
+    endpoints: Sequence[tuple[str, Sequence[Endpoint]]]
     model: str | None
     cases: Sequence[str]
     settings: CaseSettings[SizesT]
@@ -90,8 +90,8 @@ async def measure(options: CaseOptions[SizesT]) -> list[ServerResult]:
     """Measures every case on every server. Raises BenchError if a server does not answer at all."""
     settings = options.settings
     servers = [
-        await connect(label, endpoint, options.model, settings.temperature, settings.timeout_s)
-        for label, endpoint in options.endpoints
+        await connect(label, endpoints, options.model, settings.temperature, settings.timeout_s)
+        for label, endpoints in options.endpoints
     ]
     results: list[ServerResult] = []
     for server in servers:
@@ -99,7 +99,7 @@ async def measure(options: CaseOptions[SizesT]) -> list[ServerResult]:
         case_results: list[CaseResult] = []
         for case in options.cases:
             print_message(f"{server.label}: {case}: {settings.sizes.describe(case)}")
-            client = CaseClient(server.endpoint, server.model, settings.temperature, settings.timeout_s)
+            client = CaseClient(server.endpoints, server.model, settings.temperature, settings.timeout_s)
             result = CaseResult(case)
             await runner.measure(case, client, result)
             result.num_requests, result.errors = client.num_sent, client.errors

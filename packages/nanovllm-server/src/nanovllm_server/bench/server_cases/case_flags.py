@@ -46,9 +46,10 @@ def add_flags(
         "url",
         nargs="*",
         default=[],
-        metavar="[NAME=]URL",
-        help="base URLs, measured one after the other, one column of the table per URL; without any, "
-        f"{default_url}; ${key_variable} holds the API key of all servers",
+        metavar="[NAME=]URL[,URL...]",
+        help="base URLs of servers, measured one after the other, one column of the table per server; a server may "
+        f"have several replicas, which get requests in turn; without any, {default_url}; ${key_variable} holds the "
+        "API key of all servers",
     )
     add(
         "--cases", type=parse_cases, default=",".join(case_names), metavar="CASE,...", help="cases, separated by commas"
@@ -83,7 +84,8 @@ def make_options(
         benchmark=flags.command,
         make_runner=make_runner,
         endpoints=[
-            (label, parse_base_url(url, api_key)) for label, url in map(_split_label, flags.url or [default_url])
+            (label, [parse_base_url(url, api_key) for url in urls.split(",")])
+            for label, urls in map(_split_label, flags.url or [default_url])
         ],
         model=flags.served_model,
         cases=flags.cases,
