@@ -19,7 +19,7 @@ from nanovllm_core.errors import ConfigError
 # Slots begin at multiples of this size, so that they can be pinned.
 PAGE_BYTES = 4096
 # The memory is pinned in pieces of about this size, because each pinning call blocks other calls of the driver.
-_PINNED_BYTES = 1 << 30
+_PINNED_BYTES = 1 << 28
 # Bytes of the counters of one rank: a cache line, so that ranks do not slow each other down.
 _COUNTER_BYTES = 64
 # Bytes of the marker, which follows the counters.
@@ -113,6 +113,8 @@ class HostLayout:
 
 # A rank's first counters, one per `Direction`, count executed batches. These are the indices of its other counters.
 _NUM_FAILURES, _IS_READY = len(Direction), len(Direction) + 1
+# Index of a counter of rank 0 only.
+_MAY_PIN = len(Direction) + 2
 _COUNTER_STRIDE = _COUNTER_BYTES // 8
 
 
@@ -182,6 +184,15 @@ class HostMemory:
             piece_bytes = max(_PINNED_BYTES // slot_bytes, 1) * slot_bytes
             pieces += torch.frombuffer(slots, dtype=torch.uint8).split(piece_bytes)
         return pieces
+
+    @property
+    def may_pin(self) -> bool:
+        """Whether the ranks may pin the memory now."""
+        return bool(self._counters[_MAY_PIN])
+
+    def allow_pinning(self) -> None:
+        """Let all ranks pin the memory. Steps are slow meanwhile, so rank 0 calls this after it has timed steps."""
+        self._counters[_MAY_PIN] = 1
 
     @property
     def is_ready(self) -> bool:

@@ -78,6 +78,8 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
+        if copier is not None:
+            copier.memory.allow_pinning()
         scheduler = _make_scheduler(spec, resolved, runner, step_time_model, tier, hash_secret)
         transfers = _make_transfers(spec, resolved, runner, copier, scheduler, transfer_secret)
     except BaseException:

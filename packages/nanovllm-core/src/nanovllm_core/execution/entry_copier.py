@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -25,6 +26,7 @@ from nanovllm_core.execution.plan_messages import PlanPublisher
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.block_copy import BlockParts, gather_blocks, scatter_blocks
 
+_MAY_PIN_INTERVAL_S = 0.02  # between checks of `HostMemory.may_pin`
 _log = logging.getLogger(__name__)
 
 
@@ -110,9 +112,13 @@ class EntryCopier:
         """Pin the host memory, so that the device copies it without the CPU. If this fails, no entry is ever copied."""
         torch.cuda.set_device(self._device)
         cudart: Any = torch.cuda.cudart()
+        while not self.memory.may_pin and not self._is_closing:
+            time.sleep(_MAY_PIN_INTERVAL_S)
         for piece in self.memory.pieces():
             if self._is_closing:
                 return
+            # Without this, the driver would allocate the pages, and would block other calls for longer.
+            piece.zero_()
             if (error := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))) != 0:
                 _log.error("host memory can't be pinned: CUDA error %d; the cache has no tier in host memory", error)
                 return
