@@ -13,6 +13,7 @@ import transformers
 
 from nanovllm_core import AsyncEngine, EngineConfig, EngineStats, Request, SamplingParams
 from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.transfer.fetch_times import FetchTimes
 from nanovllm_models import ModelDirectory, load
 
 VOCAB = 131
@@ -201,8 +202,9 @@ async def generate(
     config = EngineConfig(device=device, dtype="float32", forbid_sync=device == "cuda", **{"depth": 2, **settings})
     draft_directory = None if draft is None else ModelDirectory(draft, draft.name)
     patch = pytest.MonkeyPatch()
-    # To compute a tiny model's blocks is often faster than to load them.
+    # To compute a tiny model's blocks is often faster than to load or fetch them.
     patch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
+    patch.setattr(FetchTimes, "is_worthwhile", lambda *_: True)
     engine = await AsyncEngine.start(load(path, draft=draft_directory), config)
     rng = random.Random(5)
     answers: list[list[list[int]]] = []

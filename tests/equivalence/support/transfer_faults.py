@@ -28,6 +28,7 @@ from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.engine.interface import Engine
 from nanovllm_core.engine.process import EngineProcess
 from nanovllm_core.transfer import carriers
+from nanovllm_core.transfer.fetch_times import FetchTimes
 from nanovllm_core.transfer.prefix_client import PeerConnection
 from nanovllm_core.transfer.prefix_server import PrefixServer
 from nanovllm_models import load
@@ -59,6 +60,7 @@ class FaultyEngine:
     def __call__(self) -> tuple[ModelSpec, EngineConfig]:
         # To compute the prompts of a tiny model is faster than any fetch.
         CopyTimeModel.predict = lambda *_: 0.0
+        FetchTimes.is_worthwhile = lambda *_: True
         for sender in (PeerConnection, PrefixServer):
             sender._send = self.make_unreliable(sender._send)
         for carrier in (carriers.SharedMemoryCarrier, carriers.TcpCarrier, carriers.NixlCarrier):

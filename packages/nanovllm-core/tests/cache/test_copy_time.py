@@ -22,10 +22,18 @@ def test_fixed_time_and_rate_are_found(fixed_s, s_per_byte):
         assert model.predict(num_bytes) == pytest.approx(fixed_s + s_per_byte * num_bytes, rel=1e-3)
 
 
-def test_copies_of_one_size_give_a_rate():
+def test_small_copies_do_not_prevent_the_first_large_copy():
     model = CopyTimeModel()
-    observe_line(model, 0.0, 1e-9, [1 << 20] * 3)
-    assert model.predict(1 << 22) == pytest.approx(4 * model.predict(1 << 20))
+    observe_line(model, 1e-2, 1e-11, [1 << 20] * 3)
+    assert model.predict(1 << 30) == pytest.approx(model.predict(1 << 20))
+    observe_line(model, 1e-2, 1e-11, [1 << 30])
+    assert model.predict(1 << 29) == pytest.approx(1e-2 + 1e-11 * (1 << 29))
+
+
+def test_a_large_copy_does_not_prevent_the_first_small_copy():
+    model = CopyTimeModel()
+    model.observe(1 << 30, 0.1)
+    assert model.predict(1 << 20) == pytest.approx(0.1 / 1024)
 
 
 def test_recent_copies_count_more():

@@ -35,6 +35,7 @@ from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.transfer import leases, prefix_client, prefix_server
+from nanovllm_core.transfer.fetch_times import FetchTimes
 from nanovllm_core.transfer.fetches import FetchOutcome
 from nanovllm_core.transfer.messages import Fetch
 from nanovllm_core.transfer.prefix_client import PeerConnection
@@ -52,6 +53,7 @@ CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
 def always_fetch(monkeypatch):
     """Fetch and load entries even if computing is faster, as it is with a toy model."""
     monkeypatch.setattr(CopyTimeModel, "predict", lambda *_: 0.0)
+    monkeypatch.setattr(FetchTimes, "is_worthwhile", lambda *_: True)
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ async def test_different_salts_share_no_blocks(secret, oracle):
 
 
 async def test_prompts_that_are_faster_to_compute_are_not_fetched(secret, oracle, monkeypatch):
-    monkeypatch.setattr(CopyTimeModel, "predict", lambda *_: 1e9)
+    monkeypatch.setattr(FetchTimes, "is_worthwhile", lambda *_: False)
     async with start_pair(secret) as (prefill, engine):
         prompt = make_prompt(0)
         assert await generate(engine, prompt) == oracle(prompt, ANSWER_LEN)

@@ -30,8 +30,11 @@ class CopyTimeModel:
         mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
         variance = self._bytes_squared / self._weight - mean_bytes * mean_bytes
         covariance = self._product / self._weight - mean_bytes * mean_s
-        # If all copies had one size, or larger copies were faster, assume that the time is proportional to the size.
-        s_per_byte = covariance / variance if variance > 1e-6 * mean_bytes * mean_bytes else mean_s / mean_bytes
+        if variance <= 1e-6 * mean_bytes * mean_bytes:
+            # With copies of one size, the rate is unknown. A low estimate leads to a copy of another size.
+            return self._trust * mean_s * min(1.0, num_bytes / mean_bytes)
+        # If larger copies were faster, assume that the time is proportional to the size.
+        s_per_byte = covariance / variance
         fixed_s = mean_s - s_per_byte * mean_bytes
         if s_per_byte <= 0 or fixed_s < 0:
             s_per_byte, fixed_s = mean_s / mean_bytes, 0.0

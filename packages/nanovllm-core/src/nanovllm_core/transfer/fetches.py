@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from nanovllm_core.cache.copy_time import CopyTimeModel
 from nanovllm_core.cache.host_memory import EntryKind
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.request_state import RequestState, RequestStatus
+from nanovllm_core.transfer.fetch_times import MAX_FETCH_RATIO, FetchTimes
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
-# A fetch may take this many times as long as the steps of this engine, because a fetch delays no running request.
-MAX_FETCH_RATIO = 2.0
 # A fetch is given up if it takes this much longer than MAX_FETCH_RATIO allows.
 MAX_DELAY_S = 3.0
 
@@ -58,7 +56,7 @@ class PrefixFetch:
 
     peer_computes: whether the peer must compute entries that the peer lacks.
     num_tokens: number of tokens in the wanted blocks.
-    limit_s: time after which the fetch is given up.
+    compute_s: predicted time in which this engine would compute these tokens.
     epoch: value of `HostTier.epoch` when the fetch began.
     begin_s, end_s: times of `time.perf_counter`.
     arrived: positions of the entries that are now in their slots.
@@ -73,7 +71,7 @@ class PrefixFetch:
     peer_computes: bool
     entries: list[WantedEntry]
     num_tokens: int
-    limit_s: float
+    compute_s: float
     epoch: int
     begin_s: float
     outcome: FetchOutcome = FetchOutcome.NOTHING
@@ -83,6 +81,11 @@ class PrefixFetch:
     with_draft_entries: set[int] = field(default_factory=set[int])
     copying: set[int] = field(default_factory=set[int])
     late: frozenset[int] = frozenset()
+
+    @property
+    def limit_s(self) -> float:
+        """Time after which the fetch is given up, in seconds."""
+        return MAX_DELAY_S + MAX_FETCH_RATIO * self.compute_s
 
 
 @dataclass(slots=True)
@@ -114,8 +117,8 @@ class FetchPlanner:
         self._tier = tier
         self._slot_bytes = slot_bytes
         self._prefill_peer = prefill_peer
-        # Models of the seconds per number of fetched tokens, by `PrefixFetch.peer_computes`.
-        self._time_models = {True: CopyTimeModel(), False: CopyTimeModel()}
+        # By `PrefixFetch.peer_computes`.
+        self._fetch_times = {True: FetchTimes(), False: FetchTimes()}
         self._fetches: dict[int, PrefixFetch] = {}
 
     def plan(self, request: RequestState, is_peer_ready: Callable[[str], bool]) -> PrefixFetch | None:
@@ -146,10 +149,7 @@ class FetchPlanner:
         if num_found == len(hashes):
             return FetchOutcome.CACHED
         num_tokens = (len(hashes) - num_found) * cache.block_size
-        local_s = tier.predict_compute(num_found * cache.block_size, num_tokens)
-        time_model = self._time_models[peer_computes]
-        if time_model.predict(num_tokens) > MAX_FETCH_RATIO * local_s:
-            time_model.reject()
+        if not self._fetch_times[peer_computes].is_worthwhile(num_tokens):
             return FetchOutcome.SLOWER
         if not is_peer_ready(peer):
             return FetchOutcome.PEER_DOWN
@@ -164,9 +164,9 @@ class FetchPlanner:
         if any(tier.pools[kind].num_free < count for kind, count in num_slots.items()):
             return FetchOutcome.NO_SPACE
         entries = [WantedEntry(kind, block_hash, tier.pools[kind].allocate(1)[0]) for kind, block_hash in missing]
-        limit_s = MAX_DELAY_S + MAX_FETCH_RATIO * local_s
+        compute_s = tier.predict_compute(num_found * cache.block_size, num_tokens)
         return PrefixFetch(
-            request, peer, peer_computes, entries, num_tokens, limit_s, tier.epoch, begin_s=time.perf_counter()
+            request, peer, peer_computes, entries, num_tokens, compute_s, tier.epoch, begin_s=time.perf_counter()
         )
 
     def _is_found(self, kind: EntryKind, block_hash: bytes | int) -> bool:
@@ -204,7 +204,8 @@ class FetchPlanner:
                 pool.release([slot])
         # If fetches take too long, later prompts are computed instead.
         if fetch.outcome in (FetchOutcome.FETCHED, FetchOutcome.PARTLY, FetchOutcome.LOST, FetchOutcome.TOO_SLOW):
-            self._time_models[fetch.peer_computes].observe(fetch.num_tokens, fetch.end_s - fetch.begin_s)
+            fetch_times = self._fetch_times[fetch.peer_computes]
+            fetch_times.observe(fetch.num_tokens, fetch.end_s - fetch.begin_s, fetch.compute_s)
         del self._fetches[fetch.request.key]
         # The abort may have come after the end of the fetch.
         if fetch.request.status is RequestStatus.FINISHED:

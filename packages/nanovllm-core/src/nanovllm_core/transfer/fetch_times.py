@@ -1,0 +1,37 @@
+"""Decides whether a fetch of a prompt should be fast enough, from the times of earlier fetches."""
+
+# A fetch may take this many times as long as the steps of this engine, because a fetch delays no running request.
+MAX_FETCH_RATIO = 2.0
+# Weight of the newest fetch in the estimate.
+_NEWEST_WEIGHT = 0.5
+# Each decision against a fetch multiplies the estimate by this factor, so that fetches are tried again.
+_DECAY_WITHOUT_FETCHES = 0.95
+# A slower fetch counts as this slow. After one, about 20 prompts are computed before the next fetch.
+_MAX_RATIO = 8.0
+
+
+class FetchTimes:
+    """How many times as long fetches take as the steps that they replace.
+
+    There is one estimate for each power of two of the number of tokens. Short prompts have a large ratio, because every
+    fetch has a fixed cost. If the peer is overloaded, all ratios grow. The first fetch of each length is always made.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: dict[int, float] = {}
+
+    def is_worthwhile(self, num_tokens: int) -> bool:
+        """Whether to fetch `num_tokens` tokens."""
+        length_class = num_tokens.bit_length()
+        ratio = self._ratios.get(length_class, 1.0)
+        if ratio <= MAX_FETCH_RATIO:
+            return True
+        self._ratios[length_class] = ratio * _DECAY_WITHOUT_FETCHES
+        return False
+
+    def observe(self, num_tokens: int, fetch_s: float, compute_s: float) -> None:
+        """Add a fetch that took `fetch_s`. compute_s: predicted time of the steps that compute the same tokens."""
+        length_class = num_tokens.bit_length()
+        newest = min(fetch_s / compute_s, _MAX_RATIO) if compute_s > 0 else _MAX_RATIO
+        previous = self._ratios.get(length_class, 1.0)
+        self._ratios[length_class] = _NEWEST_WEIGHT * newest + (1 - _NEWEST_WEIGHT) * previous
