@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nanovllm_core.cache.checksum import checksum_of
 from nanovllm_core.cache.shared_directory import (
     Writer,
     check_directory,
@@ -190,8 +190,8 @@ class BlockFiles:
 
         Source: https://github.com/huggingface/safetensors#format
         """
-        # CRC-32 finds accidental damage, and is five times as fast as BLAKE2. Attackers can't access the directory.
-        metadata = {"identity": self._identity, "hash": block_hash.hex(), "crc32": f"{checksum:08x}"}
+        # Other users can't access the directory, so a fast hash is enough.
+        metadata = {"identity": self._identity, "hash": block_hash.hex(), "xxh3": f"{checksum:016x}"}
         tensor = {"dtype": "U8", "shape": [self._payload_bytes], "data_offsets": [0, self._payload_bytes]}
         text = json.dumps({"__metadata__": metadata, "payload": tensor}).encode()
         text += b" " * (-len(text) % 8)
@@ -206,7 +206,7 @@ class BlockFiles:
                 return False
             if os.readv(descriptor, [header, into]) != self._file_bytes:
                 return False
-            if bytes(header) != self._make_header(block_hash, zlib.crc32(into)):
+            if bytes(header) != self._make_header(block_hash, checksum_of(into)):
                 return False
             with contextlib.suppress(OSError):  # A directory that is now read-only still has intact files.
                 os.utime(descriptor)
@@ -219,7 +219,7 @@ class BlockFiles:
         try:
             # fsync is not needed: a file that loses contents in a power failure fails its checksum.
             with temporary.open("xb") as file:
-                file.write(self._make_header(block_hash, zlib.crc32(payload)))
+                file.write(self._make_header(block_hash, checksum_of(payload)))
                 file.write(payload)
             temporary.rename(self._path(block_hash))
         except OSError:

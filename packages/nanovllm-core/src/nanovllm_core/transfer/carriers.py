@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from nanovllm_core.cache.host_memory import EntryKind, HostMemory
 from nanovllm_core.config import TransferCarrier
 from nanovllm_core.transfer.messages import RemoteMemory
@@ -62,7 +64,7 @@ class TcpCarrier(Carrier):
             target = self._memory.slot(kind, target_slot)
             if payload is None or payload.nbytes != target.nbytes:
                 raise TransferError("a message lacks bytes of an entry")
-            target[:] = payload
+            _copy_bytes(payload, target)
 
     def close(self) -> None:
         """See `Carrier.close`."""
@@ -98,7 +100,7 @@ class SharedMemoryCarrier(Carrier):
             source = self._view[start : start + target.nbytes]
             if source_slot < 1 or source.nbytes != target.nbytes:
                 raise TransferError("the peer named a slot that does not exist")
-            target[:] = source
+            _copy_bytes(source, target)
 
     def close(self) -> None:
         """See `Carrier.close`."""
@@ -159,3 +161,8 @@ def make_carrier(
     if reasons:
         _log.info("the connection carries KV blocks, because other carriers do not work: %s", "; ".join(reasons))
     return TcpCarrier(memory)
+
+
+def _copy_bytes(source: memoryview, target: memoryview) -> None:
+    # Assigning a memoryview would stop all other threads, among them the engine's, until the copy has ended.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -18,8 +18,11 @@ from nanovllm_core.transfer.messages import Fetch, ReadyEntry
 
 # Keys of the requests that compute prompts for other engines. Keys of clients are smaller.
 FIRST_REQUEST_KEY = 1 << 62
-# Maximum bytes that one fetch holds. A fetch may always hold one entry.
-MAX_HELD_BYTES = 64 << 20
+# Maximum bytes that one fetch holds, and their maximum share of the host memory. A fetch may always hold one entry.
+MAX_HELD_BYTES = 256 << 20
+MAX_HELD_SHARE = 1 / 8
+# Maximum bytes of the entries in one update. One thread hashes them, and one thread of the client copies them.
+MAX_UPDATE_BYTES = 16 << 20
 MAX_LEASES = 256  # further fetches find no entries
 
 
@@ -70,6 +73,8 @@ class LeaseTable:
         self._scheduler = scheduler
         self._tier = tier
         self._slot_bytes = slot_bytes
+        memory_bytes = sum(pool.num_blocks * num_bytes for pool, num_bytes in zip(tier.pools, slot_bytes, strict=True))
+        self._max_held_bytes = min(MAX_HELD_BYTES, int(MAX_HELD_SHARE * memory_bytes))
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._leases: dict[int, _Lease] = {}
@@ -138,27 +143,31 @@ class LeaseTable:
         """Hold entries that are ready, and end leases whose entries were all received."""
         updates: list[LeaseUpdate] = []
         for number, lease in list(self._leases.items()):
-            if not lease.has_announced_end:
+            while not lease.has_announced_end:
                 entries, kinds = self._take_ready(lease)
                 lease.has_announced_end = not lease.unsent_positions
-                if entries or lease.has_announced_end:
-                    num_missing = lease.num_missing if lease.has_announced_end else None
-                    serve_s = time.perf_counter() - lease.begin_s
-                    updates.append(LeaseUpdate(number, entries, kinds, num_missing, serve_s))
+                if not entries and not lease.has_announced_end:
+                    break
+                num_missing = lease.num_missing if lease.has_announced_end else None
+                serve_s = time.perf_counter() - lease.begin_s
+                updates.append(LeaseUpdate(number, entries, kinds, num_missing, serve_s))
             if lease.has_announced_end and not lease.slot_by_position:
                 del self._leases[number]
         return updates
 
     def _take_ready(self, lease: _Lease) -> tuple[list[ReadyEntry], list[EntryKind]]:
-        """Hold entries from the start of `unsent_positions`, until an entry is not ready or the limit is reached."""
+        """Hold entries from the start of `unsent_positions`, until an entry is not ready or a limit is reached."""
         entries: list[ReadyEntry] = []
         kinds: list[EntryKind] = []
         num_held_bytes = sum(self._slot_bytes[lease.fetch.entries[position][0]] for position in lease.slot_by_position)
-        num_taken = 0
+        num_taken, num_update_bytes = 0, 0
         for position in lease.unsent_positions:
             kind, block_hash = EntryKind(lease.fetch.entries[position][0]), lease.fetch.entries[position][1]
             num_held_bytes += self._slot_bytes[kind]
-            if lease.slot_by_position and num_held_bytes > MAX_HELD_BYTES:
+            num_update_bytes += self._slot_bytes[kind]
+            if lease.slot_by_position and num_held_bytes > self._max_held_bytes:
+                break
+            if entries and num_update_bytes > MAX_UPDATE_BYTES:
                 break
             pool = self._tier.pools[kind]
             slot = pool.lookup(block_hash)

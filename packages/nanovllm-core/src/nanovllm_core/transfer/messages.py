@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 # Change this number whenever messages change their meaning.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -96,7 +96,7 @@ class ReadyEntry(NamedTuple):
     """An entry that the client can copy. position: index in `Fetch.entries`. slot: see `HostMemory.slot`.
 
     has_draft_entries: see `BlockPool.blocks_with_draft_entries`.
-    checksum: CRC-32 of the slot's bytes.
+    checksum: `checksum_of` the slot's bytes.
     """
 
     position: int

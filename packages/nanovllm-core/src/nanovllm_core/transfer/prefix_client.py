@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from nanovllm_core.cache.checksum import checksum_of
 from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.config import TransferCarrier
 from nanovllm_core.transfer.carriers import Carrier, EntryCopy, make_carrier
@@ -42,7 +42,7 @@ HEARTBEAT_S = 0.5  # between two Hello messages
 # A peer that sends nothing for this time is down. A fetch that the peer does not mention for this time is lost.
 SILENCE_S = 2.0
 CHECK_INTERVAL_S = 0.1
-NUM_COPY_THREADS = 4
+NUM_COPY_THREADS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -316,6 +316,6 @@ def _copy_entries(
     intact = {
         entry.position
         for entry, copy in zip(entries, copies, strict=True)
-        if zlib.crc32(memory.slot(copy.kind, copy.target_slot)) == entry.checksum
+        if checksum_of(memory.slot(copy.kind, copy.target_slot)) == entry.checksum
     }
     return intact, "" if len(intact) == len(entries) else "checksums differ"

@@ -6,7 +6,6 @@ import itertools
 import os
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import zmq
 import zmq.asyncio
 import zmq.auth.asyncio
 
+from nanovllm_core.cache.checksum import checksum_of
 from nanovllm_core.cache.host_memory import MARKER_BYTES, HostMemory
 from nanovllm_core.errors import ConfigError
 from nanovllm_core.transfer.leases import LeaseTable, LeaseUpdate
@@ -46,7 +46,7 @@ from nanovllm_core.transfer.sockets import endpoint_of, make_socket
 LEASE_S = 3.0
 # A client that sends no Hello for this time must send Hello again before other messages.
 CLIENT_TIMEOUT_S = 10.0
-NUM_CHECKSUM_THREADS = 2
+NUM_CHECKSUM_THREADS = 4
 PROGRESS_INTERVAL_S = 0.001  # see `NixlAgent.progress`
 
 # Runs a function on the engine's thread, soon.
@@ -149,7 +149,9 @@ class PrefixServer:
         if (lease := self._lease_by_number.get(update.number)) is None:
             return
         if update.entries:
-            entries = [entry._replace(checksum=crc) for entry, crc in zip(update.entries, checksums, strict=True)]
+            entries = [
+                entry._replace(checksum=checksum) for entry, checksum in zip(update.entries, checksums, strict=True)
+            ]
             self._send(lease.client, Entries(lease.key, entries), slots if lease.carrier == "tcp" else ())
         if update.num_missing is not None:
             reason = f"{update.num_missing} of {lease.num_entries} entries are missing" if update.num_missing else ""
@@ -273,4 +275,4 @@ def _describe_memory(memory: HostMemory, agent: NixlAgent | None) -> RemoteMemor
 
 
 def _checksums_of(slots: list[memoryview]) -> list[int]:
-    return [zlib.crc32(slot) for slot in slots]
+    return [checksum_of(slot) for slot in slots]

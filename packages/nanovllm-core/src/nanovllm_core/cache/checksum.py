@@ -1,0 +1,11 @@
+"""The checksum of cache entries outside the cache: in files, and in the memory of other engines."""
+
+import xxhash
+
+
+def checksum_of(data: memoryview) -> int:
+    """The 64-bit XXH3 hash of `data`. It finds accidental damage, but not changes that somebody made on purpose.
+
+    Other threads run while this function hashes large data. Source: https://github.com/Cyan4973/xxHash
+    """
+    return xxhash.xxh3_64_intdigest(data)
