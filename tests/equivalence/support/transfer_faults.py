@@ -168,6 +168,7 @@ class Campaign:
     async def run(self, num_faults: int) -> None:
         """Inject `num_faults` faults. Raises AssertionError if an answer or an engine is wrong."""
         expected_engine = await AsyncEngine.start(load(self._model), EngineConfig(**COMMON_SETTINGS, num_blocks=200))
+        fault: asyncio.Task[None] | None = None
         try:
             await asyncio.gather(self._prefill.start(), self._decode.start())
             while sum(self.totals[name] for name in FAULTS) < num_faults:
@@ -185,6 +186,9 @@ class Campaign:
                 await self._run_turns(expected_engine)
             self._count_fetches()
         finally:
+            if fault is not None and not fault.done():
+                fault.cancel()
+                await asyncio.wait((fault,))
             await expected_engine.stop()
             for process in (self._decode, self._prefill):
                 if process.engine is not None:

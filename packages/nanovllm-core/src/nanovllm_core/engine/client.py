@@ -103,7 +103,12 @@ class EngineClient(Engine):
         return key, future
 
     async def stop(self) -> None:
-        """Disconnect, and stop the engine if this client owns it. Open requests fail with EngineDeadError."""
+        """Disconnect, and stop the engine if this client owns it. Open requests fail with EngineDeadError.
+
+        Further calls do nothing.
+        """
+        if self._socket.is_closed:
+            return
         self._receive_task.cancel()
         self._die("the engine was stopped")
         if self._owned_process is None:
@@ -178,6 +183,11 @@ class EngineSocket:
         self._receive_future: asyncio.Future[bytes] | None = None
         self._has_process_ended = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._socket.closed
+
     def send(self, message: wire.ToEngine) -> None:
         """Queue a message for the engine, which may still be starting."""
         # Without a high-water mark, the message is queued at once. The returned future is not needed.
@@ -194,7 +204,9 @@ class EngineSocket:
         return None if future.cancelled() else wire.decode_to_client(future.result())
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. Further calls do nothing."""
+        if self.is_closed:
+            return
         self._event_loop.remove_reader(self._lifeline_fd)
         os.close(self._lifeline_fd)
         self._socket.close()
