@@ -1,17 +1,22 @@
-"""Environment of all processes of a test run, the same random numbers for each test, and tests in the background.
+"""Sets the environment of all processes of a test run, seeds torch for each test, and runs tests in the background.
 
 Python's bytecode is always kept: otherwise each of about forty processes would compile torch again.
 
 Each process computes with one thread unless the environment sets another number. The models are so small that a second
 thread gains little, and it would wait at every operator, because other processes run beside most tests.
 
-Most tests use one core. Therefore a second process runs the tests with the marker `background` beside all others.
+Most tests use one core. Therefore a second process runs the tests with the marker `background` beside all others. When
+the other tests have ended, a third process runs modules that the second process has not begun.
 """
 
+import contextlib
+import hashlib
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,14 @@ sys.dont_write_bytecode = False
 # torch reads this variable on its first import. No pytest plugin imports torch before this line.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Niceness of the second process: its tests yield to all others.
+# Niceness of the processes in the background: their tests yield to all others.
 NICE = 19
+# -m '': the tests were already selected.
+PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "")
 MAX_WAIT_S = 3600
+# Variable with the path of a directory. The directory has a link for each module that a process in the background runs.
+# The target of a link is the process id.
+CLAIMS_VARIABLE = "NANOVLLM_TEST_CLAIMS"
 
 
 @pytest.fixture(autouse=True)
@@ -37,43 +47,59 @@ def seeded_torch() -> None:
 
 
 class BackgroundRun(pytest.Item):
-    """A process that runs other tests. The item waits for its end, and fails if one of these tests fails."""
+    """Processes that run other tests. The item waits for their end, and fails if one of these tests fails."""
 
     def __init__(self, *, node_ids: list[str], **options: Any):
         super().__init__(**options)
         self._node_ids = node_ids
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._directory = tempfile.TemporaryDirectory()
-        self._output = Path(self._directory.name, "output")
         self.add_marker("waits")
         self.add_marker(pytest.mark.timeout(MAX_WAIT_S))
 
     def start(self) -> None:
-        """Start the process."""
-        arguments = Path(self._directory.name, "arguments")
-        arguments.write_text("\n".join(self._node_ids))
-        # -m '': the tests were already selected.
-        command = ["nice", "-n", str(NICE), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
-        with self._output.open("w") as output:
-            self._process = subprocess.Popen(
-                [*command, f"@{arguments}"], cwd=self.config.rootpath, stdout=output, stderr=subprocess.STDOUT
+        """Start the first process, which begins with the first modules."""
+        self._start_process(self._node_ids)
+
+    def _start_process(self, node_ids: Iterable[str]) -> None:
+        index = len(self._processes)
+        arguments = Path(self._directory.name, f"arguments-{index}")
+        arguments.write_text("\n".join(node_ids))
+        claims = Path(self._directory.name, "claims")
+        claims.mkdir(exist_ok=True)
+        command = ["nice", "-n", str(NICE), sys.executable, "-m", "pytest", *PYTEST_OPTIONS]
+        with self._output(index).open("w") as output:
+            process = subprocess.Popen(
+                [*command, f"@{arguments}"],
+                cwd=self.config.rootpath,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, CLAIMS_VARIABLE: str(claims)},
             )
+        self._processes.append(process)
+
+    def _output(self, index: int) -> Path:
+        return Path(self._directory.name, f"output-{index}")
 
     def runtest(self) -> None:
-        """Wait for the end of the process."""
-        assert self._process is not None
-        if self._process.wait() != 0:
-            pytest.fail(self._output.read_text()[-20_000:], pytrace=False)
+        """Start the second process, which begins with the last modules, and wait for the end of both processes."""
+        by_module = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
+        modules = [list(node_ids) for _, node_ids in by_module]
+        self._start_process(itertools.chain.from_iterable(reversed(modules)))
+        failed = [index for index, process in enumerate(self._processes) if process.wait() != 0]
+        if failed:
+            pytest.fail("".join(self._output(index).read_text()[-20_000:] for index in failed), pytrace=False)
 
     def summary(self) -> str:
-        """The last line that the process has written."""
-        return self._output.read_text().strip().rpartition("\n")[2]
+        """The last lines that the processes have written."""
+        outputs = [self._output(index).read_text() for index in range(len(self._processes))]
+        return "; ".join(output.strip().rpartition("\n")[2] for output in outputs)
 
     def close(self) -> None:
-        """Kill the process if it runs, and delete its files."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """Kill the processes that run, and delete their files."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
         self._directory.cleanup()
 
 
@@ -84,13 +110,17 @@ BACKGROUND_RUN = pytest.StashKey[BackgroundRun]()
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Replace the tests with the marker `background` by one item, if the run has other tests too."""
-    moved = [item for item in items if item.get_closest_marker("background") and not item.get_closest_marker("gpu")]
-    if not moved or len(moved) == len(items) or config.option.collectonly or config.option.usepdb:
+    background_items = [
+        item for item in items if item.get_closest_marker("background") and not item.get_closest_marker("gpu")
+    ]
+    if not background_items or len(background_items) == len(items) or config.option.collectonly or config.option.usepdb:
         return
-    moved_ids = dict.fromkeys(item.nodeid for item in moved)
-    run = BackgroundRun.from_parent(session, name=f"{len(moved)} tests in the background", node_ids=[*moved_ids])
-    items[:] = [*(item for item in items if item.nodeid not in moved_ids), run]
-    config.hook.pytest_deselected(items=moved)
+    background_ids = dict.fromkeys(item.nodeid for item in background_items)
+    run = BackgroundRun.from_parent(
+        session, name=f"{len(background_items)} tests in the background", node_ids=[*background_ids]
+    )
+    items[:] = [*(item for item in items if item.nodeid not in background_ids), run]
+    config.hook.pytest_deselected(items=background_items)
     config.stash[BACKGROUND_RUN] = run
 
 
@@ -107,6 +137,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Kill the process if the run ends early."""
+    """Kill the processes if the run ends early."""
     if (run := config.stash.get(BACKGROUND_RUN, None)) is not None:
         run.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leave out the tests of modules that another process runs."""
+    claims = os.environ.get(CLAIMS_VARIABLE)
+    if claims is None:
+        return None
+    link = Path(claims, hashlib.sha256(str(item.path).encode()).hexdigest())
+    own_pid = str(os.getpid())
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(own_pid)
+    return None if os.readlink(link) == own_pid else True  # noqa: PTH115 (the target is no path)
