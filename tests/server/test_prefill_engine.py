@@ -31,10 +31,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def ask(url: str, prompt: str = PROMPT) -> str:
-    fields = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+def ask(url: str, prompt: str = PROMPT, **fields: str) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(fields).encode(), headers)
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)["choices"][0]["message"]["content"]
 
@@ -55,35 +56,6 @@ def assert_nothing_is_left(descendants: list[int], directory: Path) -> None:
     assert not find_files(str(directory))
 
 
-@pytest.fixture(scope="module")
-def plain_answer(run_server, tiny_model) -> str:
-    """The answer of a server with one engine."""
-    with run_server(tiny_model, *FLAGS[6:]) as server:
-        return ask(server.url)
-
-
-def test_killed_prefill_engine_is_restarted_while_the_server_answers(run_server, tiny_model, tmp_path, plain_answer):
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with run_server(tiny_model, *FLAGS, environment=environment) as server:
-        assert ask(server.url) == plain_answer
-        (secret,) = tmp_path.glob("nanovllm-transfer-*/secret")
-        assert secret.stat().st_mode & 0o777 == 0o600
-        assert secret.parent.stat().st_mode & 0o777 == 0o700
-        started = wait_for_event(server.errors, "prefill engine started", 1)
-        os.kill(started["pid"], signal.SIGKILL)
-        assert wait_for_event(server.errors, "prefill engine died", 1)["restarted_after_s"] == 1
-        assert ask(server.url) == plain_answer
-        assert ask(server.url, f"Again. {PROMPT}")
-        wait_for_event(server.errors, "prefill engine started", 2)
-        assert ask(server.url) == plain_answer
-        with urllib.request.urlopen(f"{server.url}/health") as response:
-            assert response.status == 200
-        descendants = find_descendants(server.process.pid)
-        assert server.stop() == 0
-        assert_nothing_is_left(descendants, tmp_path)
-    assert not any("Traceback" in line for line in server.errors), "".join(server.errors)
-
-
 def read_outcomes(url: str) -> dict[str, float]:
     """The number of prompts by outcome of their fetches."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
@@ -92,12 +64,33 @@ def read_outcomes(url: str) -> dict[str, float]:
     return {outcome: float(count) for outcome, count in re.findall(pattern, text)}
 
 
-def test_decode_engine_fetches_prompts_from_the_prefill_engine(run_server, default_model):
-    with run_server(default_model, *FLAGS, "--cpu-cache-gib", "0.2", "--kv-offload-gib", "0.2") as server:
-        answers = [ask(server.url, f"{number} {PROMPT * 4}") for number in range(4)]
-        assert all(answers)
-        wait_until(lambda: sum(read_outcomes(server.url).values()) == 4)
-        assert read_outcomes(server.url).get("fetched", 0) > 0
+def test_killed_prefill_engine_is_restarted_while_the_server_answers(run_server, tiny_model, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with run_server(tiny_model, *FLAGS, environment=environment) as server:
+        answers: dict[str, str] = {}
+
+        def has_fetched_a_prompt() -> bool:
+            prompt = f"{len(answers)} {PROMPT}"
+            answers[prompt] = ask(server.url, prompt)
+            return read_outcomes(server.url)["fetched"] > 0
+
+        wait_until(has_fetched_a_prompt)
+        (secret,) = tmp_path.glob("nanovllm-transfer-*/secret")
+        assert secret.stat().st_mode & 0o777 == 0o600
+        assert secret.parent.stat().st_mode & 0o777 == 0o700
+        started = wait_for_event(server.errors, "prefill engine started", 1)
+        os.kill(started["pid"], signal.SIGKILL)
+        assert wait_for_event(server.errors, "prefill engine died", 1)["restart_delay_s"] == 1
+        # The decode engine now computes the prompts, because it has no blocks with this salt.
+        assert {prompt: ask(server.url, prompt, cache_salt="new") for prompt in answers} == answers
+        wait_for_event(server.errors, "prefill engine started", 2)
+        assert ask(server.url)
+        with urllib.request.urlopen(f"{server.url}/health") as response:
+            assert response.status == 200
+        descendants = find_descendants(server.process.pid)
+        assert server.stop() == 0
+        assert_nothing_is_left(descendants, tmp_path)
+    assert not any("Traceback" in line for line in server.errors), "".join(server.errors)
 
 
 def test_killed_server_leaves_nothing(run_server, tiny_model, tmp_path):

@@ -87,6 +87,14 @@ def test_two_engines_share_the_visible_gpus(four_gpus, monkeypatch, variable, gp
     assert parse("--prefill-gpus 3 --decode-gpus 3 --device cpu").transfer.prefill_gpus is None
 
 
+@pytest.mark.parametrize("variable", ["", "-1", "-1,0,1"])
+def test_two_engines_run_on_the_cpu_if_no_gpu_is_visible(four_gpus, monkeypatch, variable):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    settings = parse("--prefill-gpus 1 --decode-gpus 1")
+    assert settings.transfer == TransferSettings(has_prefill_engine=True)
+    assert settings.engine_config.kv_offload_gib == 0.5
+
+
 def test_too_few_gpus_are_an_error(four_gpus, monkeypatch):
     with pytest.raises(SettingsError, match="need 6 GPUs, but this server may use 4"):
         parse("--prefill-gpus 3 --decode-gpus 3")

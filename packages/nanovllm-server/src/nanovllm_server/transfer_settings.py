@@ -1,6 +1,7 @@
 """Makes settings from the flags for prefill and decode on different GPUs."""
 
 import argparse
+import itertools
 import os
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,7 +25,7 @@ _SECRET, _CARRIER = "--transfer-secret-file", "--transfer-carrier"
 
 
 def read_transfer_flags(options: argparse.Namespace) -> tuple[TransferSettings, dict[str, Any]]:
-    """Returns (settings, fields of `EngineConfig` that differ from their flags). Raises SettingsError."""
+    """Returns (settings, values that replace fields of `EngineConfig`). Raises SettingsError."""
     given_flags = _find_given_flags(options)
     if (options.prefill_gpus is None) != (options.decode_gpus is None):
         raise SettingsError("--prefill-gpus and --decode-gpus start two engines: set both, or neither")
@@ -39,11 +40,11 @@ def read_transfer_flags(options: argparse.Namespace) -> tuple[TransferSettings, 
 
 def has_gpu(device: Device | None) -> bool:
     """Whether the engine may use a GPU. device: the device that the user chose; None without a choice."""
-    return device != "cpu" and NVIDIA_DEVICE.exists()
+    return device != "cpu" and NVIDIA_DEVICE.exists() and bool(_find_gpus())
 
 
 def _find_given_flags(options: argparse.Namespace) -> list[str]:
-    """Returns those --transfer-* flags that are on the command line."""
+    """Returns those --transfer-* flags that have other values than their defaults."""
     values = {
         _LISTEN: options.transfer_listen,
         _HOST: options.transfer_host,
@@ -109,9 +110,9 @@ def _read_role(options: argparse.Namespace, given_flags: list[str]) -> tuple[Tra
     return TransferSettings(role=role), overrides
 
 
-def _choose_host_memory(options: argparse.Namespace, flag: str) -> dict[str, Any]:
+def _choose_host_memory(options: argparse.Namespace, transfer_flag: str) -> dict[str, Any]:
     if not getattr(options, "prefix_caching", True):
-        raise SettingsError(f"{flag} needs the prefix cache: leave out --no-prefix-caching")
+        raise SettingsError(f"{transfer_flag} needs the prefix cache: leave out --no-prefix-caching")
     if options.kv_offload_gib:
         return {}
     on_gpu = has_gpu(_find_device(options))
@@ -126,7 +127,9 @@ def _find_gpus() -> list[str]:
     """Returns the names of the GPUs that the server may use, as CUDA_VISIBLE_DEVICES lists them."""
     variable = os.environ.get(GPU_VARIABLE)
     if variable is not None:
-        return [gpu.strip() for gpu in variable.split(",") if gpu.strip()]
+        gpus = [gpu.strip() for gpu in variable.split(",") if gpu.strip()]
+        # CUDA ignores all names from the first -1.
+        return list(itertools.takewhile(lambda gpu: gpu != "-1", gpus))
     return [str(index) for index, _ in enumerate(NVIDIA_DEVICE.parent.glob(NVIDIA_GPU_PATTERN))]
 
 

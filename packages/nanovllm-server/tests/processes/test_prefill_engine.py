@@ -17,7 +17,7 @@ from nanovllm_server.processes.prefill_engine import (
     PrefillEngine,
     TransferDirectory,
     compute_backoff_s,
-    split_engine,
+    start_prefill_engine,
 )
 from nanovllm_server.settings import TransferSettings
 
@@ -92,7 +92,7 @@ def test_directory_has_a_new_secret_that_only_this_user_can_read():
 
 async def test_two_engines_share_address_secret_and_settings(engines):
     settings = TransferSettings(has_prefill_engine=True, prefill_gpus="0,1", decode_gpus="2,3")
-    decode, prefill_engine = split_engine(RECIPE, settings)
+    decode, prefill_engine = start_prefill_engine(RECIPE, settings)
     await prefill_engine.start_task
     (prefill,) = engines.recipes
     address = prefill.engine_config.transfer_listen
@@ -115,7 +115,7 @@ async def test_files_of_blocks_are_found_again_because_engines_use_their_secret(
     secrets = set[bytes]()
     for _ in range(2):
         recipe = replace(RECIPE, engine_config=config)
-        decode, prefill_engine = split_engine(recipe, TransferSettings(has_prefill_engine=True))
+        decode, prefill_engine = start_prefill_engine(recipe, TransferSettings(has_prefill_engine=True))
         secrets.add(decode.engine_config.transfer_secret_file.read_bytes())
         await prefill_engine.stop()
     assert secrets == {load_secret(tmp_path / "kv")}
@@ -124,7 +124,7 @@ async def test_files_of_blocks_are_found_again_because_engines_use_their_secret(
 @pytest.mark.parametrize("error", [ConfigError("too few blocks"), EngineDeadError("out of memory")], ids=repr)
 async def test_first_start_that_fails_has_the_error(engines, error):
     engines.failures.append(error)
-    _, prefill_engine = split_engine(RECIPE, TransferSettings(has_prefill_engine=True))
+    _, prefill_engine = start_prefill_engine(RECIPE, TransferSettings(has_prefill_engine=True))
     with pytest.raises(type(error), match=str(error)):
         await prefill_engine.start_task
     await prefill_engine.stop()
@@ -159,7 +159,7 @@ async def test_log_says_that_the_engine_died(engines):
     await prefill_engine.stop()
     assert records == [
         ("prefill engine started", {"pid": 1}),
-        ("prefill engine died", {"reason": "killed", "restarted_after_s": 0.001}),
+        ("prefill engine died", {"reason": "killed", "restart_delay_s": 0.001}),
         ("prefill engine started", {"pid": 2}),
     ]
 

@@ -4,10 +4,10 @@ from nanovllm_core.engine.status import EngineInfo
 from nanovllm_server.protocol.bodies import KVTransferParams
 from nanovllm_server.protocol.error import bad_field, unsupported
 from nanovllm_server.protocol.network_address import join_address, split_address
-from nanovllm_server.protocol.transfer_params import FIELD, TransferParams
+from nanovllm_server.protocol.transfer_params import TRANSFER_PARAMS_FIELD, TransferParams
 from nanovllm_server.settings import Role
 
-HOST_FIELD = f"{FIELD}.remote_host"
+HOST_FIELD = f"{TRANSFER_PARAMS_FIELD}.remote_host"
 
 
 def find_prefix_peer(params: TransferParams | None, role: Role | None, info: EngineInfo) -> str:
@@ -19,15 +19,20 @@ def find_prefix_peer(params: TransferParams | None, role: Role | None, info: Eng
         return ""
     if role is None:
         raise unsupported(
-            FIELD,
-            f"{FIELD} is not supported: leave it out or set it to {{}}, or start the server with --role",
+            TRANSFER_PARAMS_FIELD,
+            f"{TRANSFER_PARAMS_FIELD} is not supported: leave it out or set it to {{}}, or start the server with "
+            "--role",
         )
     if role == "prefill" and params.do_remote_prefill:
         message = "is not supported: this server computes prompts, so send the request to a server with --role decode"
-        raise unsupported(f"{FIELD}.do_remote_prefill", f"{FIELD}.do_remote_prefill {message}")
+        raise unsupported(
+            f"{TRANSFER_PARAMS_FIELD}.do_remote_prefill", f"{TRANSFER_PARAMS_FIELD}.do_remote_prefill {message}"
+        )
     if role == "decode" and params.do_remote_decode:
         message = "is not supported: this server generates answers, so send the request to a server with --role prefill"
-        raise unsupported(f"{FIELD}.do_remote_decode", f"{FIELD}.do_remote_decode {message}")
+        raise unsupported(
+            f"{TRANSFER_PARAMS_FIELD}.do_remote_decode", f"{TRANSFER_PARAMS_FIELD}.do_remote_decode {message}"
+        )
     if not params.do_remote_prefill:
         return ""
     try:

@@ -84,7 +84,7 @@ class PrefillEngine:
         while True:
             reason, served_s = await self._serve_until_death()
             backoff_s = compute_backoff_s(backoff_s, served_s)
-            self._logger.error("prefill engine died", reason=reason, restarted_after_s=backoff_s)
+            self._logger.error("prefill engine died", reason=reason, restart_delay_s=backoff_s)
             await asyncio.sleep(backoff_s)
 
     async def _serve_until_death(self) -> tuple[str, float]:
@@ -104,13 +104,13 @@ class PrefillEngine:
         return reason, served_s
 
 
-def split_engine(recipe: EngineRecipe, settings: TransferSettings) -> tuple[EngineRecipe, PrefillEngine]:
+def start_prefill_engine(recipe: EngineRecipe, settings: TransferSettings) -> tuple[EngineRecipe, PrefillEngine]:
     """Returns (recipe of the decode engine, prefill engine). Starts the prefill engine.
 
     recipe: recipe of a single engine. Raises ConfigError if `kv_offload_dir` can't be used.
     """
     offload_dir = recipe.engine_config.kv_offload_dir
-    # Hashes derive from the secret. With the secret of the files, later starts of the server find the same hashes.
+    # The hashes of blocks depend on the secret. With the secret of kv_offload_dir, a later server finds the files.
     directory = TransferDirectory(None if offload_dir is None else load_secret(offload_dir))
     config = replace(recipe.engine_config, transfer_secret_file=directory.secret_file)
     prefill_config = replace(config, transfer_listen=directory.address, trace=None)

@@ -21,7 +21,7 @@ from nanovllm_server.observability.shared_counters import allocate_counters
 from nanovllm_server.processes.encoding_exchange import allocate_rings
 from nanovllm_server.processes.engine_recipe import EngineRecipe
 from nanovllm_server.processes.model_preparation import prepare_model
-from nanovllm_server.processes.prefill_engine import PrefillEngine, split_engine, wait_for_death
+from nanovllm_server.processes.prefill_engine import PrefillEngine, start_prefill_engine, wait_for_death
 from nanovllm_server.processes.worker_pool import WorkerPool
 from nanovllm_server.processes.worker_protocol import WorkerArguments
 from nanovllm_server.settings import (
@@ -166,7 +166,7 @@ async def _start_processes(
     )
     prefill_engine = None
     if settings.transfer.has_prefill_engine:
-        recipe, prefill_engine = split_engine(recipe, settings.transfer)
+        recipe, prefill_engine = start_prefill_engine(recipe, settings.transfer)
     process = EngineProcess(recipe)
     counters, rings = allocate_counters(len(listeners)), allocate_rings(len(listeners))
     # The HTTP workers load the tokenizer while the engine loads the model.

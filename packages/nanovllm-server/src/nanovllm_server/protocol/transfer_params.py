@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from nanovllm_server.protocol.field_reader import FieldReader
 from nanovllm_server.protocol.network_address import MAX_PORT
 
-FIELD = "kv_transfer_params"
+TRANSFER_PARAMS_FIELD = "kv_transfer_params"
 MAX_HOST_LENGTH = 255
 # Fields of vLLM's connectors that have no effect here: a decode server finds blocks by hashes.
 IGNORED_FIELDS = ("remote_engine_id", "remote_block_ids", "remote_request_id", "tp_size", "remote_num_tokens")
@@ -28,9 +28,10 @@ class TransferParams:
 
 def parse_transfer_params(body: FieldReader) -> TransferParams | None:
     """Reads the field. Returns None if the field is absent or an empty object. Raises ApiError (400)."""
-    fields = body.child(FIELD)
-    if fields is None or not body.raw(FIELD):
+    fields = body.child(TRANSFER_PARAMS_FIELD)
+    if fields is None or not body.raw(TRANSFER_PARAMS_FIELD):
         return None
+    # Unknown fields are errors. A field that was read is known.
     for name in IGNORED_FIELDS:
         fields.raw(name)
     params = TransferParams(
