@@ -37,7 +37,7 @@ def test_interference_measures_all_cases_on_a_real_server(shallow_server, tmp_pa
     lengths = ["--long-len=400", "--short-len=40", "--prompt-len=200", "--conversation-len=250", "--message-len=60"]
     lengths += ["--turn-len=40", "--stream-len=500", "--output-len=4"]
     counts = ["--num-short=4", "--streams=3", "--num-prompts=2", "--turn-conversations=2", "--conversations=3"]
-    counts += ["--arrival-rates=0,4", "--arrivals-s=1", "--turn-streams=2", "--repeat=1"]
+    counts += ["--arrival-rates=0,4", "--arrival-period-s=1", "--turn-streams=2", "--repeat=1"]
     file = tmp_path / "interference.json"
     arguments = ["interference", f"ours={shallow_server.url}/v1", *lengths, *counts, "--baseline-s=0.5"]
     assert bench_cli.main([*arguments, "--json", str(file)]) == 0

@@ -30,7 +30,7 @@ SIZE_FLAGS = [
     "--baseline-s=0.05",
     "--num-prompts=2",
     "--arrival-rates=0,60",
-    "--arrivals-s=0.2",
+    "--arrival-period-s=0.2",
     "--prompt-len=200",
     "--turn-conversations=2",
     "--conversations=2",
@@ -113,6 +113,16 @@ async def test_replicas_of_a_server_get_requests_in_turn(url, monkeypatch):
     for _ in range(4):
         await client.send(HELLO_MESSAGES, 1)
     assert sent_to == [endpoints[0].port, 1] * 2
+
+
+async def test_cases_with_conversations_refuse_replicas(url):
+    options = parse_options(f"pair={url}/v1,{url}/v1", "--cases=turn")
+    with pytest.raises(BenchError, match="turn: a conversation's turns would go to different replicas"):
+        await measure(options)
+
+
+def test_the_label_of_replicas_has_their_addresses():
+    assert [label for label, _ in parse_options("http://a:1/v1,http://b:2/v1").endpoints] == ["a:1,b:2"]
 
 
 async def test_streams_end_when_the_measurement_ends(options, engine):

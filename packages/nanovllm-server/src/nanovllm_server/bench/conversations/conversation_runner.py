@@ -45,12 +45,14 @@ class ConversationRunner:
     """Measures the cases on one server."""
 
     def __init__(self, server: MeasuredServer, settings: CaseSettings[ConversationSizes]):
+        self._server = server
         self._costs = server.prompt_token_costs
         self._settings = settings
         self._sizes = settings.sizes
 
     async def measure(self, case: str, client: CaseClient, result: CaseResult) -> None:
         """Warms the server up with one conversation, then measures a case."""
+        self._server.check_replicas(case)
         for prompt in self._turn_prompts(2, f"{case} warm-up"):
             await client.send(prompt, self._sizes.output_len)
         run_case = {"returns": self._run_returns, "burst": self._run_burst}[case]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from nanovllm_server.bench.argument_types import integer_at_least_1, integer_at_least_2
-from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size
+from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size_field
 from nanovllm_server.flag_types import seconds
 
 CASE_NAMES = ("returns", "burst")
@@ -23,22 +23,26 @@ _ALL, _RETURNS, _BURST = "returns and burst", "returns", "burst"
 class ConversationSizes(WorkloadSizes):
     """Sizes of the workloads of all cases. Lengths of prompts include the tokens of the chat template."""
 
-    first_len: int = size(_ALL, integer_at_least_1, 16_000, "prompt tokens of a conversation's first turn")
-    turn_len: int = size(_ALL, integer_at_least_1, 400, "prompt tokens of each later user message")
-    output_len: int = size(_ALL, integer_at_least_1, 64, "tokens of each answer")
-    think_time_s: float = size(
+    first_len: int = size_field(_ALL, integer_at_least_1, 16_000, "prompt tokens of a conversation's first turn")
+    turn_len: int = size_field(_ALL, integer_at_least_1, 400, "prompt tokens of each later user message")
+    output_len: int = size_field(_ALL, integer_at_least_1, 64, "tokens of each answer")
+    think_time_s: float = size_field(
         _ALL, seconds, 10.0, "mean pause of a conversation before each turn; pause before a burst", metavar="S"
     )
-    concurrency: int = size(_ALL, integer_at_least_1, 16, "maximum number of simultaneous requests, except in a burst")
-    conversations: int = size(_RETURNS, integer_at_least_1, 64, "number of conversations, which run at the same time")
-    turns: int = size(_RETURNS, integer_at_least_2, 4, "turns of each conversation, at least 2")
-    think_distribution: str = size(
+    concurrency: int = size_field(
+        _ALL, integer_at_least_1, 16, "maximum number of simultaneous requests, except in a burst"
+    )
+    conversations: int = size_field(
+        _RETURNS, integer_at_least_1, 64, "number of conversations, which run at the same time"
+    )
+    turns: int = size_field(_RETURNS, integer_at_least_2, 4, "turns of each conversation, at least 2")
+    think_distribution: str = size_field(
         _RETURNS, str, "exponential", "distribution of the pauses", choices=tuple(THINK_TIMES)
     )
-    cold_prompts: int = size(
+    cold_prompts: int = size_field(
         _RETURNS, integer_at_least_1, 3, "number of cold (uncached) prompts for each returning turn, of the same length"
     )
-    burst: int = size(_BURST, integer_at_least_1, 24, "conversations that return at the same moment")
+    burst: int = size_field(_BURST, integer_at_least_1, 24, "conversations that return at the same moment")
 
     def describe(self, case: str) -> str:
         """Returns a description of a case in one line."""

@@ -26,7 +26,7 @@ class InterferenceRunner:
     def __init__(self, server: MeasuredServer, settings: CaseSettings[InterferenceSizes]):
         self._server = server
         self._settings = settings
-        self._workload = settings.sizes
+        self._sizes = settings.sizes
         # TTFTs of long prompts that run alone. short-beside-long spreads its short requests over their median.
         self._long_alone_ttfts_s: list[float] = []
         self._measure_by_case = {
@@ -49,25 +49,25 @@ class InterferenceRunner:
         result.summarize_ttfts("long")
 
     async def _send_long_alone(self, client: CaseClient, repeat: int) -> list[TimedAnswer]:
-        await client.send(self._single_prompt(self._workload.long_len, "long warm-up"), 1)
-        prompts = self._single_prompts(self._workload.long_len, repeat, "long alone")
+        await self._warm_up_prompts(client, self._sizes.long_len, "long", 1)
+        prompts = self._single_prompts(self._sizes.long_len, repeat, "long alone")
         answers = [answer for prompt in prompts if (answer := await client.send(prompt, 1)) is not None]
         self._long_alone_ttfts_s = [answer.ttft_s for answer in answers]
         return answers
 
     async def _measure_short_beside_long(self, client: CaseClient, result: CaseResult) -> None:
-        workload = self._workload
+        sizes = self._sizes
         if not self._long_alone_ttfts_s:
             await self._send_long_alone(client, 1)
         alone_ttft_s = median_or_nan(self._long_alone_ttfts_s)
-        await client.send(self._single_prompt(workload.short_len, "short warm-up"), workload.output_len)
+        await self._warm_up_prompts(client, sizes.short_len, "short", sizes.output_len)
         for repetition in range(self._settings.repeat if self._long_alone_ttfts_s else 0):
             random = Random(f"{self._settings.seed} arrivals {repetition}")
-            long_prompt = self._single_prompt(workload.long_len, f"long beside {repetition}")
-            short_prompts = self._single_prompts(workload.short_len, workload.num_short, f"short {repetition}")
+            long_prompt = self._single_prompt(sizes.long_len, f"long beside {repetition}")
+            short_prompts = self._single_prompts(sizes.short_len, sizes.num_short, f"short {repetition}")
             short_requests = [
                 client.send(
-                    prompt, workload.output_len, delay_s=(index + random.random()) / workload.num_short * alone_ttft_s
+                    prompt, sizes.output_len, delay_s=(index + random.random()) / sizes.num_short * alone_ttft_s
                 )
                 for index, prompt in enumerate(short_prompts)
             ]
@@ -80,19 +80,19 @@ class InterferenceRunner:
         result.figures["long_ttft_over_alone"] = result.figures["long_ttft_p50_ms"] / (1000 * alone_ttft_s)
 
     async def _measure_decodes_beside_long(self, client: CaseClient, result: CaseResult) -> None:
-        workload = self._workload
-        await self._warm_up_streams(client, workload.streams)
-        await client.send(self._single_prompt(workload.prompt_len, "burst warm-up"), 1)
+        sizes = self._sizes
+        await self._warm_up_streams(client, sizes.streams)
+        await self._warm_up_prompts(client, sizes.prompt_len, "burst", 1)
         baseline_gaps_s: list[float] = []
         burst_gaps_s: list[float] = []  # A burst is several prompts that arrive at once.
         answers_by_burst: list[list[TimedAnswer | None]] = []
         client_core_shares: list[float] = []
         for repetition in range(self._settings.repeat):
-            prompts = self._single_prompts(workload.prompt_len, workload.num_prompts, f"burst {repetition}")
-            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.streams, f"burst stream {repetition}")
-            async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
+            prompts = self._single_prompts(sizes.prompt_len, sizes.num_prompts, f"burst {repetition}")
+            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, sizes.streams, f"burst stream {repetition}")
+            async with DecodeStreams(client, stream_prompts, sizes.stream_len) as streams:
                 baseline_start = await streams.wait_until_decoding()
-                await asyncio.sleep(workload.baseline_s)
+                await asyncio.sleep(sizes.baseline_s)
                 burst_start, start_cpu_s = time.perf_counter(), time.process_time()
                 answers_by_burst.append(await asyncio.gather(*(client.send(prompt, 1) for prompt in prompts)))
                 burst_end = _find_latest_first_piece_time(answers_by_burst[-1])
@@ -103,9 +103,9 @@ class InterferenceRunner:
         result.summarize_gaps("baseline", baseline_gaps_s)
         result.summarize_gaps("beside", burst_gaps_s)
         ttfts_by_burst = [sorted(answer.ttft_s for answer in burst if answer is not None) for burst in answers_by_burst]
-        for rank in range(workload.num_prompts):
-            name = "last" if rank == workload.num_prompts - 1 else str(rank + 1)
-            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == workload.num_prompts]
+        for rank in range(sizes.num_prompts):
+            name = "last" if rank == sizes.num_prompts - 1 else str(rank + 1)
+            ttfts_ms = [1000 * ttfts[rank] for ttfts in ttfts_by_burst if len(ttfts) == sizes.num_prompts]
             result.figures[f"prompt_{name}_ttft_p50_ms"] = median_or_nan(ttfts_ms)
         answers = [answer for burst in answers_by_burst for answer in burst if answer is not None]
         result.add_ttfts("prompt", answers)
@@ -113,23 +113,22 @@ class InterferenceRunner:
         result.figures["client_busy_percent"] = 100 * max(client_core_shares)
 
     async def _measure_decodes_beside_arrivals(self, client: CaseClient, result: CaseResult) -> None:
-        workload, settings = self._workload, self._settings
-        await self._warm_up_streams(client, workload.streams)
-        for index in range(2 * len(self._server.endpoints)):
-            await client.send(self._single_prompt(workload.prompt_len, f"arrivals warm-up {index}"), 1)
-        gaps_s_by_rate: dict[float, list[float]] = {rate: [] for rate in workload.arrival_rates}
-        for rate, repetition in itertools.product(workload.arrival_rates, range(settings.repeat)):
+        sizes, settings = self._sizes, self._settings
+        await self._warm_up_streams(client, sizes.streams)
+        await self._warm_up_prompts(client, sizes.prompt_len, "arrivals", 1)
+        gaps_s_by_rate: dict[float, list[float]] = {rate: [] for rate in sizes.arrival_rates}
+        for rate, repetition in itertools.product(sizes.arrival_rates, range(settings.repeat)):
             seed = f"arrivals {rate:g} {repetition}"
-            delays_s = _draw_arrivals(Random(f"{settings.seed} {seed}"), rate, workload.arrivals_s)
-            prompts = self._single_prompts(workload.prompt_len, len(delays_s), seed)
-            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.streams, f"{seed} stream")
-            async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
+            delays_s = _draw_arrivals(Random(f"{settings.seed} {seed}"), rate, sizes.arrival_period_s)
+            prompts = self._single_prompts(sizes.prompt_len, len(delays_s), seed)
+            stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, sizes.streams, f"{seed} stream")
+            async with DecodeStreams(client, stream_prompts, sizes.stream_len) as streams:
                 start = await streams.wait_until_decoding()
                 requests = [
                     client.send(prompt, 1, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
                 ]
-                answers, _ = await asyncio.gather(asyncio.gather(*requests), asyncio.sleep(workload.arrivals_s))
-                end = max(start + workload.arrivals_s, _find_latest_first_piece_time(answers))
+                answers, _ = await asyncio.gather(asyncio.gather(*requests), asyncio.sleep(sizes.arrival_period_s))
+                end = max(start + sizes.arrival_period_s, _find_latest_first_piece_time(answers))
                 await streams.wait_for_pieces_after(end)
                 gaps_s_by_rate[rate] += streams.list_gaps_overlapping(start, end)
             result.add_ttfts(f"rate_{rate:g}", answers)
@@ -139,19 +138,20 @@ class InterferenceRunner:
             result.summarize_gaps(f"rate_{rate:g}", gaps_s)
 
     async def _measure_turn(self, client: CaseClient, result: CaseResult) -> None:
-        workload = self._workload
+        self._server.check_replicas(result.case)
+        sizes = self._sizes
         history_answers: list[TimedAnswer] = []
         turn_answers: list[TimedAnswer | None] = []
         num_misses = 0
         # The first conversation warms the server up.
-        for index in range(workload.turn_conversations + 1):
+        for index in range(sizes.turn_conversations + 1):
             history = self._history_prompt(f"turn {index}")
             history_answer = await client.send(history, 1)
             if history_answer is None:
                 continue
             seeds = [f"turn {index} {repetition}" for repetition in range(self._settings.repeat)]
             prompts = [self._next_turn_prompt(history, seed) for seed in seeds]
-            answers = [await client.send(prompt, workload.output_len) for prompt in prompts]
+            answers = [await client.send(prompt, sizes.output_len) for prompt in prompts]
             if index > 0:
                 history_answers.append(history_answer)
                 turn_answers += answers
@@ -163,27 +163,26 @@ class InterferenceRunner:
         _add_cache_figures(result, turn_answers, num_misses)
 
     async def _measure_turns_beside_decodes(self, client: CaseClient, result: CaseResult) -> None:
-        workload = self._workload
-        await self._warm_up_streams(client, workload.turn_streams)
+        self._server.check_replicas(result.case)
+        sizes = self._sizes
+        await self._warm_up_streams(client, sizes.turn_streams)
         histories: list[tuple[list[Message], int]] = []  # (messages, prompt tokens) of each conversation.
-        for index in range(workload.conversations):
+        for index in range(sizes.conversations):
             history = self._history_prompt(f"conversation {index}")
             history_answer = await client.send(history, 1)
             if history_answer is not None:
                 histories.append((history, history_answer.prompt_tokens))
         turn_answers: list[TimedAnswer | None] = []
         num_misses = 0
-        for kind, interval_s in (("at_once", 0.0), ("spaced", workload.turn_interval_ms / 1000)):
+        for kind, interval_s in (("at_once", 0.0), ("spaced", sizes.turn_interval_ms / 1000)):
             gaps_s: list[float] = []
             for repetition in range(self._settings.repeat):
                 seed = f"{kind} {repetition}"
-                stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, workload.turn_streams, f"turn stream {seed}")
-                async with DecodeStreams(client, stream_prompts, workload.stream_len) as streams:
+                stream_prompts = self._single_prompts(STREAM_PROMPT_LEN, sizes.turn_streams, f"turn stream {seed}")
+                async with DecodeStreams(client, stream_prompts, sizes.stream_len) as streams:
                     await streams.wait_until_decoding()
                     if repetition == 0 and histories:
-                        await client.send(
-                            self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), workload.output_len
-                        )
+                        await client.send(self._next_turn_prompt(histories[0][0], f"{seed} warm-up"), sizes.output_len)
                     prompts = [
                         self._next_turn_prompt(history, f"{seed} {index}")
                         for index, (history, _) in enumerate(histories)
@@ -206,7 +205,7 @@ class InterferenceRunner:
         A gap is the number of seconds between two consecutive pieces of a stream.
         """
         start = time.perf_counter()
-        output_len, delays_s = self._workload.output_len, [index * interval_s for index in range(len(prompts))]
+        output_len, delays_s = self._sizes.output_len, [index * interval_s for index in range(len(prompts))]
         requests = [
             client.send(prompt, output_len, delay_s=delay_s) for prompt, delay_s in zip(prompts, delays_s, strict=True)
         ]
@@ -215,9 +214,14 @@ class InterferenceRunner:
         await streams.wait_for_pieces_after(end)
         return answers, streams.list_gaps_overlapping(start, end)
 
+    async def _warm_up_prompts(self, client: CaseClient, num_tokens: int, seed_suffix: str, max_tokens: int) -> None:
+        """Sends a prompt to each replica."""
+        for prompt in self._single_prompts(num_tokens, len(self._server.endpoints), f"{seed_suffix} warm-up"):
+            await client.send(prompt, max_tokens)
+
     async def _warm_up_streams(self, client: CaseClient, num_streams: int) -> None:
         prompts = self._single_prompts(STREAM_PROMPT_LEN, num_streams, "stream warm-up")
-        await asyncio.gather(*(client.send(prompt, self._workload.output_len) for prompt in prompts))
+        await asyncio.gather(*(client.send(prompt, self._sizes.output_len) for prompt in prompts))
 
     def _single_prompt(self, num_tokens: int, seed_suffix: str) -> list[Message]:
         return single_message(self._server.prompt_token_costs, num_tokens, f"{self._settings.seed} {seed_suffix}")
@@ -226,13 +230,13 @@ class InterferenceRunner:
         return [self._single_prompt(num_tokens, f"{seed_suffix} {index}") for index in range(num_prompts)]
 
     def _history_prompt(self, seed_suffix: str) -> list[Message]:
-        costs, workload = self._server.prompt_token_costs, self._workload
+        costs, sizes = self._server.prompt_token_costs, self._sizes
         seed = f"{self._settings.seed} {seed_suffix}"
-        return conversation(costs, workload.conversation_len, workload.message_len, seed)
+        return conversation(costs, sizes.conversation_len, sizes.message_len, seed)
 
     def _next_turn_prompt(self, history: Sequence[Message], seed_suffix: str) -> list[Message]:
         costs, seed = self._server.prompt_token_costs, f"{self._settings.seed} {seed_suffix}"
-        turn_len, answer_len = self._workload.turn_len, self._workload.turn_len // 4
+        turn_len, answer_len = self._sizes.turn_len, self._sizes.turn_len // 4
         return with_next_turn(costs, history, answer_len, turn_len - answer_len, seed)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanovllm_server.bench.argument_types import finite_rates, integer_at_least_1, integer_at_least_2
-from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size
+from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes, size_field
 from nanovllm_server.flag_types import seconds
 
 CASE_NAMES = (
@@ -26,28 +26,32 @@ class InterferenceSizes(WorkloadSizes):
     Lengths of prompts include the tokens of the chat template.
     """
 
-    long_len: int = size(_LONG, integer_at_least_1, 100_000, "tokens of the long prompt")
-    num_short: int = size(_LONG, integer_at_least_1, 20, "short requests beside the long prompt")
-    short_len: int = size(_LONG, integer_at_least_1, 100, "tokens of a short prompt")
-    output_len: int = size(_LONG, integer_at_least_1, 16, "tokens of the answer to a short prompt, and to a turn")
-    streams: int = size(_DECODES, integer_at_least_1, 64, "decoding streams")
-    stream_len: int = size(_DECODES, integer_at_least_2, 4096, "maximum tokens of each decoding stream, in all cases")
-    baseline_s: float = size(_DECODES, seconds, 2.0, "time that the streams decode alone", metavar="S")
-    prompt_len: int = size(_DECODES, integer_at_least_1, 30_000, "tokens of each prompt that arrives meanwhile")
-    num_prompts: int = size(
+    long_len: int = size_field(_LONG, integer_at_least_1, 100_000, "tokens of the long prompt")
+    num_short: int = size_field(_LONG, integer_at_least_1, 20, "short requests beside the long prompt")
+    short_len: int = size_field(_LONG, integer_at_least_1, 100, "tokens of a short prompt")
+    output_len: int = size_field(_LONG, integer_at_least_1, 16, "tokens of the answer to a short prompt, and to a turn")
+    streams: int = size_field(_DECODES, integer_at_least_1, 64, "decoding streams")
+    stream_len: int = size_field(
+        _DECODES, integer_at_least_2, 4096, "maximum tokens of each decoding stream, in all cases"
+    )
+    baseline_s: float = size_field(_DECODES, seconds, 2.0, "time that the streams decode alone", metavar="S")
+    prompt_len: int = size_field(
+        _DECODES, integer_at_least_1, 30_000, "tokens of each prompt that arrives while the streams decode"
+    )
+    num_prompts: int = size_field(
         _DECODES, integer_at_least_1, 3, "prompts that arrive at once in the case decodes-beside-long"
     )
-    arrival_rates: tuple[float, ...] = size(
+    arrival_rates: tuple[float, ...] = size_field(
         _ARRIVALS, finite_rates, (0.0, 0.5, 1.0), "prompts per second, one run per rate", metavar="RATE,..."
     )
-    arrivals_s: float = size(_ARRIVALS, seconds, 20.0, "time in which prompts arrive", metavar="S")
-    turn_conversations: int = size(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
-    conversations: int = size(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
-    conversation_len: int = size(_TURNS, integer_at_least_1, 32_000, "cached tokens of a conversation")
-    message_len: int = size(_TURNS, integer_at_least_1, 400, "tokens of each message of a conversation")
-    turn_len: int = size(_TURNS, integer_at_least_2, 100, "prompt tokens that a turn appends to its conversation")
-    turn_streams: int = size(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
-    turn_interval_ms: float = size(
+    arrival_period_s: float = size_field(_ARRIVALS, seconds, 20.0, "time in which prompts arrive", metavar="S")
+    turn_conversations: int = size_field(_TURNS, integer_at_least_1, 5, "conversations of the case turn")
+    conversations: int = size_field(_TURNS, integer_at_least_1, 20, "conversations of the case turns-beside-decodes")
+    conversation_len: int = size_field(_TURNS, integer_at_least_1, 32_000, "cached tokens of a conversation")
+    message_len: int = size_field(_TURNS, integer_at_least_1, 400, "tokens of each message of a conversation")
+    turn_len: int = size_field(_TURNS, integer_at_least_2, 100, "prompt tokens that a turn appends to its conversation")
+    turn_streams: int = size_field(_TURNS, integer_at_least_1, 32, "decoding streams of the case turns-beside-decodes")
+    turn_interval_ms: float = size_field(
         _TURNS,
         seconds,
         100.0,
@@ -65,7 +69,7 @@ class InterferenceSizes(WorkloadSizes):
             "decodes-beside-long": f"{self.streams} streams decode, then {self.num_prompts} prompts of "
             f"{self.prompt_len:,} tokens arrive at once",
             "decodes-beside-arrivals": f"{self.streams} streams decode while prompts of {self.prompt_len:,} tokens "
-            f"arrive at random for {self.arrivals_s:g} s",
+            f"arrive at random for {self.arrival_period_s:g} s",
             "turn": f"{self.turn_conversations} conversations, one after the other: {turn}",
             "turns-beside-decodes": f"{self.conversations} conversations beside {self.turn_streams} decoding streams: "
             f"{turn}, first all at once, then {self.turn_interval_ms:g} ms apart",

@@ -22,6 +22,13 @@ class MeasuredServer:
     model: str
     prompt_token_costs: PromptTokenCosts
 
+    def check_replicas(self, case: str) -> None:
+        """Raises BenchError if the server has several replicas, which `case` can't measure."""
+        if len(self.endpoints) > 1:
+            raise BenchError(
+                f"{case}: a conversation's turns would go to different replicas: give one URL, or leave this case out"
+            )
+
 
 class CaseClient:
     """Sends the requests of one case to one server, and records the error of each request that fails."""
@@ -61,7 +68,7 @@ class CaseClient:
         return None
 
 
-async def connect(
+async def prepare_server(
     label: str, endpoints: Sequence[Endpoint], model: str | None, temperature: float, timeout_s: float
 ) -> MeasuredServer:
     """Chooses the model, and measures a prompt's token costs. Raises BenchError if the server does not answer."""

@@ -8,7 +8,7 @@ import uvloop
 
 from nanovllm_server.bench.client import Endpoint
 from nanovllm_server.bench.report import BenchError, OutputFiles, print_message, report
-from nanovllm_server.bench.server_cases.case_client import CaseClient, MeasuredServer, connect
+from nanovllm_server.bench.server_cases.case_client import CaseClient, MeasuredServer, prepare_server
 from nanovllm_server.bench.server_cases.case_results import CaseResult, ServerResult, make_table
 from nanovllm_server.bench.server_cases.workload_sizes import WorkloadSizes
 
@@ -90,7 +90,7 @@ async def measure(options: CaseOptions[SizesT]) -> list[ServerResult]:
     """Measures every case on every server. Raises BenchError if a server does not answer at all."""
     settings = options.settings
     servers = [
-        await connect(label, endpoints, options.model, settings.temperature, settings.timeout_s)
+        await prepare_server(label, endpoints, options.model, settings.temperature, settings.timeout_s)
         for label, endpoints in options.endpoints
     ]
     results: list[ServerResult] = []

@@ -48,7 +48,7 @@ def add_flags(
         default=[],
         metavar="[NAME=]URL[,URL...]",
         help="base URLs of servers, measured one after the other, one column of the table per server; a server may "
-        f"have several replicas, which get requests in turn; without any, {default_url}; ${key_variable} holds the "
+        f"have several replicas, which get requests in turn; default: {default_url}; ${key_variable} holds the "
         "API key of all servers",
     )
     add(
@@ -101,8 +101,8 @@ def make_options(
 
 
 def _split_label(text: str) -> tuple[str, str]:
-    """Splits `NAME=URL` into a label and a URL. The label of a URL without a name is its host and port."""
-    label, equals, url = text.partition("=")
+    """Splits `NAME=URL,...` into a label and the URLs. Without a name, the label is the hosts and ports of the URLs."""
+    label, equals, urls = text.partition("=")
     if equals and "/" not in label:
-        return label, url
-    return text.partition("://")[2].partition("/")[0] or text, text
+        return label, urls
+    return ",".join(url.partition("://")[2].partition("/")[0] or url for url in text.split(",")), text

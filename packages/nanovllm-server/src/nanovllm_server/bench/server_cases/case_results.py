@@ -56,13 +56,15 @@ def median_or_nan(values: Iterable[float]) -> float:
 def make_table(results: Sequence[ServerResult]) -> list[list[str]]:
     """Returns a table with one row per case and metric, and one column per server."""
     rows = [["case", "figure", *(result.server.label for result in results)]]
-    # `case_results` holds the results of one case on all servers.
-    for case_results in zip(*(result.case_results for result in results), strict=True):
-        values_by_figure = {name: [result.figures[name] for result in case_results] for name in case_results[0].figures}
-        values_by_figure["requests"] = [result.num_requests for result in case_results]
-        values_by_figure["failed"] = [len(result.errors) for result in case_results]
+    # `results_of_case` has the results of one case on all servers.
+    for results_of_case in zip(*(result.case_results for result in results), strict=True):
+        values_by_figure = {
+            name: [result.figures[name] for result in results_of_case] for name in results_of_case[0].figures
+        }
+        values_by_figure["requests"] = [result.num_requests for result in results_of_case]
+        values_by_figure["failed"] = [len(result.errors) for result in results_of_case]
         rows += [
-            [case_results[0].case, name.replace("_", " "), *(_format_figure(name, value) for value in values)]
+            [results_of_case[0].case, name.replace("_", " "), *(_format_figure(name, value) for value in values)]
             for name, values in values_by_figure.items()
         ]
     return rows

@@ -58,7 +58,7 @@ def conversation(costs: PromptTokenCosts, num_tokens: int, message_len: int, see
     User and assistant alternate. The user has the last message.
     """
     random = Random(seed)
-    num_messages = max(1, num_tokens // message_len) | 1
+    num_messages = max(1, num_tokens // message_len) | 1  # an odd number, so that the user has the last message
     num_words = costs.num_words(num_tokens, num_messages)
     boundaries = [num_words * index // num_messages for index in range(num_messages + 1)]
     roles = ("user", "assistant")

@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSizes(ABC):
-    """Base class of the workload sizes of one command. Subclasses declare each field with `size`."""
+    """Base class of the workload sizes of one command. Subclasses declare each field with `size_field`."""
 
     @abstractmethod
     def describe(self, case: str) -> str:
         """Returns a description of a case in one line."""
 
 
-def size(group: str, parse: Callable[[str], Any], default: Any, help_text: str, **options: Any) -> Any:
+def size_field(group: str, parse: Callable[[str], Any], default: Any, help_text: str, **options: Any) -> Any:
     """Declares a field of `WorkloadSizes` and its flag.
 
     group: heading above the flag in --help. It names the cases that use the size.
