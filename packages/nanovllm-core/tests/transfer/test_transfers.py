@@ -219,7 +219,9 @@ async def test_prompts_that_are_faster_to_compute_are_not_fetched(secret, oracle
         assert prefill.stats.prompt_tokens == 0
 
 
-async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle):
+async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, monkeypatch):
+    observed: list[tuple[int, float, float]] = []
+    monkeypatch.setattr(FetchTimes, "observe", lambda _, *times: observed.append(times))
     async with start_pair(secret) as (prefill, engine):
         await prefill.stop()
         prompts = [make_prompt(seed) for seed in range(2)]
@@ -229,6 +231,10 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle):
         await wait_until(lambda: not peer_of(engine).is_ready)
         assert await generate(engine, prompts[1]) == oracle(prompts[1], ANSWER_LEN)
         assert outcomes_of(engine) == {"lost": 1, "peer_down": 1}
+        # The prompt waited for 2 s, and was then computed.
+        ((num_tokens, fetch_s, compute_s),) = observed
+        assert num_tokens == FETCHED
+        assert fetch_s > 1.5 + compute_s
         await check_idle(engine)
 
 
@@ -318,7 +324,7 @@ async def test_a_fetch_that_takes_too_long_is_given_up(secret, oracle, monkeypat
 
 
 async def test_leases_end_without_their_client(secret, monkeypatch):
-    monkeypatch.setattr(PeerConnection, "_copy", lambda *_: None)
+    monkeypatch.setattr(PeerConnection, "_start_copies", lambda *_: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_held_host_slots > 0 and prefill.stats.num_leases == 1)
@@ -356,15 +362,15 @@ def keep_expiries(welcome: Callable[..., None]) -> Callable[..., None]:
 
 
 async def test_an_aborted_request_ends_its_fetch(secret, oracle, monkeypatch):
-    original = PeerConnection._copy
-    monkeypatch.setattr(PeerConnection, "_copy", lambda *_: None)
+    original = PeerConnection._start_copies
+    monkeypatch.setattr(PeerConnection, "_start_copies", lambda *_: None)
     async with start_pair(secret) as (prefill, engine):
         task = asyncio.create_task(generate(engine, make_prompt(0)))
         await wait_until(lambda: prefill.stats.num_leases == 1)
         task.cancel()
         await check_idle(prefill, engine)
         assert outcomes_of(engine) == {"aborted": 1}
-        monkeypatch.setattr(PeerConnection, "_copy", original)
+        monkeypatch.setattr(PeerConnection, "_start_copies", original)
         assert await generate(engine, make_prompt(0)) == oracle(make_prompt(0), ANSWER_LEN)
 
 

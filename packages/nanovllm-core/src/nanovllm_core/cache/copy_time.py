@@ -12,7 +12,7 @@ class CopyTimeModel:
 
     def __init__(self) -> None:
         self._weight = self._bytes = self._seconds = self._bytes_squared = self._product = 0.0
-        self._trust = 1.0
+        self._rejection_factor = 1.0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Add a copy of `num_bytes` that took `seconds`."""
@@ -21,7 +21,7 @@ class CopyTimeModel:
         self._seconds = self._seconds * _DECAY + seconds
         self._bytes_squared = self._bytes_squared * _DECAY + num_bytes * num_bytes
         self._product = self._product * _DECAY + num_bytes * seconds
-        self._trust = 1.0
+        self._rejection_factor = 1.0
 
     def predict(self, num_bytes: int) -> float:
         """Predicted seconds of a copy of `num_bytes`."""
@@ -31,15 +31,15 @@ class CopyTimeModel:
         variance = self._bytes_squared / self._weight - mean_bytes * mean_bytes
         covariance = self._product / self._weight - mean_bytes * mean_s
         if variance <= 1e-6 * mean_bytes * mean_bytes:
-            # With copies of one size, the rate is unknown. A low estimate leads to a copy of another size.
-            return self._trust * mean_s * min(1.0, num_bytes / mean_bytes)
-        # If larger copies were faster, assume that the time is proportional to the size.
+            # All copies had one size, so the rate is unknown. A low prediction leads to a copy of another size.
+            return self._rejection_factor * mean_s * min(1.0, num_bytes / mean_bytes)
+        # If the line is not plausible, assume that the time is proportional to the size.
         s_per_byte = covariance / variance
         fixed_s = mean_s - s_per_byte * mean_bytes
         if s_per_byte <= 0 or fixed_s < 0:
             s_per_byte, fixed_s = mean_s / mean_bytes, 0.0
-        return self._trust * (fixed_s + s_per_byte * num_bytes)
+        return self._rejection_factor * (fixed_s + s_per_byte * num_bytes)
 
     def reject(self) -> None:
         """Record that a copy was not made, because it would have taken too long."""
-        self._trust *= _DECAY_WITHOUT_COPIES
+        self._rejection_factor *= _DECAY_WITHOUT_COPIES

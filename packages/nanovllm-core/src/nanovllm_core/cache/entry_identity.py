@@ -1,4 +1,4 @@
-"""Describes what determines the bytes of cache entries that engines share."""
+"""Makes the identity that two engines compare before they share cache entries."""
 
 from nanovllm_core.cache.memory import CacheLayout
 from nanovllm_core.config import ResolvedConfig
@@ -9,7 +9,7 @@ from nanovllm_core.model import ModelSpec
 LAYOUT_VERSION = 1
 
 
-def describe_entries(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> dict[str, str]:
+def make_entry_identity(spec: ModelSpec, config: ResolvedConfig, layout: CacheLayout) -> dict[str, str]:
     """Everything except tokens and salts that determines the bytes of an entry, by name. Raises ConfigError."""
     fingerprints = [model.fingerprint for model in (spec, spec.draft) if model is not None]
     if not all(fingerprints):

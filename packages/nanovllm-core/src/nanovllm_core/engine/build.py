@@ -10,7 +10,7 @@ import torch
 
 from nanovllm_core.anonymous_memory import AnonymousMemory
 from nanovllm_core.cache.block_files import BlockFiles
-from nanovllm_core.cache.entry_identity import describe_entries
+from nanovllm_core.cache.entry_identity import make_entry_identity
 from nanovllm_core.cache.file_tier import FileTier
 from nanovllm_core.cache.host_memory import EntryKind, allocate_host_memory
 from nanovllm_core.cache.manager import CacheManager
@@ -158,7 +158,7 @@ def _make_tier(
     files = None
     if config.kv_offload_dir is not None:
         max_bytes = int(config.kv_offload_disk_gib * GIB)
-        identity = repr(describe_entries(spec, config, runner.cache.layout))
+        identity = repr(make_entry_identity(spec, config, runner.cache.layout))
         stores = [
             BlockFiles(config.kv_offload_dir, max_bytes, f"{EntryKind(kind).name} {identity}".encode(), slot_bytes)
             for kind, slot_bytes in enumerate(copier.memory.layout.slot_bytes)
@@ -177,7 +177,7 @@ def _make_transfers(
 ) -> Transfers | None:
     if secret is None or copier is None or scheduler.tier is None:
         return None
-    identity = describe_entries(spec, config, runner.cache.layout)
+    identity = make_entry_identity(spec, config, runner.cache.layout)
     return Transfers(
         config, secret, identity, copier.memory, scheduler, scheduler.tier, spec.vocab_size, runner.max_model_len
     )

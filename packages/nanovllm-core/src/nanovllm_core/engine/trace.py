@@ -102,6 +102,6 @@ class StepTracer:
             fetch.end_s,
             tokens=fetch.num_tokens,
             entries=len(fetch.entries),
-            arrived=len(fetch.arrived),
+            arrived=len(fetch.arrived_positions),
             peer_us=round(fetch.peer_s * 1e6, 1),
         )

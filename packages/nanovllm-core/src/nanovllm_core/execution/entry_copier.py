@@ -54,11 +54,12 @@ class EntryCopier:
         self._publisher = publisher
         self._device = device
         self._rank = parallel.rank
-        self._request_group = parallel.rank if parallel.splits_requests else 0
+        self._request_group_index = parallel.rank if parallel.splits_requests else 0
         self._block_parts = [BlockParts(caches) for caches in cache.caches_by_kind]
         host_part = 0 if parallel.splits_requests else parallel.rank
         self._slots = [memory.part(EntryKind(kind), host_part) for kind in range(len(self._block_parts))]
-        # Entries pass through these buffers, so that each entry is one copy between the device and the host.
+        # The caches of all layers have parts of an entry. These buffers have whole entries, so that each entry is one
+        # copy between the device and the host.
         staging_bytes = _count_staging_bytes(cache.layout)
         self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in Direction]
         self._queues: list[SimpleQueue[tuple[CopyBatch, torch.cuda.Event] | None]] = [SimpleQueue() for _ in Direction]
@@ -117,7 +118,7 @@ class EntryCopier:
         for piece in self.memory.pieces():
             if self._is_closing:
                 return
-            # Without this, the driver would allocate the pages, and would block other calls for longer.
+            # This allocates the pages. Otherwise cudaHostRegister would, and would block other CUDA calls for longer.
             piece.zero_()
             if (error := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))) != 0:
                 _log.error("host memory can't be pinned: CUDA error %d; the cache has no tier in host memory", error)
@@ -137,14 +138,17 @@ class EntryCopier:
     def _execute(self, batch: CopyBatch, stream: torch.cuda.Stream | None = None) -> None:
         """Execute and count a batch. stream: the current stream on a GPU; None on a CPU."""
         try:
-            for copies in batch.copies:
-                if copies.group == self._request_group:
-                    self._copy(batch.direction, copies)
-            if stream is not None:
-                # The thread sleeps until the event, because spinning would take a core.
-                end = torch.cuda.Event(blocking=True)
-                end.record(stream)
-                end.synchronize()
+            try:
+                for copies in batch.copies:
+                    if copies.group == self._request_group_index:
+                        self._copy(batch.direction, copies)
+            finally:
+                # Copies that were launched before an error may be in progress.
+                if stream is not None:
+                    # The thread sleeps until the event, because spinning would take a core.
+                    end = torch.cuda.Event(blocking=True)
+                    end.record(stream)
+                    end.synchronize()
         except Exception:  # noqa: BLE001 (the failure is counted, and rank 0 then uses none of these copies)
             # Do not raise: if the device has failed, the next step reports the failure.
             _log.exception("a copy between the cache and host memory failed")

@@ -78,8 +78,8 @@ class SharedMemoryCarrier(Carrier):
     def __init__(self, memory: HostMemory, remote: RemoteMemory):
         self._memory = memory
         self._offsets = remote.offsets
-        # Linux allows this to processes of the same user and PID namespace.
-        # In another PID namespace, the descriptor may belong to anything, also to a pipe or a terminal.
+        # Linux lets processes of the same user and PID namespace open this path. In another PID namespace, the path may
+        # name an unrelated file, pipe or terminal.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
         descriptor = os.open(f"/proc/{remote.pid}/fd/{remote.descriptor}", flags)
         try:
@@ -99,7 +99,7 @@ class SharedMemoryCarrier(Carrier):
             start = self._offsets[kind] + (source_slot - 1) * target.nbytes
             source = self._view[start : start + target.nbytes]
             if source_slot < 1 or source.nbytes != target.nbytes:
-                raise TransferError("the peer named a slot that does not exist")
+                raise TransferError("the slot is outside the mapped memory, or the carrier is closed")
             _copy_bytes(source, target)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ MAX_FETCH_RATIO = 2.0
 _NEWEST_WEIGHT = 0.5
 # Each decision against a fetch multiplies the estimate by this factor, so that fetches are tried again.
 _DECAY_WITHOUT_FETCHES = 0.95
-# A slower fetch counts as this slow. After one, about 20 prompts are computed before the next fetch.
+# Largest ratio of one fetch. After a slower fetch, about 20 prompts are computed before the next fetch.
 _MAX_RATIO = 8.0
 
 
@@ -14,7 +14,8 @@ class FetchTimes:
     """How many times as long fetches take as the steps that they replace.
 
     There is one estimate for each power of two of the number of tokens. Short prompts have a large ratio, because every
-    fetch has a fixed cost. If the peer is overloaded, all ratios grow. The first fetch of each length is always made.
+    fetch has a fixed cost. If the peer is overloaded, all ratios grow. The first fetch of each power of two is
+    always made.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,11 @@ class FetchTimes:
         return False
 
     def observe(self, num_tokens: int, fetch_s: float, compute_s: float) -> None:
-        """Add a fetch that took `fetch_s`. compute_s: predicted time of the steps that compute the same tokens."""
+        """Add a fetch.
+
+        fetch_s: seconds of the fetch, plus the predicted seconds of the steps that compute what did not arrive.
+        compute_s: predicted seconds in which this engine would compute all `num_tokens` tokens.
+        """
         length_class = num_tokens.bit_length()
         newest = min(fetch_s / compute_s, _MAX_RATIO) if compute_s > 0 else _MAX_RATIO
         previous = self._ratios.get(length_class, 1.0)

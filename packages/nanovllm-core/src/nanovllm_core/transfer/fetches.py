@@ -59,10 +59,11 @@ class PrefixFetch:
     compute_s: predicted time in which this engine would compute these tokens.
     epoch: value of `HostTier.epoch` when the fetch began.
     begin_s, end_s: times of `time.perf_counter`.
-    arrived: positions of the entries that are now in their slots.
-    with_draft_entries: see `BlockPool.blocks_with_draft_entries`; positions among `arrived`.
-    copying: positions of the entries whose copies are in progress.
-    late: positions whose copies were in progress when the fetch ended. Their slots are held until the copies end.
+    arrived_positions: indices in `entries` of the entries that are now in their slots.
+    positions_with_draft_entries: indices of the entries that include the draft model's entries.
+    copying_positions: indices of the entries whose copies are in progress.
+    late_positions: indices of the entries whose copies were in progress when the fetch ended. Their slots are held
+        until the copies end.
     peer_s: seconds that the peer needed.
     """
 
@@ -77,10 +78,10 @@ class PrefixFetch:
     outcome: FetchOutcome = FetchOutcome.NOTHING
     end_s: float = 0.0
     peer_s: float = 0.0
-    arrived: set[int] = field(default_factory=set[int])
-    with_draft_entries: set[int] = field(default_factory=set[int])
-    copying: set[int] = field(default_factory=set[int])
-    late: frozenset[int] = frozenset()
+    arrived_positions: set[int] = field(default_factory=set[int])
+    positions_with_draft_entries: set[int] = field(default_factory=set[int])
+    copying_positions: set[int] = field(default_factory=set[int])
+    late_positions: frozenset[int] = frozenset()
 
     @property
     def limit_s(self) -> float:
@@ -185,36 +186,36 @@ class FetchPlanner:
 
     def finish(self, fetch: PrefixFetch) -> bool:
         """Make the entries of an ended fetch findable. Returns whether the request must now be scheduled."""
-        is_current, tier, counters = fetch.epoch == self._tier.epoch, self._tier, self.counters
+        is_same_epoch, tier, counters = fetch.epoch == self._tier.epoch, self._tier, self.counters
         counters.outcomes[fetch.outcome] += 1
         counters.wait_s += fetch.end_s - fetch.begin_s
         # The last entry is evicted first, because earlier entries are useful without it.
         for position in reversed(range(len(fetch.entries))):
             kind, block_hash, slot = fetch.entries[position]
             pool = tier.pools[kind]
-            if position in fetch.arrived:
+            if position in fetch.arrived_positions:
                 counters.num_bytes += self._slot_bytes[kind]
                 if kind is EntryKind.BLOCK:
                     counters.num_tokens += self._caches[0].block_size
-                if is_current:
+                if is_same_epoch:
                     pool.register(slot, block_hash)
-                if position in fetch.with_draft_entries:
+                if position in fetch.positions_with_draft_entries:
                     pool.blocks_with_draft_entries.add(slot)
-            if position not in fetch.late:
+            if position not in fetch.late_positions:
                 pool.release([slot])
-        # If fetches take too long, later prompts are computed instead.
-        if fetch.outcome in (FetchOutcome.FETCHED, FetchOutcome.PARTLY, FetchOutcome.LOST, FetchOutcome.TOO_SLOW):
-            fetch_times = self._fetch_times[fetch.peer_computes]
-            fetch_times.observe(fetch.num_tokens, fetch.end_s - fetch.begin_s, fetch.compute_s)
+        if fetch.outcome is not FetchOutcome.ABORTED:
+            missing_share = 1 - len(fetch.arrived_positions) / len(fetch.entries)
+            seconds = fetch.end_s - fetch.begin_s + missing_share * fetch.compute_s
+            self._fetch_times[fetch.peer_computes].observe(fetch.num_tokens, seconds, fetch.compute_s)
         del self._fetches[fetch.request.key]
-        # The abort may have come after the end of the fetch.
+        # The client may have aborted between the end of the fetch and this call.
         if fetch.request.status is RequestStatus.FINISHED:
             return False
         fetch.request.status = RequestStatus.WAITING
         return True
 
     def release(self, fetch: PrefixFetch, positions: Collection[int]) -> None:
-        """Release the slots of `PrefixFetch.late` whose copies have ended."""
+        """Release the slots of `PrefixFetch.late_positions` whose copies have ended."""
         for position in positions:
             kind, _, slot = fetch.entries[position]
             self._tier.pools[kind].release([slot])

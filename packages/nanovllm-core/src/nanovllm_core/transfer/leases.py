@@ -18,7 +18,7 @@ from nanovllm_core.transfer.messages import Fetch, ReadyEntry
 
 # Keys of the requests that compute prompts for other engines. Keys of clients are smaller.
 FIRST_REQUEST_KEY = 1 << 62
-# Maximum bytes that one fetch holds, and their maximum share of the host memory. A fetch may always hold one entry.
+# A fetch holds at most MAX_HELD_BYTES and at most this share of the host memory, but always at least one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
 # Maximum bytes of the entries in one update. One thread hashes them, and one thread of the client copies them.
@@ -91,17 +91,17 @@ class LeaseTable:
             lease.num_missing = len(lease.unsent_positions)
             lease.unsent_positions.clear()
             return
-        is_known = [self._keep(EntryKind(kind), block_hash) for kind, block_hash in fetch.entries]
+        is_known = [self._queue_for_host_memory(EntryKind(kind), block_hash) for kind, block_hash in fetch.entries]
         prompt_ids = np.frombuffer(fetch.prompt_ids, np.int32)
         if not all(is_known) and self._is_valid(prompt_ids):
-            lease.request = self._compute(number, fetch, prompt_ids)
+            lease.request = self._schedule_prompt(number, fetch, prompt_ids)
 
     def _is_valid(self, prompt_ids: TokenIds) -> bool:
         has_valid_length = 0 < len(prompt_ids) < self._max_model_len
         return has_valid_length and prompt_ids.min() >= 0 and prompt_ids.max() < self._vocab_size
 
-    def _keep(self, kind: EntryKind, block_hash: bytes) -> bool:
-        """Keep an entry in the host memory. Returns False if neither a cache nor the host memory has the entry."""
+    def _queue_for_host_memory(self, kind: EntryKind, block_hash: bytes) -> bool:
+        """Queue an entry for a copy to host memory. Returns False if neither a cache nor the host memory has it."""
         is_known = self._tier.pools[kind].lookup(block_hash) is not None
         for group, cache in enumerate(self._scheduler.caches):
             if cache.pools[kind].lookup(block_hash) is not None:
@@ -109,7 +109,7 @@ class LeaseTable:
                 is_known = True
         return is_known
 
-    def _compute(self, number: int, fetch: Fetch, prompt_ids: TokenIds) -> RequestState:
+    def _schedule_prompt(self, number: int, fetch: Fetch, prompt_ids: TokenIds) -> RequestState:
         sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         arrival_s = time.monotonic()
         client_request = Request(f"fetch {number}", prompt_ids, sampling, fetch.cache_salt, fetch.priority, arrival_s)

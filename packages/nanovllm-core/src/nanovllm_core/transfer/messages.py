@@ -41,7 +41,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
-    """Ends the lease of entries, which the client has copied."""
+    """Tells that the client has copied these entries, so that the server may release them."""
 
     key: int
     positions: list[int]
@@ -133,7 +133,7 @@ decode_to_client = msgspec.msgpack.Decoder(ToClient).decode
 
 
 def find_difference(own: dict[str, str], other: dict[str, str]) -> str | None:
-    """What two identities differ in, as text for users; None if they are equal."""
+    """The first difference between two identities as text for users; None if they are equal."""
     for name in own | other:
         if own.get(name) != other.get(name):
             return f"{name} is {own.get(name)} here and {other.get(name)} there"

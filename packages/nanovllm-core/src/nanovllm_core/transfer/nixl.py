@@ -79,7 +79,7 @@ def start_nixl(address: int, num_bytes: int, *, is_required: bool) -> NixlAgent 
             api = importlib.import_module(f"{package}._api")
         except ImportError:
             continue
-        # NIXL writes its log to the standard output. Pass errors to the handlers of this process instead.
+        # NIXL writes its log to the standard output. Pass warnings and errors to the handlers of this process.
         logger = logging.getLogger("nixl")
         logger.handlers.clear()
         logger.propagate = True

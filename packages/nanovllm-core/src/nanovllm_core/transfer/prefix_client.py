@@ -89,7 +89,7 @@ class PeerConnection:
         self._on_end = on_end
         self._on_late_copies = on_late_copies
         self._engine_id = ""
-        self._unusable_engine_id = ""  # of a process that no carrier reaches
+        self._unusable_engine_id = ""  # engine_id of a peer that no carrier can reach
         self._carrier: Carrier | None = None
         self._heard_s = 0.0
         self._last_error = ""
@@ -109,8 +109,8 @@ class PeerConnection:
         self._socket.connect(endpoint_of(address))
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_task(self._receive())
-        self._start_task(self._greet())
-        self._start_task(self._check())
+        self._start_task(self._send_hellos())
+        self._start_task(self._end_overdue_fetches())
 
     def start(self, fetch: PrefixFetch) -> None:
         """Start a fetch."""
@@ -150,7 +150,8 @@ class PeerConnection:
         self._context.term()
 
     def _end(self, fetch: PrefixFetch, outcome: FetchOutcome) -> None:
-        fetch.outcome, fetch.end_s, fetch.late = outcome, time.perf_counter(), frozenset(fetch.copying)
+        fetch.outcome, fetch.end_s = outcome, time.perf_counter()
+        fetch.late_positions = frozenset(fetch.copying_positions)
         self._on_end(fetch)
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -167,12 +168,12 @@ class PeerConnection:
             raise error
         return error is None
 
-    async def _greet(self) -> None:
+    async def _send_hellos(self) -> None:
         while True:
             self._send(Hello(PROTOCOL_VERSION, self._identity, list(self._fetches)))
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _check(self) -> None:
+    async def _end_overdue_fetches(self) -> None:
         """End fetches that the peer does not mention, and fetches that take too long."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -214,7 +215,7 @@ class PeerConnection:
                 case Refused(reason):
                     self._mark_down(f"engine {self._address} can't share KV blocks with this engine: {reason}")
                 case Entries(key, entries):
-                    self._copy(key, entries, [frame.buffer for frame in frames[1:]])
+                    self._start_copies(key, entries, [frame.buffer for frame in frames[1:]])
                 case FetchEnd(key, num_sent, _, serve_s):
                     if (open_fetch := self._fetches.get(key)) is not None:
                         open_fetch.num_sent, open_fetch.fetch.peer_s = num_sent, serve_s
@@ -242,7 +243,7 @@ class PeerConnection:
             if key in self._fetches:
                 self._fetches[key].heard_s = time.monotonic()
 
-    def _copy(self, key: int, entries: Sequence[ReadyEntry], payloads: Sequence[memoryview]) -> None:
+    def _start_copies(self, key: int, entries: Sequence[ReadyEntry], payloads: Sequence[memoryview]) -> None:
         open_fetch, carrier = self._fetches.get(key), self._carrier
         if open_fetch is None or carrier is None:
             self._send(Cancel(key))
@@ -252,7 +253,7 @@ class PeerConnection:
         new_entries: list[ReadyEntry] = []
         copies: list[EntryCopy] = []
         # A message may arrive twice. After a failed copy, the entry is computed.
-        known_positions = fetch.copying | fetch.arrived | open_fetch.failed
+        known_positions = fetch.copying_positions | fetch.arrived_positions | open_fetch.failed
         for index, entry in enumerate(entries):
             if 0 <= entry.position < len(fetch.entries) and entry.position not in known_positions:
                 known_positions.add(entry.position)
@@ -260,7 +261,7 @@ class PeerConnection:
                 new_entries.append(entry)
                 copies.append(EntryCopy(kind, entry.slot, target_slot, payloads[index] if has_payloads else None))
         if copies:
-            fetch.copying.update(entry.position for entry in new_entries)
+            fetch.copying_positions.update(entry.position for entry in new_entries)
             self._start_task(self._finish_copies(open_fetch, carrier, new_entries, copies))
 
     async def _finish_copies(
@@ -280,26 +281,32 @@ class PeerConnection:
             _log.warning("KV blocks of engine %s can't be copied, and are computed: %s", self._address, error)
         self._are_copies_failing = bool(error)
         positions = [entry.position for entry in entries]
-        fetch.copying.difference_update(positions)
+        fetch.copying_positions.difference_update(positions)
         if self._fetches.get(fetch.request.key) is not open_fetch:
             self._on_late_copies(fetch, positions)
             return
-        fetch.arrived.update(intact)
+        fetch.arrived_positions.update(intact)
         open_fetch.failed.update(set(positions) - intact)
-        fetch.with_draft_entries.update(entry.position for entry in entries if entry.has_draft_entries)
+        fetch.positions_with_draft_entries.update(entry.position for entry in entries if entry.has_draft_entries)
         self._send(Received(fetch.request.key, positions))
         self._end_if_complete(open_fetch)
 
     def _end_if_complete(self, open_fetch: _OpenFetch) -> None:
         fetch = open_fetch.fetch
-        num_ended = len(fetch.arrived) + len(open_fetch.failed)
+        num_ended = len(fetch.arrived_positions) + len(open_fetch.failed)
         # Messages may be reordered, so FetchEnd may arrive before the last entries.
         num_sent = len(fetch.entries) if open_fetch.num_sent is None else open_fetch.num_sent
-        if fetch.copying or num_ended < num_sent:
+        if fetch.copying_positions or num_ended < num_sent:
             return
         del self._fetches[fetch.request.key]
-        is_whole = len(fetch.arrived) == len(fetch.entries)
-        outcome = FetchOutcome.FETCHED if is_whole else FetchOutcome.PARTLY if fetch.arrived else FetchOutcome.NOTHING
+        is_whole = len(fetch.arrived_positions) == len(fetch.entries)
+        outcome = (
+            FetchOutcome.FETCHED
+            if is_whole
+            else FetchOutcome.PARTLY
+            if fetch.arrived_positions
+            else FetchOutcome.NOTHING
+        )
         self._end(fetch, outcome)
 
 

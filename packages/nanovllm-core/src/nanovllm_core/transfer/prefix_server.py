@@ -98,7 +98,7 @@ class PrefixServer:
         self._client_leases: dict[tuple[bytes, int], _ClientLease] = {}
         self._lease_by_number: dict[int, _ClientLease] = {}
         self._lease_numbers = itertools.count()
-        # When each client that may fetch sent its last Hello.
+        # Time of the last Hello of each accepted client.
         self._hello_s: dict[bytes, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._event_loop = asyncio.get_running_loop()
@@ -116,7 +116,7 @@ class PrefixServer:
             raise ConfigError(f"transfer_listen is {address}, where the engine can't listen: {error}") from error
         self.address = _bound_address(address, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._start_task(self._receive())
-        self._start_task(self._expire())
+        self._start_task(self._close_expired_leases())
 
     def close(self) -> None:
         """Close the socket. Clients then compute what they lack."""
@@ -144,8 +144,7 @@ class PrefixServer:
     async def _send_update(self, update: LeaseUpdate) -> None:
         slots = [self._memory.slot(kind, entry.slot) for kind, entry in zip(update.kinds, update.entries, strict=True)]
         checksums = await self._event_loop.run_in_executor(self._executor, _checksums_of, slots)
-        # Only this thread removes leases from `_lease_by_number`. The slots of a removed lease may have had other
-        # contents when their checksums were computed, which the client could not detect.
+        # If the lease has ended meanwhile, its slots may have other entries with valid checksums.
         if (lease := self._lease_by_number.get(update.number)) is None:
             return
         if update.entries:
@@ -228,17 +227,19 @@ class PrefixServer:
         self._client_leases[client, fetch.key] = self._lease_by_number[number] = lease
         self._run_on_engine_thread(partial(self._leases.open, number, fetch))
         if fetch.carrier == "nixl" and self._agent is not None and not self._is_progressing:
+            self._is_progressing = True
             self._start_task(self._progress(self._agent))
 
     async def _progress(self, agent: NixlAgent) -> None:
         """Let clients read the memory until no lease needs NIXL."""
-        self._is_progressing = True
-        while any(lease.carrier == "nixl" for lease in self._lease_by_number.values()):
-            agent.progress()
-            await asyncio.sleep(PROGRESS_INTERVAL_S)
-        self._is_progressing = False
+        try:
+            while any(lease.carrier == "nixl" for lease in self._lease_by_number.values()):
+                agent.progress()
+                await asyncio.sleep(PROGRESS_INTERVAL_S)
+        finally:
+            self._is_progressing = False
 
-    async def _expire(self) -> None:
+    async def _close_expired_leases(self) -> None:
         while True:
             await asyncio.sleep(LEASE_S / 4)
             now_s = time.monotonic()

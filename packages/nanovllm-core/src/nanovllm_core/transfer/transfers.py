@@ -56,7 +56,7 @@ class Transfers:
         self.on_finish: Callable[[PrefixFetch], None] = lambda _: None
         self._scheduler = scheduler
         self._prefill_peer = config.prefill_peer
-        self._calls: deque[Callable[[], object]] = deque()
+        self._engine_thread_calls: deque[Callable[[], object]] = deque()
         slot_bytes = memory.layout.slot_bytes
         self._leases = LeaseTable(scheduler, tier, slot_bytes, vocab_size, max_model_len)
         self._planner = FetchPlanner(scheduler.caches, tier, slot_bytes, config.prefill_peer)
@@ -74,7 +74,9 @@ class Transfers:
             )
             for address in config.transfer_peers
         }
-        self._start_call: Callable[[Callable[[], None]], object] = asyncio.get_running_loop().call_soon_threadsafe
+        self._run_on_event_loop: Callable[[Callable[[], None]], object] = (
+            asyncio.get_running_loop().call_soon_threadsafe
+        )
 
     @staticmethod
     def _start_nixl(config: ResolvedConfig, memory: HostMemory) -> NixlAgent | None:
@@ -95,25 +97,25 @@ class Transfers:
         fetch = self._planner.plan(request, lambda address: self._peers[address].is_ready)
         if fetch is None:
             return False
-        self._start_call(partial(self._peers[fetch.peer].start, fetch))
+        self._run_on_event_loop(partial(self._peers[fetch.peer].start, fetch))
         return True
 
     def abort(self, key: int) -> bool:
         """Abort a request that waits for a fetch. Returns False if the request has no fetch."""
         fetch = self._planner.abort(key)
         if fetch is not None:
-            self._start_call(partial(self._peers[fetch.peer].cancel, fetch, FetchOutcome.ABORTED))
+            self._run_on_event_loop(partial(self._peers[fetch.peer].cancel, fetch, FetchOutcome.ABORTED))
         return fetch is not None
 
     def reset_prefix_cache(self) -> None:
         """Make the engine that computes prompts for this engine forget all entries."""
         if self._prefill_peer is not None:
-            self._start_call(self._peers[self._prefill_peer].reset_prefix_cache)
+            self._run_on_event_loop(self._peers[self._prefill_peer].reset_prefix_cache)
 
     def poll(self) -> None:
         """Schedule requests whose fetches have ended, and lease entries to other engines."""
-        while self._calls:
-            self._calls.popleft()()
+        while self._engine_thread_calls:
+            self._engine_thread_calls.popleft()()
         if self.server is not None and (updates := self._leases.poll()):
             self.server.publish(updates)
 
@@ -122,7 +124,7 @@ class Transfers:
         return TransferStats(self._planner.counters, self._leases.num_served_bytes, len(self._leases))
 
     def _run_on_engine_thread(self, call: Callable[[], object]) -> None:
-        self._calls.append(call)
+        self._engine_thread_calls.append(call)
         self.wake()
 
     def _end_fetch(self, fetch: PrefixFetch) -> None:
