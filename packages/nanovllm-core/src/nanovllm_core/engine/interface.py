@@ -70,7 +70,11 @@ class Engine(ABC):
 
     def __init__(self, info: EngineInfo, first_request_key: int = 0):
         self.info = info
-        self.stats = EngineStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        self.stats = EngineStats(
+            num_blocks=info.num_blocks,
+            num_free_blocks=info.num_blocks,
+            num_free_state_slots=info.num_state_slots,
+        )
         self.death_reason: str | None = None
         self._output_buffers = OutputBuffers()
         self._open_request_ids: set[str] = set()
