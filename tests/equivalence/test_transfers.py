@@ -24,4 +24,6 @@ RUNS = [(*pair, carrier) for pair, carrier in zip(PAIRS, cycle(CARRIERS), strict
 @pytest.mark.parametrize(("name", "setting", "carrier"), RUNS)
 async def test_fetched_prompts_have_the_answers_of_computed_prompts(name, setting, carrier, tmp_path, device):
     write_tiny_checkpoint(name, tmp_path)
-    await compare(tmp_path, device, setting, carrier)
+    stats = await compare(tmp_path, device, setting, carrier)
+    # Blocks of this setting's model do not all fit into the host memory.
+    assert all(num_tokens > 0 for _, num_tokens in stats.loaded_tokens), stats.loaded_tokens

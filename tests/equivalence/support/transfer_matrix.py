@@ -77,7 +77,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
         try:
             fetching = {**shared, "transfer_peers": (address,), "prefill_peer": address, **place_files("decode")}
             # Blocks of some models are so small that all fit into the host memory, and none is read from a file.
-            options |= {"uses_all_tiers": False, "prepare": await_peer, "final_stats": stats}
+            options |= {"unused_tiers": ("disk",), "prepare": await_peer, "final_stats": stats}
             found = await generate(path, device, fetching, **options)
             await await_idle(prefill)
         finally:

@@ -46,6 +46,7 @@ CONFIG = EngineConfig(device="cpu", num_blocks=60, max_num_seqs=4, kv_offload_gi
 PROMPT_LEN, ANSWER_LEN, BLOCK_SIZE = 100, 6, 16
 FETCHED = PROMPT_LEN // BLOCK_SIZE * BLOCK_SIZE  # tokens of a prompt that a fetch brings
 MAX_WAIT_S = 20.0
+SLOW_PROMPT_S = 10.0
 CARRIERS = ["shm", "tcp", "nixl"] if sys.platform == "linux" else ["tcp"]
 
 
@@ -223,6 +224,7 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, mo
     observed: list[tuple[int, float, float]] = []
     monkeypatch.setattr(FetchTimes, "observe", lambda _, *times: observed.append(times))
     async with start_pair(secret) as (prefill, engine):
+        engine._loop._scheduler.tier.predict_compute = lambda *_: SLOW_PROMPT_S
         await prefill.stop()
         prompts = [make_prompt(seed) for seed in range(2)]
         begin_s = time.monotonic()
@@ -231,10 +233,10 @@ async def test_the_decode_engine_computes_if_the_peer_is_down(secret, oracle, mo
         await wait_until(lambda: not peer_of(engine).is_ready)
         assert await generate(engine, prompts[1]) == oracle(prompts[1], ANSWER_LEN)
         assert outcomes_of(engine) == {"lost": 1, "peer_down": 1}
-        # The prompt waited for 2 s, and was then computed.
+        # The prompt waited for 2 s, and was then computed. The wait alone would seem short for a slow prompt.
         ((num_tokens, fetch_s, compute_s),) = observed
-        assert num_tokens == FETCHED
-        assert fetch_s > 1.5 + compute_s
+        assert (num_tokens, compute_s) == (FETCHED, SLOW_PROMPT_S)
+        assert fetch_s > 1.5 + SLOW_PROMPT_S
         await check_idle(engine)
 
 

@@ -118,7 +118,7 @@ class EntryCopier:
         for piece in self.memory.pieces():
             if self._is_closing:
                 return
-            # This allocates the pages. Otherwise cudaHostRegister would, and would block other CUDA calls for longer.
+            # Allocate the pages here, and not in cudaHostRegister, which blocks other CUDA calls.
             piece.zero_()
             if (error := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))) != 0:
                 _log.error("host memory can't be pinned: CUDA error %d; the cache has no tier in host memory", error)

@@ -6,7 +6,7 @@ MAX_FETCH_RATIO = 2.0
 _NEWEST_WEIGHT = 0.5
 # Each decision against a fetch multiplies the estimate by this factor, so that fetches are tried again.
 _DECAY_WITHOUT_FETCHES = 0.95
-# Largest ratio of one fetch. After a slower fetch, about 20 prompts are computed before the next fetch.
+# Largest ratio of one fetch. After slow fetches, at most 27 prompts are computed before the next fetch.
 _MAX_RATIO = 8.0
 
 

@@ -18,7 +18,7 @@ from nanovllm_core.transfer.messages import Fetch, ReadyEntry
 
 # Keys of the requests that compute prompts for other engines. Keys of clients are smaller.
 FIRST_REQUEST_KEY = 1 << 62
-# A fetch holds at most MAX_HELD_BYTES and at most this share of the host memory, but always at least one entry.
+# A fetch holds at most MAX_HELD_BYTES, and at most MAX_HELD_SHARE of the host memory. It may always hold one entry.
 MAX_HELD_BYTES = 256 << 20
 MAX_HELD_SHARE = 1 / 8
 # Maximum bytes of the entries in one update. One thread hashes them, and one thread of the client copies them.

@@ -299,15 +299,10 @@ class PeerConnection:
         if fetch.copying_positions or num_ended < num_sent:
             return
         del self._fetches[fetch.request.key]
-        is_whole = len(fetch.arrived_positions) == len(fetch.entries)
-        outcome = (
-            FetchOutcome.FETCHED
-            if is_whole
-            else FetchOutcome.PARTLY
-            if fetch.arrived_positions
-            else FetchOutcome.NOTHING
-        )
-        self._end(fetch, outcome)
+        if len(fetch.arrived_positions) == len(fetch.entries):
+            self._end(fetch, FetchOutcome.FETCHED)
+        else:
+            self._end(fetch, FetchOutcome.PARTLY if fetch.arrived_positions else FetchOutcome.NOTHING)
 
 
 def _copy_entries(

@@ -46,7 +46,6 @@ class ConversationRunner:
 
     def __init__(self, server: MeasuredServer, settings: CaseSettings[ConversationSizes]):
         self._server = server
-        self._costs = server.prompt_token_costs
         self._settings = settings
         self._sizes = settings.sizes
 
@@ -106,7 +105,7 @@ class ConversationRunner:
 
     def _turn_prompts(self, num_turns: int, seed_suffix: str) -> list[list[Message]]:
         """Returns the prompts of all turns of one conversation. Each prompt begins with the previous prompt."""
-        costs, sizes, seed = self._costs, self._sizes, f"{self._settings.seed} {seed_suffix}"
+        costs, sizes, seed = self._server.prompt_token_costs, self._sizes, f"{self._settings.seed} {seed_suffix}"
         prompts = [single_message(costs, sizes.first_len, seed)]
         for turn in range(1, num_turns):
             turn_seed = f"{seed} turn {turn}"
