@@ -42,6 +42,22 @@ class LLM:
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
                 for params in sampling_params]
 """
+# Makes the tiny model one of Qwen3-Next with one multi-token head.
+TINY_QWEN3_NEXT_CHANGES = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_nextn_predict_layers": 1,
+}
 
 
 def is_gone(pid: int) -> bool:
@@ -215,6 +231,27 @@ def test_vllm_gets_the_given_limits(run_bench, fake_vllm):
     # All prompts of a run share one salt; each run has another.
     assert all(len({prompt["cache_salt"] for prompt in run["prompts"]}) == 1 for run in runs)
     assert len({run["prompts"][0]["cache_salt"] for run in runs}) == 3
+
+
+def test_vllm_gets_the_settings_of_the_heads(run_bench, fake_vllm, tmp_path):
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text()) | TINY_QWEN3_NEXT_CHANGES
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    flags, read_record = fake_vllm
+    heads = ("--speculate", "mtp", "--num-speculative-tokens", "2", "--acceptance-length", "1.5")
+    workload = ("--batch", "1", "--input-len", "5", "--output-len", "9", "--repeat", "1")
+    assert run_bench("latency", *workload, *heads, *flags)[0] == 0
+    assert read_record()[0]["speculative_config"] == {
+        "method": "mtp",
+        "num_speculative_tokens": 2,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 1.5,
+    }
+
+
+def test_peer_without_the_drafts_of_a_method_is_refused(run_bench, fake_vllm, capsys):
+    status, _ = run_bench("latency", "--speculate", "ngram", *fake_vllm[0])
+    assert status == 1
+    assert "--peer vllm can't use --speculate ngram" in capsys.readouterr().err
 
 
 def test_first_tokens_of_vllm_take_an_extra_run(run_bench, fake_vllm):

@@ -58,6 +58,18 @@ class Peer:
     gguf: GGUFWeights | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PeerHeads:
+    """How a peer uses the multi-token heads of the model.
+
+    num_drafts: drafts per step.
+    acceptance_length: mean number of tokens per step with drafts, which the peer forces; None to verify the drafts.
+    """
+
+    num_drafts: int
+    acceptance_length: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
     """The input of `peers/run.py`.
@@ -65,6 +77,7 @@ class PeerJob:
     max_model_len, max_num_seqs, max_num_batched_tokens: None for the peer's defaults.
     threads: number of threads that our engine uses in torch.
     state_dtype: dtype of recurrent states.
+    heads: None for no speculation.
     needs_time_to_all_first_tokens: whether to measure the time at which every request has its first token.
     warm_up_tokens: maximum number of output tokens per request in the warm-up.
     cases: requests of each case. Each case is measured in `repeat` runs.
@@ -84,6 +97,7 @@ class PeerJob:
     state_dtype: str
     tensor_parallel_size: int
     expert_parallel: bool
+    heads: PeerHeads | None
     temperature: float
     repeat: int
     needs_time_to_all_first_tokens: bool

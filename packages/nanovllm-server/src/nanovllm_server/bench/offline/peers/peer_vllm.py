@@ -29,6 +29,8 @@ class VllmPeer:
         if job["load_format"] == "dummy":
             # vLLM's dummy weights are almost zero: a router's bias would select the same few experts for every token.
             os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+        if job["heads"] is not None:
+            options["speculative_config"] = _make_speculative_config(**job["heads"])
         self._llm: Any = vllm.LLM(
             model=job["model"],
             # The job has token ids, so vLLM needs no tokenizer: for dummy weights, config.json suffices.
@@ -67,3 +69,10 @@ class VllmPeer:
         if num_tokens != sum(output_lens):
             raise RuntimeError(f"vLLM generated {num_tokens} tokens, not {sum(output_lens)}")
         return 0.0, duration_s
+
+
+def _make_speculative_config(num_drafts: int, acceptance_length: float | None) -> dict[str, Any]:
+    config: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    if acceptance_length is not None:
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": acceptance_length}
+    return config
