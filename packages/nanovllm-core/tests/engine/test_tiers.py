@@ -24,6 +24,7 @@ from nanovllm_core import (
     SamplingParams,
 )
 from nanovllm_core.cache.copy_time import CopyTimeModel
+from nanovllm_core.cache.host_memory import HostMemory
 from nanovllm_core.engine.trace import TRACK_IDS
 from nanovllm_core.execution import entry_copier
 
@@ -96,6 +97,21 @@ async def check(spec: ModelSpec, config: EngineConfig, answer: Answer) -> None:
 )
 async def test_evicted_prefixes_come_from_host_memory(settings, device, oracle):
     await check(toy_model.toy_spec(), replace(CONFIG, device=device, **settings), oracle)
+
+
+async def test_blocks_are_stored_when_the_host_memory_is_pinned_while_no_request_runs(monkeypatch):
+    set_ready = HostMemory.set_ready
+    monkeypatch.setattr(HostMemory, "set_ready", lambda *_: None)
+    engine = await AsyncEngine.start(toy_model.toy_spec(), CONFIG)
+    try:
+        await generate(engine, "early", [*range(6, 90)], 2)
+        await asyncio.sleep(0.3)
+        assert dict(engine.stats.copied_bytes)["store"] == 0
+        set_ready(engine._loop._copier.memory, 0)
+        await wait_for_copies(engine)
+        assert dict(engine.stats.copied_bytes)["store"] > 0
+    finally:
+        await engine.stop()
 
 
 async def test_fp8_blocks_return_with_their_scales():

@@ -112,7 +112,9 @@ class HostLayout:
 
 
 # A rank's first counters, one per `Direction`, count executed batches. These are the indices of its other counters.
-_NUM_FAILURES, _IS_READY = len(Direction), len(Direction) + 1
+# The state is _PENDING until the rank has pinned the memory.
+_NUM_FAILURES, _STATE = len(Direction), len(Direction) + 1
+_PENDING, _READY, _UNUSABLE = range(3)
 # Index of a counter of rank 0 only.
 _MAY_PIN = len(Direction) + 2
 _COUNTER_STRIDE = _COUNTER_BYTES // 8
@@ -197,11 +199,24 @@ class HostMemory:
     @property
     def is_ready(self) -> bool:
         """Whether all ranks can execute copies."""
-        return all(self._counters[rank * _COUNTER_STRIDE + _IS_READY] for rank in range(self.layout.num_ranks))
+        return all(state == _READY for state in self._states())
+
+    @property
+    def will_be_ready(self) -> bool:
+        """Whether some ranks are still pinning the memory, and none has failed."""
+        states = self._states()
+        return _PENDING in states and _UNUSABLE not in states
+
+    def _states(self) -> list[int]:
+        return [self._counters[rank * _COUNTER_STRIDE + _STATE] for rank in range(self.layout.num_ranks)]
 
     def set_ready(self, rank: int) -> None:
         """Record that `rank` can execute copies."""
-        self._counters[rank * _COUNTER_STRIDE + _IS_READY] = 1
+        self._counters[rank * _COUNTER_STRIDE + _STATE] = _READY
+
+    def set_unusable(self, rank: int) -> None:
+        """Record that `rank` can never execute copies."""
+        self._counters[rank * _COUNTER_STRIDE + _STATE] = _UNUSABLE
 
     def count_done(self, rank: int, direction: Direction) -> None:
         """Count a batch that `rank` has executed. Only one thread per rank and direction may call this method."""

@@ -38,6 +38,7 @@ PLAN_READY_SHARE = 0.85
 PLANNING_LEAD_S = 0.002
 PLANNING_LEAD_PER_REQUEST_S = 0.001
 POLL_INTERVAL_S = 0.001  # between checks for new requests while a step runs
+PINNING_POLL_INTERVAL_S = 0.1  # between checks whether the host memory is pinned
 _WAITING_STATUSES = (RequestStatus.WAITING_GRAMMAR, RequestStatus.WAITING, RequestStatus.WAITING_KV)
 
 
@@ -267,16 +268,23 @@ class EngineLoop:
             self._spin_control.close()
 
     def _wait_for_work(self) -> None:
-        """Wait for a message while no step is in flight, and process the copies that end meanwhile.
+        """Wait for a message while no step is in flight, and process copies meanwhile.
 
         Copies may hold blocks that waiting requests need, so return early if a request waits or all copies have ended.
         """
-        while not self._inbox_changed.wait(POLL_INTERVAL_S if self._scheduler.has_copies else None):
+        while not self._inbox_changed.wait(self._idle_interval_s()):
             self._move_copies(has_plan=False)
             # When all copies have ended, return, so that the caller posts stats that show all blocks as free.
             if self._scheduler.num_waiting or not self._scheduler.has_copies:
                 break
         self._inbox_changed.clear()
+
+    def _idle_interval_s(self) -> float | None:
+        """Seconds between two calls of `_move_copies` while no step is in flight; None if there is nothing to copy."""
+        if self._scheduler.has_copies:
+            return POLL_INTERVAL_S
+        tier = self._scheduler.tier
+        return PINNING_POLL_INTERVAL_S if tier is not None and tier.has_early_stores else None
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, with stats if the stats interval is over or no request is left."""
