@@ -25,8 +25,8 @@ class Checkpoint(NamedTuple):
 class RequestStatus(Enum):
     """Tells what a request waits for. Preemption changes RUNNING to WAITING.
 
-    WAITING_KV: copies to the request's blocks are in flight, or blocks are fetched from another engine. Afterwards, the
-        request is WAITING again, and finds its prefix in the cache or in host memory.
+    WAITING_KV: copies to the request's blocks are in flight or have ended, or blocks are fetched from another engine.
+        After a fetch or a failed copy, the request is WAITING again.
     """
 
     WAITING_GRAMMAR = "waiting for its grammar"

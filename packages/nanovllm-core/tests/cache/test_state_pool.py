@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from nanovllm_core.cache.manager import CacheManager
@@ -6,6 +8,8 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import MAX_CHECKPOINTS, RequestState
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL
 
+REQUEST_KEYS = itertools.count()
+
 
 def make_manager(num_state_slots: int, max_running: int) -> CacheManager:
     states = StatePool(num_state_slots, max_running, 16)
@@ -13,7 +17,7 @@ def make_manager(num_state_slots: int, max_running: int) -> CacheManager:
 
 
 def admit_request(cache: CacheManager, tokens: list[int]) -> tuple[RequestState, int]:
-    request = RequestState(0, Request("r", list(tokens)))
+    request = RequestState(next(REQUEST_KEYS), Request("r", list(tokens)))
     computed = cache.admit(request, keep_watermark=False)
     assert computed is not None
     return request, computed
@@ -90,3 +94,37 @@ def test_request_that_ends_early_releases_its_slots():
     cache.release(request)
     assert cache.state_pool.slots.num_free == 8
     assert cache.state_pool.slots.num_cached == 0
+
+
+def test_a_held_checkpoint_is_not_evicted_before_its_request_starts():
+    cache = make_manager(4, 2)
+    prompt, slots = list(range(200)), cache.state_pool.slots
+    first, _ = admit_request(cache, prompt)
+    finish_request(cache, first)
+    second, computed = admit_request(cache, prompt)
+    assert computed > 0
+    assert cache.state_pool.hold_source(second)
+    num_free = slots.num_free
+    other, _ = admit_request(cache, list(range(500, 700)))
+    assert other.state_slot not in (0, second.source_state_slot)
+    assert second.source_state_slot not in [checkpoint.slot for checkpoint in other.checkpoints]
+    finish_request(cache, other)
+    assert slots.num_free == num_free
+    cache.end_hold(second)
+    assert slots.num_free == num_free + 1
+    finish_request(cache, second)
+    assert slots.num_free == slots.num_blocks
+
+
+def test_a_checkpoint_is_not_held_if_other_requests_may_need_its_slot():
+    cache = make_manager(4, 2)
+    prompt = list(range(200))
+    first, _ = admit_request(cache, prompt)
+    finish_request(cache, first)
+    other, _ = admit_request(cache, list(range(500, 700)))
+    second, computed = admit_request(cache, prompt)
+    assert computed > 0
+    assert not cache.state_pool.hold_source(second)
+    finish_request(cache, second)
+    finish_request(cache, other)
+    assert cache.state_pool.slots.num_free == cache.state_pool.slots.num_blocks

@@ -114,6 +114,30 @@ async def test_blocks_are_stored_when_the_host_memory_is_pinned_while_no_request
         await engine.stop()
 
 
+async def cached_tokens(engine: AsyncEngine, name: str, prompt: list[int]) -> int:
+    request = Request(name, prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return [output.num_cached_tokens async for output in engine.generate(request)][-1]
+
+
+@pytest.mark.parametrize(("spec", "settings"), [(toy_model.toy_spec(), {}), (recurrent_spec(), {"num_state_slots": 8})])
+async def test_simultaneous_loads_do_not_evict_each_other(spec, settings):
+    engine = await AsyncEngine.start(spec, replace(CONFIG, **settings))
+    # The cache has space for two of these prompts.
+    prompts = [[index + 6] * 140 for index in range(6)]
+    try:
+        for index, prompt in enumerate(prompts):
+            await cached_tokens(engine, f"new {index}", prompt)
+            await wait_for_copies(engine)
+        returned = await asyncio.gather(
+            *(cached_tokens(engine, f"returned {index}", prompt) for index, prompt in enumerate(prompts))
+        )
+        assert min(returned) >= 128
+        await wait_for_copies(engine)
+        assert engine.stats.num_free_state_slots == engine.info.num_state_slots
+    finally:
+        await engine.stop()
+
+
 async def test_fp8_blocks_return_with_their_scales():
     answer = toy_model.make_oracle(fp8_cache=True)
     await check(toy_model.toy_spec(), replace(CONFIG, kv_cache_dtype="fp8"), answer)

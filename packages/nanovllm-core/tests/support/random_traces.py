@@ -331,7 +331,7 @@ def held_by_copies(tier: HostTier | None, group: int, kind: EntryKind) -> list[i
 def check_ownership(
     cache: CacheManager, requests: list[RequestState], held_blocks: Sequence[int], held_slots: Sequence[int]
 ) -> None:
-    """requests: all requests that have a row, or a load in flight, in the group of `cache`."""
+    """requests: all requests of the group of `cache` that have a row, or a load in flight or an ended load."""
     num_holders = Counter(block for request in requests for block in request.block_ids) + Counter(held_blocks)
     pool = cache.pool
     for block in range(1, pool.num_blocks + 1):
@@ -343,7 +343,10 @@ def check_ownership(
         slots = [slot for request in requests for slot in (request.state_slot, *(c.slot for c in request.checkpoints))]
         slots = [slot for slot in slots if slot]
         assert len(set(slots)) == len(slots), "a state slot was given out twice"
-        assert states.slots.num_free == states.slots.num_blocks - len({*slots, *held_slots})
+        assert states.slots.num_free == states.slots.num_blocks - len(
+            {*slots, *held_slots, *states._held_sources.values()}
+        )
+        assert states._held_sources.keys() <= {request.key for request in requests}
         assert all(bool(request.state_slot) == bool(request.block_ids) for request in requests)
     for request in requests:
         assert len(set(request.block_ids)) == len(request.block_ids)
@@ -502,7 +505,8 @@ class Trace:
         for group, cache in enumerate(scheduler.caches):
             rows = scheduler.rows.requests[group * self.rows_per_group : (group + 1) * self.rows_per_group]
             loading = [load.request for load in scheduler._lifecycle._loads.values() if load.group == group]
-            requests = [*(request for request in rows if request is not None), *loading]
+            loaded = [loaded.request for loaded in scheduler._lifecycle.loaded.values() if loaded.group == group]
+            requests = [*(request for request in rows if request is not None), *loading, *loaded]
             held_blocks, held_slots = (held_by_copies(scheduler.tier, group, kind) for kind in EntryKind)
             check_ownership(cache, requests, held_blocks, held_slots)
         return bool(self.in_flight)

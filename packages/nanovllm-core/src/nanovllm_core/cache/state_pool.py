@@ -38,6 +38,8 @@ class StatePool:
         self._blocks_per_checkpoint = CHECKPOINT_INTERVAL // block_size
         # Keep one slot free for each request that may still start.
         self.slots.num_reserved = max_running
+        # Checkpoints from which admitted requests will start, by request key.
+        self._held_sources: dict[int, int] = {}
 
     def find_checkpoint(self, block_hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """The last checkpoint of a sequence: (number of blocks up to the checkpoint, slot), or (0, NULL_SLOT)."""
@@ -74,6 +76,22 @@ class StatePool:
         request.checkpoints = [*map(Checkpoint, positions, slots.allocate(len(positions)))]
         slots.release(held_slots)
 
+    def hold_source(self, request: RequestState) -> bool:
+        """Keep the checkpoint of an admitted request that does not start yet. Returns False if slots are scarce."""
+        if not request.source_state_slot:
+            return True
+        # Other requests need slots too, see `allocate`.
+        if self.slots.num_free - 1 <= self.slots.num_reserved:
+            return False
+        self.slots.acquire(request.source_state_slot)
+        self._held_sources[request.key] = request.source_state_slot
+        return True
+
+    def end_hold(self, request: RequestState) -> None:
+        """End the effect of `hold_source`, if `request` has a held checkpoint."""
+        if (slot := self._held_sources.pop(request.key, None)) is not None:
+            self.slots.release([slot])
+
     def commit(self, request: RequestState, num_computed: int) -> list[BlockHash]:
         """Register the checkpoints within the first `num_computed` tokens, and return their hashes.
 
@@ -89,6 +107,7 @@ class StatePool:
 
     def release(self, request: RequestState) -> None:
         """Release all slots of a request."""
+        self.end_hold(request)
         self.slots.release([request.state_slot, *(slot for _, slot in request.checkpoints)])
         request.state_slot, request.checkpoints = NULL_SLOT, []
         self.slots.num_reserved += 1

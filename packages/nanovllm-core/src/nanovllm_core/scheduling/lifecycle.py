@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanovllm_core.cache.manager import CacheManager
 from nanovllm_core.cache.prefix_load import PrefixLoad
@@ -39,6 +40,14 @@ class SchedulerCounters:
         self.num_steps_by_size[bisect_left(STEP_CLASS_MAX_TOKENS, num_tokens)] += 1
 
 
+class LoadedRequest(NamedTuple):
+    """A request that holds all blocks of its prompt, and can start in `group`. num_cached_tokens: loaded or found."""
+
+    request: RequestState
+    group: int
+    num_cached_tokens: int
+
+
 class RequestLifecycle:
     """Unfinished requests, and finished requests that still hold a row and blocks.
 
@@ -57,12 +66,14 @@ class RequestLifecycle:
         self.num_preempted_unreleased = 0
         # Loads of prefixes that are in flight, by request key.
         self._loads: dict[int, PrefixLoad] = {}
+        # Requests whose load has ended, and which have not started yet, by request key.
+        self.loaded: dict[int, LoadedRequest] = {}
         self._unfinished_by_key: dict[int, RequestState] = {}
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that are queued, wait for a load, or are preempted with an unreleased row."""
-        return len(self.waiting) + self.num_preempted_unreleased + len(self._loads)
+        """The number of requests that have not started, or are preempted with an unreleased row."""
+        return len(self.waiting) + self.num_preempted_unreleased + len(self._loads) + len(self.loaded)
 
     @property
     def has_requests(self) -> bool:
@@ -74,8 +85,8 @@ class RequestLifecycle:
         return self.caches[self.rows.group_of(request.row)]
 
     def has_free_row(self, group: int) -> bool:
-        """Whether `group` has a row for one more request, besides the rows for requests that wait for loads."""
-        num_loads = sum(load.group == group for load in self._loads.values())
+        """Whether `group` has a row for one more request, besides the rows for requests with loads."""
+        num_loads = sum(load.group == group for load in (*self._loads.values(), *self.loaded.values()))
         return self.rows.count_free_rows(group) > num_loads
 
     def find(self, key: int) -> RequestState | None:
@@ -90,7 +101,8 @@ class RequestLifecycle:
     def start_load(self, request: RequestState, group: int) -> bool:
         """Load more of the prefix of a request that `CacheManager.admit` has admitted to `group`.
 
-        Returns False if no load was started. If True, the request waits for the load, and then returns to the queue.
+        Returns False if no load was started. If True, the request waits for the load. Then `loaded` has the request, or
+        the request returns to the queue if the load failed.
         """
         load = self.caches[group].start_load(request)
         if load is None:
@@ -101,10 +113,16 @@ class RequestLifecycle:
         return True
 
     def start(self, request: RequestState, group: int, num_cached_tokens: int) -> None:
-        """Give a row of `group` to a waiting request. num_cached_tokens: result of `CacheManager.admit`."""
-        self.waiting.remove(request)
-        request.status = RequestStatus.RUNNING
+        """Give a row of `group` to a request that waits or has loaded.
+
+        num_cached_tokens: result of `CacheManager.admit`.
+        """
         cache = self.caches[group]
+        if self.loaded.pop(request.key, None) is None:
+            self.waiting.remove(request)
+        else:
+            cache.end_hold(request)
+        request.status = RequestStatus.RUNNING
         self.rows.assign(request, group, num_cached_tokens, len(request.block_ids) * cache.block_size)
         if self._can_drafts_lag:
             self.rows.draft_lag[request.row] = num_cached_tokens - cache.count_draft_entries(request, num_cached_tokens)
@@ -115,6 +133,21 @@ class RequestLifecycle:
             if cache.prefix_caching:
                 self.counters.num_queried_tokens += request.num_prompt_tokens
                 self.counters.num_cached_tokens += num_cached_tokens
+
+    def give_up_load(self, group: int) -> bool:
+        """Free the blocks of a request of `loaded`, and queue it again. Returns False if `group` has none."""
+        found = next((loaded for loaded in reversed(self.loaded.values()) if loaded.group == group), None)
+        if found is None:
+            return False
+        request = found.request
+        self._release_loaded(request)
+        request.has_loaded = False
+        request.status = RequestStatus.WAITING
+        self.waiting.push(request)
+        return True
+
+    def _release_loaded(self, request: RequestState) -> None:
+        self.caches[self.loaded.pop(request.key).group].release(request)
 
     def preempt(self, request: RequestState) -> None:
         """Free the blocks of a running request and queue it again. Tokens that steps in flight sample are kept."""
@@ -156,7 +189,13 @@ class RequestLifecycle:
             if not load.is_ended:
                 return
             del self._loads[request.key]
-            self.caches[load.group].finish_load(load)
+            num_cached_tokens = self.caches[load.group].finish_load(load)
+            if num_cached_tokens is not None:
+                self.loaded[request.key] = LoadedRequest(request, load.group, num_cached_tokens)
+                if request.status is RequestStatus.WAITING_KV:
+                    return
+        if request.key in self.loaded:
+            self._release_loaded(request)
         if request.status is RequestStatus.FINISHED:
             self.num_finished_unreleased -= 1
         elif request.status is RequestStatus.WAITING_KV:

@@ -86,6 +86,8 @@ class PromptScheduler:
         may_admit: whether waiting requests may start.
         """
         candidates = self._running_candidates()
+        if may_admit:
+            candidates += self._loaded_candidates()
         if may_admit and self._rows.num_free_rows:
             candidates += self._waiting_candidates()
         if not candidates:
@@ -125,6 +127,8 @@ class PromptScheduler:
     def _schedule_chunk(self, candidate: _Candidate, budgets: Sequence[StepBudget], prompts: ScheduledPrompts) -> float:
         """Add a chunk of the candidate if possible. Return the chunk's predicted seconds; 0 without a chunk."""
         request, start, end = candidate
+        if (loaded := self._lifecycle.loaded.get(request.key)) is not None:
+            return self._start_in(loaded.group, request, start, budgets[loaded.group], prompts) or 0.0
         if request.row < 0:
             return self._start(request, budgets, prompts)
         budget = budgets[self._rows.group_of(request.row)]
@@ -175,6 +179,12 @@ class PromptScheduler:
         prefilling_rows = np.flatnonzero(rows.is_running & (rows.num_tokens - rows.num_computed_tokens > 1))
         starts, ends = rows.num_computed_tokens[prefilling_rows].tolist(), rows.num_tokens[prefilling_rows].tolist()
         return list(map(_Candidate, rows.requests_of(prefilling_rows), starts, ends))
+
+    def _loaded_candidates(self) -> list[_Candidate]:
+        return [
+            _Candidate(request, num_cached_tokens, request.num_tokens)
+            for request, _, num_cached_tokens in self._lifecycle.loaded.values()
+        ]
 
     def _waiting_candidates(self) -> list[_Candidate]:
         requests = list(self._lifecycle.waiting.peek(MAX_WAITING_CANDIDATES))
@@ -237,11 +247,20 @@ class PromptScheduler:
             return num_cached_tokens
         if self._lifecycle.start_load(request, group):
             return 0.0
-        num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
-        if num_tokens == 0:
+        chunk_s = self._start_in(group, request, num_cached_tokens, budget, prompts)
+        if chunk_s is None:
             cache.release(request)
             return 0.0
         self._num_bypasses += 1
+        return chunk_s
+
+    def _start_in(
+        self, group: int, request: RequestState, num_cached_tokens: int, budget: StepBudget, prompts: ScheduledPrompts
+    ) -> float | None:
+        """Start a request that holds its blocks. Returns the first chunk's predicted seconds; None without a chunk."""
+        num_tokens = budget.size_chunk(num_cached_tokens, request.num_tokens)
+        if num_tokens == 0:
+            return None
         self._lifecycle.start(request, group, num_cached_tokens)
         prompts.new_rows.append(_make_new_row(request, num_cached_tokens))
         prompts.new_blocks.add(request.row, 0, request.block_ids)

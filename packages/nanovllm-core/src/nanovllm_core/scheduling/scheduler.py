@@ -260,7 +260,9 @@ class Scheduler:
         """Give a request a block, preempting others of its group if needed. Returns False if the request must wait."""
         group = self.rows.group_of(request.row)
         while not self._add_blocks(cache, [request], new_blocks):
-            # A step or a load in flight will soon release blocks: preempt no further request until then.
+            if self._lifecycle.give_up_load(group):
+                continue
+            # A step in flight will soon release blocks, or a load can soon be given up: preempt no further request.
             if self.rows.count_unreleased(group) or cache.has_loads():
                 return False
             running_requests = self.rows.requests_of(self.rows.running_rows(group))
