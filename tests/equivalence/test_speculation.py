@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, predict
 
 from nanovllm_core import ConfigError
-from nanovllm_core.scheduling.step_time import StepTimeModel
+from nanovllm_core.engine import build
+from nanovllm_core.scheduling.draft_times import DraftTimes
 
 # With more requests at once, nearly all steps would have prompts, after which models and heads propose nothing.
 SMALL_CHUNKS = {**AMPLE_CACHE, "max_num_batched_tokens": 40, "max_num_seqs": 2}
@@ -56,7 +57,7 @@ HEAD_PAIRS = [(name, setting) for name in MODELS if TINY_MODELS[name].has_mtp fo
 @pytest.fixture
 def always_drafts(monkeypatch):
     """Steps propose and verify as many drafts as they may, because no step seems to take time."""
-    monkeypatch.setattr(StepTimeModel, "observe", lambda self, work, seconds: None)
+    monkeypatch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
 
 
 def write_draft_model(name: str, draft_path: Path) -> None:

@@ -17,7 +17,8 @@ from rank_matrix import write_tiny_checkpoint
 from tiny_models import AMPLE_CACHE, SCARCE_CACHE, TINY_MODELS, generate, predict
 
 from nanovllm_core import AsyncEngine, Engine, EngineClient, EngineConfig, EngineStats
-from nanovllm_core.scheduling.step_time import StepTimeModel
+from nanovllm_core.engine import build
+from nanovllm_core.scheduling.draft_times import DraftTimes
 from nanovllm_models import load
 
 CARRIERS = ("shm", "tcp", "nixl") if sys.platform == "linux" else ("tcp",)
@@ -60,7 +61,7 @@ async def compare(path: Path, device: str, setting: str, carrier: str) -> Engine
         options["predictions"] = predict(expected)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         # Steps propose as many drafts as they may, because no step seems to take time.
-        patch.setattr(StepTimeModel, "observe", lambda *_: None)
+        patch.setattr(build, "measure_draft_times", lambda *_: DraftTimes())
         secret = write_secret(Path(directory, "secret"))
         transfer = {"transfer_secret_file": secret, "transfer_carrier": carrier}
         shared = HOST_MEMORY | settings | transfer

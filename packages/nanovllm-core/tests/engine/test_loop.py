@@ -15,7 +15,8 @@ from nanovllm_core.engine.report import collect_stats
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.runner import Runner
 from nanovllm_core.outputs import StepOutputs
-from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
+from nanovllm_core.scheduling.draft_times import DraftLimits, DraftTimes
+from nanovllm_core.scheduling.drafting import DraftPlanner
 
 PROMPT = [5, 6, 7]
 OUTPUTS = 6
@@ -301,7 +302,7 @@ async def test_stats_have_the_totals_of_drafts_by_position(toy_spec):
     scheduler = loop._scheduler
     stats = collect_stats(scheduler, loop._runner, None)
     assert (stats.num_verified_drafts, stats.num_accepted_drafts) == ((), ())
-    scheduler.draft_planner = DraftPlanner(scheduler.rows, DraftLimits(3, 64), scheduler.step_time_model)
+    scheduler.draft_planner = DraftPlanner(scheduler.rows, DraftLimits(3, 64), scheduler.step_time_model, DraftTimes())
     scheduler.draft_planner.num_verified[:], scheduler.draft_planner.num_accepted[:] = (9, 4, 2), (6, 1, 0)
     payload = wire.encode(wire.Step(StepOutputs(), collect_stats(scheduler, loop._runner, None)))
     message = wire.decode_to_client(payload)

@@ -94,7 +94,7 @@ def test_check_of_ranks_finds_different_hidden_states():
         engine = await AsyncEngine.start(spec, replace(CONFIG, check_ranks=True))
         assert tokens_of(await collect(engine, [1, 2, 3], SAMPLINGS["allowed"], "r"))
         with pytest.raises(EngineDeadError, match="the ranks have different hidden states after step"):
-            await collect(engine, [1, toy_model.DisagreeingLM.TRIGGER], SAMPLINGS["allowed"], "s")
+            await collect(engine, [toy_model.DisagreeingLM.TRIGGER, 1], SAMPLINGS["allowed"], "s")
         await engine.stop()
 
     asyncio.run(run())

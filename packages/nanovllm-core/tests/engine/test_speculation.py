@@ -29,7 +29,9 @@ def expected(vetter) -> dict[str, list[RequestOutput]]:
 @pytest.mark.parametrize(
     ("num_blocks", "depth", "num_drafts", "num_ranks"), [(18, 2, 3, 1), (64, 2, 15, 1), (64, 1, 4, 2)]
 )
-def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, num_ranks, expected, vetter, monkeypatch):
+def test_ngram_drafts_change_no_answer(
+    num_blocks, depth, num_drafts, num_ranks, expected, vetter, always_drafts, monkeypatch
+):
     vetter.use(monkeypatch)
     settings = {"speculate": "ngram", "num_speculative_tokens": num_drafts, "tensor_parallel_size": num_ranks}
     found = asyncio.run(answer_all(replace(CONFIG, num_blocks=num_blocks, depth=depth, **settings), PROMPTS))

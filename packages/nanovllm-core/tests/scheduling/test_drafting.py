@@ -5,37 +5,26 @@ import pytest
 
 from nanovllm_core import Request
 from nanovllm_core.request_state import RequestState
-from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
+from nanovllm_core.scheduling.draft_times import DecodeTimes, DraftLimits, DraftTimes
+from nanovllm_core.scheduling.drafting import DraftPlanner
 from nanovllm_core.scheduling.plan import DraftResults, ScheduledRows
 from nanovllm_core.scheduling.rows import RowTable
-from nanovllm_core.scheduling.step_time import StepTimeCoefficients, StepTimeModel, StepWork
+from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork, calibrate
 
 MAX_DRAFTS = 4
 RIGHT, WRONG = 7, 8  # The proposed token, and another one.
 
 
-class FixedStepTimes(StepTimeModel):
-    """Predicts steps of 10 ms.
-
-    draft_share, proposal_share, late_share: times of a verified draft, of a proposal, and of a late entry, as shares of
-        a step.
-    """
-
-    def __init__(self, draft_share: float, proposal_share: float = 0.0, late_share: float = 0.0):
-        super().__init__()
-        self._coefficients = StepTimeCoefficients(
-            0.01, 0.01 * draft_share, per_proposal=0.01 * proposal_share, per_late_entry=0.01 * late_share
-        )
-
-    def predict(self, work: StepWork) -> float:
-        return 0.01
+STEP_S = 0.01
 
 
 class Decodes:
     """Requests that decode, with the results of their steps.
 
     A step's results are known when the next step but one is planned.
-    num_steps: number of steps. extra_steps: time of drafts, in steps.
+    draft_share, proposal_share, late_share: times of a verified draft, of a proposal and of a late entry, in steps
+        without drafts.
+    num_steps: number of steps. extra_steps: time of drafts, in steps without drafts.
     """
 
     def __init__(
@@ -50,9 +39,12 @@ class Decodes:
     ):
         self.rows = RowTable(num_requests, 1)
         self.rows.can_draft[:] = True
-        self.times = FixedStepTimes(draft_share, proposal_share, late_share)
+        self.times = DecodeTimes(STEP_S, STEP_S * draft_share, STEP_S * proposal_share)
+        self.step_time_model = StepTimeModel()
+        self.late_entry_s = STEP_S * late_share
+        draft_times = DraftTimes([num_requests], [self.times], self.late_entry_s)
         limits = DraftLimits(MAX_DRAFTS, max_step_tokens, uses_cache=bool(proposal_share), can_lag=bool(late_share))
-        self.planner = DraftPlanner(self.rows, limits, self.times)
+        self.planner = DraftPlanner(self.rows, limits, self.step_time_model, draft_times)
         self.proposing_steps: list[int] = []
         self.num_late_draft_entries: list[int] = []
         self.num_steps, self.extra_steps = 0, 0.0
@@ -91,9 +83,8 @@ class Decodes:
         for row, start, num_tokens in late_draft_entries:
             assert 0 <= start < start + num_tokens < num_computed[row]
         num_late = sum(entries.num_tokens for entries in late_draft_entries)
-        costs = self.times.coefficients
-        seconds = costs.per_token * num_drafts.sum() + costs.per_proposal * proposes
-        self.extra_steps += (seconds + costs.per_late_entry * num_late) / 0.01
+        seconds = self.times.draft_s * num_drafts.sum() + self.times.proposal_s * proposes
+        self.extra_steps += (seconds + self.late_entry_s * num_late) / STEP_S
         self.num_late_draft_entries.append(num_late)
         if proposes:
             self.proposing_steps.append(self.num_steps)
@@ -146,6 +137,17 @@ def test_rejected_drafts_of_a_model_cost_less_than_three_percent_of_512_tokens(n
         assert bool(decodes.proposing_steps) == can_draft
         assert bool(sum(decodes.num_late_draft_entries)) == can_draft
         assert max(decodes.num_late_draft_entries) <= max_step_tokens
+
+
+def test_slow_steps_with_prompts_do_not_make_proposals_seem_free():
+    decodes = Decodes(0.2, proposal_share=0.9)
+    # Steps with prompts replay no graph, so that they take many times as long as decodes.
+    calibrate(decodes.step_time_model, lambda num_tokens, _: 5 * STEP_S + num_tokens * 1e-5, 8192, 8192)
+    for _ in range(3):
+        extra_before = decodes.extra_steps
+        decodes.run_steps(512, accepts=False)
+        assert decodes.extra_steps - extra_before < 0.02 * 512
+        decodes.start_requests()
 
 
 @pytest.mark.parametrize("proposal_share", [0.1, 0.3, 5.0])

@@ -22,7 +22,7 @@ from nanovllm_core.request import Request
 from nanovllm_core.request_state import BlockHash, RequestState, RequestStatus
 from nanovllm_core.sampling_params import SamplingParams
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.drafting import DraftLimits
+from nanovllm_core.scheduling.draft_times import DraftLimits
 from nanovllm_core.scheduling.plan import (
     DraftResults,
     NewRow,

@@ -116,24 +116,25 @@ class ToyHead:
 
 
 class FailingLM(ToyLM):
-    """Fails in a step whose batch has a poisoned token; every other step is fine."""
+    """Fails in a step in which a prompt begins with a poisoned token; every other step is fine."""
 
     POISON = 96
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        if bool((input_ids == self.POISON).any()):
+        if bool(((input_ids == self.POISON) & (positions == 0)).any()):
             raise RuntimeError("a poisoned token")
         return super().forward(input_ids, positions, ctx)
 
 
 class DisagreeingLM(ToyLM):
-    """Rank 1 computes hidden states that differ from those of rank 0 in steps whose batch has the token TRIGGER."""
+    """Rank 1 computes other hidden states than rank 0 in steps in which a prompt begins with the token TRIGGER."""
 
     TRIGGER = 95
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         hidden = super().forward(input_ids, positions, ctx)
-        return hidden + 1e-6 * self.parallel.rank * (input_ids == self.TRIGGER).any()
+        is_triggered = ((input_ids == self.TRIGGER) & (positions == 0)).any()
+        return hidden + 1e-6 * self.parallel.rank * is_triggered
 
 
 def refuse(build: BuildContext) -> ToyLM:

@@ -30,7 +30,7 @@ from nanovllm_core.grammar.grammars import Grammars
 from nanovllm_core.model import ModelSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.drafting import DraftLimits
+from nanovllm_core.scheduling.draft_times import DraftLimits, DraftTimes, measure_draft_times
 from nanovllm_core.scheduling.scheduler import Scheduler
 from nanovllm_core.scheduling.step_time import StepTimeModel, calibrate
 from nanovllm_core.start_phases import log_phase
@@ -78,9 +78,10 @@ async def build_loop(spec: ModelSpec, config: EngineConfig) -> EngineLoop:
         token_limits = resolved.max_tokens_per_group, runner.max_model_len
         with log_phase("calibration"):
             await _run_on_thread(executor, ranks, partial(calibrate, step_time_model, runner.time_step, *token_limits))
+            draft_times = await _run_on_thread(executor, ranks, partial(_measure_drafts, resolved, runner))
         if copier is not None:
             copier.memory.allow_pinning()
-        scheduler = _make_scheduler(spec, resolved, runner, step_time_model, tier, hash_secret)
+        scheduler = _make_scheduler(spec, resolved, runner, step_time_model, draft_times, tier, hash_secret)
         transfers = _make_transfers(spec, resolved, runner, copier, scheduler, transfer_secret)
     except BaseException:
         executor.shutdown(wait=False)
@@ -183,16 +184,31 @@ def _make_transfers(
     )
 
 
+def _find_draft_limits(config: ResolvedConfig, runner: Runner) -> DraftLimits:
+    proposer = runner.proposer
+    if proposer is None:
+        return DraftLimits()
+    return DraftLimits(config.max_drafts, config.max_draft_step_tokens, proposer.uses_cache, proposer.can_lag)
+
+
+def _measure_drafts(config: ResolvedConfig, runner: Runner) -> DraftTimes:
+    """Measure how drafts change the times of steps. The result is empty without speculation."""
+    limits = _find_draft_limits(config, runner)
+    if not limits.max_drafts:
+        return DraftTimes()
+    return measure_draft_times(runner.time_decodes, config.max_seqs_per_group, limits)
+
+
 def _make_scheduler(
     spec: ModelSpec,
     config: ResolvedConfig,
     runner: Runner,
     step_time_model: StepTimeModel,
+    draft_times: DraftTimes,
     tier: HostTier | None,
     hash_secret: bytes | None,
 ) -> Scheduler:
     num_state_slots, block_size = runner.cache.num_state_slots, runner.cache.layout.block_size
-    proposer, step_limits = runner.proposer, (config.max_drafts, config.max_draft_step_tokens)
     caches = [
         CacheManager(
             runner.cache.num_blocks,
@@ -222,6 +238,7 @@ def _make_scheduler(
         eos_token_ids=spec.eos_token_ids,
         seed=config.seed,
         step_time_model=step_time_model,
-        draft_limits=None if proposer is None else DraftLimits(*step_limits, proposer.uses_cache, proposer.can_lag),
+        draft_limits=_find_draft_limits(config, runner),
+        draft_times=draft_times,
         tier=tier,
     )

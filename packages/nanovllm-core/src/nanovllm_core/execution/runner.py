@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,7 +27,15 @@ from nanovllm_core.layers.compilation import set_cache_directories
 from nanovllm_core.model import BuildContext, CausalLM, LaunchAttention, ModelSpec, PagedSpec
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from nanovllm_core.scheduling.plan import BatchShape, NewBlocks, NewRow, PromptLogprobsRange, ScheduledRows, StepPlan
+from nanovllm_core.scheduling.plan import (
+    BatchShape,
+    CacheEntryRange,
+    NewBlocks,
+    NewRow,
+    PromptLogprobsRange,
+    ScheduledRows,
+    StepPlan,
+)
 from nanovllm_core.start_phases import log_phase
 from nanovllm_kernels.attention import (
     PROPORTIONAL_ESTIMATOR,
@@ -37,6 +45,7 @@ from nanovllm_kernels.attention import (
 from nanovllm_kernels.platform import describe_device
 
 COMPILED_ROWS = 1024  # number of rows for which torch.compile tunes its code
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Runner:
@@ -140,7 +149,7 @@ class Runner:
                 self.proposer.warm_up(min(self._config.max_draft_step_tokens, self._config.max_model_len))
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
-            self._run_dummy_step([1], SamplingParams(temperature=0.0))
+            self._run_plan(self._make_dummy_plan([1], GREEDY))
 
     @torch.inference_mode()
     def measure_free_bytes(self) -> int:
@@ -179,13 +188,36 @@ class Runner:
         num_tokens: number of tokens of each chunk.
         context_len: number of cached tokens before each chunk.
         """
+        shape = BatchShape(1, num_tokens, None, has_only_whole_prompts=context_len == 0, proposes=False)
+        return self._time(self._make_dummy_plan([num_tokens], GREEDY, context_len=context_len, shape=shape))
+
+    @torch.inference_mode()
+    def time_decodes(self, num_reqs: int, num_drafts: int = 0, *, proposes: bool = False, num_late: int = 0) -> float:
+        """Measure the seconds of a step of decodes, see `time_step`.
+
+        num_reqs: number of requests per group. num_drafts: number of drafts per request.
+        proposes: see `BatchShape`.
+        num_late: number of late draft entries, see `StepPlan`.
+        """
+        lengths = [min(1 + num_drafts, self.max_model_len)] * num_reqs
+        shape = BatchShape(
+            num_reqs, sum(lengths), None if num_drafts else 1, has_drafts=bool(num_drafts), proposes=proposes
+        )
+        late_entries = [CacheEntryRange(0, 0, min(num_late, self.max_model_len))] if num_late else []
+        plan = self._make_dummy_plan(lengths, GREEDY, shape=shape, late_draft_entries=late_entries)
+        num_steps = 3
+        if num_steps * lengths[0] + self._config.max_drafts <= self.max_model_len:
+            # Decodes have rows already, so only the first step fills the rows.
+            self._run_plan(plan)
+            plan = replace(plan, new_rows=[], max_seq_len=num_steps * lengths[0])
+        return self._time(plan)
+
+    def _time(self, plan: StepPlan) -> float:
         # The first run may compile or allocate, so run twice.
-        greedy = SamplingParams(temperature=0.0)
-        run_step = partial(self._run_dummy_step, [num_tokens], greedy, context_len=context_len, proposes=False)
-        durations_s = [run_step() for _ in range(2)]
+        duration_s = min(self._run_plan(plan) for _ in range(2))
         self._table.step_buffer.clear()
         self.graphs.num_steps.clear()
-        return min(durations_s)
+        return duration_s
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, num_masks: int | None = None) -> StepHandle:
@@ -283,25 +315,30 @@ class Runner:
         )
         lengths.sort()
         prompt_range = PromptLogprobsRange(len(lengths) - 1, 1, lengths[-1] - 1, MAX_TOP_LOGPROBS, sum(lengths[:-1]))
-        self._run_dummy_step(lengths, sampling, [prompt_range] if prompt_range.num_tokens else [])
+        self._run_plan(self._make_dummy_plan(lengths, sampling, [prompt_range] if prompt_range.num_tokens else []))
 
-    def _run_dummy_step(
+    def _make_dummy_plan(
         self,
         lengths: list[int],
         sampling: SamplingParams,
         logprobs_ranges: Sequence[PromptLogprobsRange] = (),
         *,
         context_len: int = 0,
-        proposes: bool = True,
-    ) -> float:
-        """Run a step of prompts that reads and writes the null block only. Returns the step's seconds.
+        shape: BatchShape | None = None,
+        late_draft_entries: Sequence[CacheEntryRange] = (),
+    ) -> StepPlan:
+        """The plan of a step that reads and writes the null block only.
 
-        Each group of requests has the same prompts.
+        Each group of requests has the same random tokens: equal tokens would choose the same experts.
 
-        lengths: numbers of tokens to compute, one per prompt, in rising order. context_len: number of cached tokens
-            before each prompt. proposes: see `BatchShape`.
+        lengths: numbers of tokens to compute, one per request, in rising order.
+        context_len: number of cached tokens before these tokens.
+        shape: shape of the batch; by default a batch of whole prompts.
         """
-        prompts = [np.zeros(context_len + length, np.int32) for length in lengths]
+        rng = np.random.default_rng(0)
+        prompts = [
+            rng.integers(self._table.vocab_size, size=context_len + length, dtype=np.int32) for length in lengths
+        ]
         num_groups, num_prompts = self._parallel.num_request_groups, len(lengths)
         rows = np.add.outer(np.arange(num_groups) * self._table.num_rows, np.arange(num_prompts)).reshape(-1)
         new_rows = [
@@ -309,9 +346,13 @@ class Runner:
             for row, ids in zip(rows.tolist(), prompts * num_groups, strict=True)
         ]
         scheduled = ScheduledRows(rows, np.array(lengths * num_groups), np.ones(len(rows), np.bool_))
-        shape = BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=context_len == 0, proposes=proposes)
-        max_seq_len = context_len + max(lengths)
-        handle = self.launch(StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*logprobs_ranges]))
+        shape = shape or BatchShape(num_prompts, sum(lengths), None, has_only_whole_prompts=True)
+        max_seq_len, late_entries = context_len + max(lengths), [*late_draft_entries]
+        return StepPlan(0, new_rows, NewBlocks(), scheduled, shape, max_seq_len, [*logprobs_ranges], late_entries)
+
+    def _run_plan(self, plan: StepPlan) -> float:
+        """Run a step. Returns its seconds."""
+        handle = self.launch(plan)
         handle.wait()
         return handle.duration_s
 

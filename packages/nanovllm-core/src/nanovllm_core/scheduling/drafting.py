@@ -4,11 +4,10 @@ A proposer, such as a draft model, proposes tokens (drafts). A step computes dra
 keeps the drafts that equal the sampled tokens. A late entry is a proposer's cache entry that earlier steps left out.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm_core.scheduling.draft_times import DecodeTimes, DraftLimits, DraftTimes
 from nanovllm_core.scheduling.plan import CacheEntryRange, DraftResults, RowIndices, ScheduledRows
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
@@ -28,20 +27,6 @@ _PROBE_SHARE = 0.005
 _LATE_ENTRY_STEPS = 64
 
 
-class DraftLimits(NamedTuple):
-    """Limits of drafts.
-
-    max_drafts: maximum number of drafts per request and step; 0 without speculation.
-    max_step_tokens: maximum number of tokens of a step with drafts.
-    uses_cache, can_lag: see `Proposer`.
-    """
-
-    max_drafts: int = 0
-    max_step_tokens: int = 0
-    uses_cache: bool = False
-    can_lag: bool = False
-
-
 class DraftPlanner:
     """Chooses numbers of drafts, and measures how many drafts of each request are accepted.
 
@@ -49,10 +34,11 @@ class DraftPlanner:
         request's last token.
     """
 
-    def __init__(self, rows: RowTable, limits: DraftLimits, step_time_model: StepTimeModel):
+    def __init__(self, rows: RowTable, limits: DraftLimits, step_time_model: StepTimeModel, times: DraftTimes):
         self._rows = rows
         self._limits = limits
         self._model = step_time_model
+        self._times = times
         self.num_verified, self.num_accepted = np.zeros((2, limits.max_drafts), np.int64)
         # The acceptance of all requests: its moving average, and its value in the last step that measured it.
         self._mean_acceptance, self._last_acceptance = _FIRST_ACCEPTANCE, _MAX_ACCEPTANCE
@@ -93,34 +79,39 @@ class DraftPlanner:
         num_late: int64 [n], number of late entries of each row. The row's drafts are usable only if the step
             computes all these entries.
         """
-        table, limits, costs = self._rows, self._limits, self._model.coefficients
+        table, limits, times = self._rows, self._limits, self._predict(work)
+        late_entry_s = self._times.late_entry_s
         num_now = np.zeros_like(num_late)
         may_draft = table.can_draft[rows] & (table.max_total_tokens[rows] - table.num_tokens[rows] > 1)
         if not may_draft.any():
             return False, num_now
         acceptance = self._acceptance(rows)
-        num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work)
+        num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work.num_tokens, times)
         num_wanted = num_late * (num_drafts > 0)
-        late_s = costs.per_late_entry * float(num_wanted.sum())
-        if self._pays(num_drafts, acceptance, work, costs.per_proposal + late_s / _LATE_ENTRY_STEPS):
+        late_s = late_entry_s * float(num_wanted.sum())
+        if self._pays(num_drafts, acceptance, work.num_tokens, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
             # The rows with the fewest late entries come first.
             order = np.argsort(num_wanted, kind="stable")
             num_before = num_wanted[order].cumsum() - num_wanted[order]
             num_now[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
-            return self._pays(num_drafts * (num_now == num_late), acceptance, work, costs.per_proposal), num_now
+            return self._pays(
+                num_drafts * (num_now == num_late), acceptance, work.num_tokens, times, times.proposal_s
+            ), num_now
         # A probe computes the late entries of the row that has the fewest.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
-        late_s = costs.per_late_entry * float(num_late[index])
-        self._spare_s += _PROBE_SHARE * self._model.predict(work)
-        if self._spare_s < costs.per_proposal + late_s:
+        late_s = late_entry_s * float(num_late[index])
+        self._spare_s += _PROBE_SHARE * times.step_s
+        if self._spare_s < times.proposal_s + late_s:
             # Propose nothing yet, unless drafts would pay at the acceptance that was measured last.
             acceptance = np.full(len(rows), self._last_acceptance)
-            num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work)
-            if not self._pays(num_drafts, acceptance, work, costs.per_proposal + late_s / _LATE_ENTRY_STEPS):
+            num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work.num_tokens, times)
+            if not self._pays(
+                num_drafts, acceptance, work.num_tokens, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS
+            ):
                 return False, num_now
         num_now[index] = min(num_late[index], limits.max_step_tokens)
         proposes = bool(num_now[index] == num_late[index])
-        probe_s = costs.per_late_entry * float(num_now[index]) + costs.per_proposal * proposes
+        probe_s = late_entry_s * float(num_now[index]) + times.proposal_s * proposes
         self._spare_s = max(self._spare_s - probe_s, 0.0)
         return proposes, num_now
 
@@ -140,7 +131,8 @@ class DraftPlanner:
         if num_drafting == 0 or num_spare_tokens < num_drafting:
             return None
         max_drafts = np.minimum(max_drafts, num_spare_tokens // num_drafting)
-        num_drafts = self._choose_profitable(max_drafts, self._acceptance(decode_rows), work)
+        times = self._predict(work)
+        num_drafts = self._choose_profitable(max_drafts, self._acceptance(decode_rows), work.num_tokens, times)
         return num_drafts if num_drafts.any() else None
 
     def observe(
@@ -176,18 +168,27 @@ class DraftPlanner:
             self._last_acceptance = acceptance
         return num_verified, num_accepted
 
+    def observe_time(self, num_requests: int, work: StepWork, seconds: float) -> None:
+        """Learn from the time of a finished step of decodes. work: the work of the step, with drafts."""
+        context_s = self._model.decode_context_seconds(work.decode_context)
+        self._times.observe(num_requests, context_s, work, seconds)
+
     def _acceptance(self, rows: RowIndices) -> NDArray[np.float64]:
         """The estimated probability that a draft is accepted if all drafts before it are accepted."""
         return (self._rows.draft_successes[rows] + self._mean_acceptance) / (self._rows.draft_trials[rows] + 1)
 
+    def _predict(self, work: StepWork) -> DecodeTimes:
+        """The times of a step with the decodes of `work`, which has no drafts."""
+        return self._times.predict(work.num_tokens, self._model.decode_context_seconds(work.decode_context))
+
     def _choose_profitable(
-        self, max_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], work: StepWork
+        self, max_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], num_requests: int, times: DecodeTimes
     ) -> NDArray[np.int64]:
         """The numbers of drafts that maximize the expected output rate. Dinkelbach's method for a ratio (1967)."""
-        step_s, draft_s = self._model.predict(work), self._model.coefficients.per_token
+        step_s, draft_s, _ = times
         if step_s <= 0 or draft_s <= 0:
             return max_drafts
-        num_tokens, seconds, num_drafts = float(work.num_tokens), step_s, max_drafts
+        num_tokens, seconds, num_drafts = float(num_requests), step_s, max_drafts
         # The output rate and the numbers of drafts depend on each other. Two iterations come close enough.
         for _ in range(2):
             # The expected number of tokens by which the last draft must increase the output.
@@ -195,16 +196,21 @@ class DraftPlanner:
             # Draft j is kept with probability acceptance ** j.
             max_profitable = np.floor(np.log(min_gain) / np.log(acceptance)) if min_gain < 1 else 0.0
             num_drafts = np.minimum(max_drafts, max_profitable).astype(np.int64)
-            num_tokens = work.num_tokens + _count_expected(num_drafts, acceptance)
+            num_tokens = num_requests + _count_expected(num_drafts, acceptance)
             seconds = step_s + draft_s * float(num_drafts.sum())
         return num_drafts
 
     def _pays(
-        self, num_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], work: StepWork, cost_s: float
+        self,
+        num_drafts: NDArray[np.int64],
+        acceptance: NDArray[np.float64],
+        num_requests: int,
+        times: DecodeTimes,
+        cost_s: float,
     ) -> bool:
         """Whether drafts raise the expected output rate, if proposing them takes `cost_s`."""
-        cost_s += self._model.coefficients.per_token * float(num_drafts.sum())
-        gain_s = _count_expected(num_drafts, acceptance) * self._model.predict(work) / work.num_tokens
+        cost_s += times.draft_s * float(num_drafts.sum())
+        gain_s = _count_expected(num_drafts, acceptance) * times.step_s / num_requests
         return bool(num_drafts.any()) and gain_s >= cost_s
 
 

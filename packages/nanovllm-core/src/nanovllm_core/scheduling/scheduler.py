@@ -13,7 +13,8 @@ from nanovllm_core.cache.tiers import HostTier
 from nanovllm_core.outputs import StepOutputs
 from nanovllm_core.request_state import RequestState, RequestStatus
 from nanovllm_core.scheduling.budget import StepLimits
-from nanovllm_core.scheduling.drafting import DraftLimits, DraftPlanner
+from nanovllm_core.scheduling.draft_times import DraftLimits, DraftTimes
+from nanovllm_core.scheduling.drafting import DraftPlanner
 from nanovllm_core.scheduling.lifecycle import RequestLifecycle
 from nanovllm_core.scheduling.plan import (
     BatchShape,
@@ -58,6 +59,7 @@ class Scheduler:
         seed: int = 0,
         step_time_model: StepTimeModel | None = None,
         draft_limits: DraftLimits | None = None,
+        draft_times: DraftTimes | None = None,
         tier: HostTier | None = None,
     ):
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -69,7 +71,7 @@ class Scheduler:
         self.counters = self._lifecycle.counters
         self.limits = limits
         self.step_time_model = step_time_model or StepTimeModel()
-        planner = DraftPlanner(self.rows, draft_limits, self.step_time_model)
+        planner = DraftPlanner(self.rows, draft_limits, self.step_time_model, draft_times or DraftTimes())
         self.draft_planner = planner if draft_limits.max_drafts else None
         self._result_applier = ResultApplier(self._lifecycle, self.draft_planner)
         self._prompt_scheduler = PromptScheduler(self._lifecycle, limits, self.step_time_model)
@@ -163,8 +165,10 @@ class Scheduler:
         return self._make_step(decode_rows, decode_works, prompts, num_drafts)
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
-        """Fit the step-time model to the device time of a finished step."""
+        """Fit the predictions of step times to the device time of a finished step."""
         self.step_time_model.observe(step.work, seconds)
+        if self.draft_planner is not None and step.decode_columns is not None:
+            self.draft_planner.observe_time(step.plan.shape.num_reqs, step.work, seconds)
 
     def complete(self, step: ScheduledStep, results: StepResults) -> StepOutputs:
         """Apply the results of a finished step, and return its outputs.

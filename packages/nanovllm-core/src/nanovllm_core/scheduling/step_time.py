@@ -119,6 +119,10 @@ class StepTimeModel:
         fixed, *rates = self.coefficients
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
+    def decode_context_seconds(self, num_tokens: int) -> float:
+        """Seconds that attention of decodes to `num_tokens` tokens adds to a step."""
+        return self.coefficients.per_decode_context * num_tokens
+
     def max_chunk_tokens(self, start: int, seconds: float) -> float:
         """The number of tokens of a chunk that begins at `start` and takes `seconds`; infinity without observations."""
         per_token, per_pair = self.coefficients.per_token, self.coefficients.per_prompt_pair

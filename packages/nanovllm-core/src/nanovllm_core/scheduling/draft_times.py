@@ -1,0 +1,129 @@
+"""Predicts how long a step takes without drafts, and how much longer drafts and proposals make it.
+
+The times are measured at start-up, because the steps of an engine that always proposes can't tell them apart.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from nanovllm_core.scheduling.step_time import StepWork
+
+# Steps are measured for 1, 2, 4, ... requests, until a step takes longer than this.
+_MAX_MEASURED_STEP_S = 0.05
+# Late entries are measured with at most this number of entries.
+_MAX_LATE_ENTRIES = 64
+# Weight of a new step in the moving averages of measured times relative to predicted times, and bounds of one ratio.
+_STEP_WEIGHT = 0.1
+_MIN_RATIO, _MAX_RATIO = 0.25, 4.0
+# The times of drafts and proposals are not corrected by steps that these should make longer by less than this share.
+_MIN_EXTRA_SHARE = 0.05
+# Without drafts and proposals, each step moves the correction of their times by this share towards none.
+_EXTRA_DECAY = 0.01
+
+
+class DraftLimits(NamedTuple):
+    """Limits of drafts.
+
+    max_drafts: maximum number of drafts per request and step; 0 without speculation.
+    max_step_tokens: maximum number of tokens of a step with drafts.
+    uses_cache, can_lag: see `Proposer`.
+    """
+
+    max_drafts: int = 0
+    max_step_tokens: int = 0
+    uses_cache: bool = False
+    can_lag: bool = False
+
+
+class DecodeTimes(NamedTuple):
+    """Times in seconds for one number of decodes.
+
+    step_s: a step without drafts and proposals.
+    draft_s: the time that each verified draft adds to a step.
+    proposal_s: the time that proposing drafts for all requests adds to a step.
+    """
+
+    step_s: float = 0.0
+    draft_s: float = 0.0
+    proposal_s: float = 0.0
+
+
+class TimeDecodes(Protocol):
+    """See `Runner.time_decodes`."""
+
+    def __call__(self, num_reqs: int, num_drafts: int = 0, *, proposes: bool = False, num_late: int = 0) -> float:
+        """Measure the seconds of a step."""
+        ...
+
+
+class DraftTimes:
+    """Times of steps with decodes, interpolated between measured numbers of requests, and corrected by finished steps.
+
+    Without measurements, all times are 0.
+    num_requests: the measured numbers of requests, rising. measured: their times.
+    late_entry_s: seconds per late entry, see `StepPlan.late_draft_entries`.
+    """
+
+    def __init__(
+        self,
+        num_requests: Sequence[int] = (1,),
+        measured: Sequence[DecodeTimes] = (DecodeTimes(),),
+        late_entry_s: float = 0.0,
+    ):
+        self.late_entry_s = late_entry_s
+        self._num_requests = num_requests
+        self._columns = [*zip(*measured, strict=True)]
+        # Measured times divided by predicted times.
+        self._step_ratio = self._extra_ratio = 1.0
+
+    def predict(self, num_requests: int, context_s: float = 0.0) -> DecodeTimes:
+        """The times for `num_requests` decodes. context_s: seconds that attention to their contexts takes."""
+        step_s, draft_s, proposal_s = (
+            float(np.interp(num_requests, self._num_requests, column)) for column in self._columns
+        )
+        return DecodeTimes(
+            self._step_ratio * (step_s + context_s), self._extra_ratio * draft_s, self._extra_ratio * proposal_s
+        )
+
+    def observe(self, num_requests: int, context_s: float, work: StepWork, seconds: float) -> None:
+        """Correct the predictions with a finished step of decodes. work: the step's work, with drafts."""
+        times = self.predict(num_requests, context_s)
+        if seconds <= 0 or times.step_s <= 0 or work.num_late_draft_entries:
+            return
+        num_drafts = work.num_tokens - num_requests
+        if not num_drafts and not work.num_proposals:
+            self._step_ratio *= _step_towards(seconds / times.step_s)
+            self._extra_ratio += _EXTRA_DECAY * (1 - self._extra_ratio)
+            return
+        extra_s = num_drafts * times.draft_s + work.num_proposals * times.proposal_s
+        if extra_s >= _MIN_EXTRA_SHARE * times.step_s:
+            self._extra_ratio *= _step_towards((seconds - times.step_s) / extra_s)
+
+
+def _step_towards(ratio: float) -> float:
+    """The factor by which a moving average of ratios changes. ratio: the new ratio, divided by the average."""
+    return 1 + _STEP_WEIGHT * (min(max(ratio, _MIN_RATIO), _MAX_RATIO) - 1)
+
+
+def measure_draft_times(time_decodes: TimeDecodes, max_requests: int, limits: DraftLimits) -> DraftTimes:
+    """Measure steps of decodes, before the first request. max_requests: maximum number of requests of a step."""
+    num_requests, measured, num_reqs = list[int](), list[DecodeTimes](), 1
+    while num_reqs <= max_requests and 2 * num_reqs <= limits.max_step_tokens:
+        step_s = time_decodes(num_reqs)
+        num_drafts = min(limits.max_drafts, limits.max_step_tokens // num_reqs - 1)
+        draft_s = max(time_decodes(num_reqs, num_drafts) - step_s, 0.0) / (num_reqs * num_drafts)
+        proposal_s = max(time_decodes(num_reqs, proposes=True) - step_s, 0.0) if limits.uses_cache else 0.0
+        num_requests.append(num_reqs)
+        measured.append(DecodeTimes(step_s, draft_s, proposal_s))
+        if step_s > _MAX_MEASURED_STEP_S:
+            break
+        num_reqs *= 2
+    if not measured:
+        return DraftTimes()
+    late_entry_s = 0.0
+    if limits.can_lag:
+        num_late = min(_MAX_LATE_ENTRIES, limits.max_step_tokens)
+        late_entry_s = max(time_decodes(1, num_late=num_late) - measured[0].step_s, 0.0) / num_late
+    return DraftTimes(num_requests, measured, late_entry_s)
