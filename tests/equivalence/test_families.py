@@ -5,10 +5,14 @@ that settings do not change answers.
 """
 
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from samples import sample_pairs
 from tiny_checkpoints import write_checkpoint
 from tiny_models import (
     AMPLE_CACHE,
@@ -63,33 +67,49 @@ FP8_CACHE_MODELS = (
 )
 
 
-@pytest.fixture(scope="module", params=TINY_MODELS)
-def checkpoint(request, tmp_path_factory, reference_generate) -> tuple[Path, list[list[int]], list[list[float]]]:
+class Checkpoint(NamedTuple):
     """The directory of a tiny random model, transformers' answer to every prompt, and its log-probabilities."""
-    torch.manual_seed(list(TINY_MODELS).index(request.param))
-    tiny = TINY_MODELS[request.param]
-    model = make_model(tiny)
-    path = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(path, model, mtp=tiny.has_mtp)
-    outputs, logprobs = zip(*(reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()), strict=True)
-    # A model that gives every prompt the same answer would prove nothing.
-    assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
-    assert len({token for output in outputs for token in output}) > 20
-    return path, list(outputs), list(logprobs)
+
+    path: Path
+    outputs: list[list[int]]
+    logprobs: list[list[float]]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-async def test_tokens_equal_transformers(checkpoint, settings, device):
-    path, expected, _ = checkpoint
-    assert await generate(path, device, SETTINGS[settings], is_preempted=settings.startswith("preempted")) == expected
+@pytest.fixture(scope="module")
+def load_checkpoint(tmp_path_factory, reference_generate) -> Callable[[str], Checkpoint]:
+    """A function that makes the checkpoint of a tiny model by name. Results are cached."""
+
+    @cache
+    def make(name: str) -> Checkpoint:
+        torch.manual_seed(list(TINY_MODELS).index(name))
+        tiny = TINY_MODELS[name]
+        model = make_model(tiny)
+        path = tmp_path_factory.mktemp("tiny")
+        write_checkpoint(path, model, mtp=tiny.has_mtp)
+        answers = [reference_generate(model, prompt, OUTPUT_LEN) for prompt in make_prompts()]
+        outputs, logprobs = map(list, zip(*answers, strict=True))
+        # A model that gives every prompt the same answer would prove nothing.
+        assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2
+        assert len({token for output in outputs for token in output}) > 20
+        return Checkpoint(path, outputs, logprobs)
+
+    return make
 
 
-@pytest.mark.parametrize("settings", TIERED_SETTINGS)
-async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformers(checkpoint, settings, device):
-    path, expected, expected_logprobs = checkpoint
+@pytest.mark.parametrize(("name", "setting"), sample_pairs(TINY_MODELS, SETTINGS, 4))
+async def test_tokens_equal_transformers(name, setting, load_checkpoint, device):
+    path, expected, _ = load_checkpoint(name)
+    assert await generate(path, device, SETTINGS[setting], is_preempted=setting.startswith("preempted")) == expected
+
+
+@pytest.mark.parametrize(("name", "setting"), sample_pairs(TINY_MODELS, TIERED_SETTINGS, 1))
+async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformers(
+    name, setting, load_checkpoint, device
+):
+    path, expected, expected_logprobs = load_checkpoint(name)
     logprobs: list[list[float]] = []
     samplings = ({"temperature": 0, "logprobs": 0},)
-    settings = TIERED_SETTINGS[settings]
+    settings = TIERED_SETTINGS[setting]
     assert await generate(path, device, settings, is_preempted=True, samplings=samplings, logprobs=logprobs) == expected
     # Each prompt was answered twice. The second time, most of its blocks were loaded. Tiers change log-probabilities by
     # less than 1e-4. Those of Qwen3-Next and of transformers differ by 1e-3.
@@ -97,13 +117,14 @@ async def test_tokens_and_log_probabilities_over_loaded_blocks_equal_transformer
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", GPU_SETTINGS)
-async def test_graphs_and_compilation_change_no_token(checkpoint, settings, monkeypatch):
+@pytest.mark.parametrize("setting", GPU_SETTINGS)
+@pytest.mark.parametrize("name", TINY_MODELS)
+async def test_graphs_and_compilation_change_no_token(name, setting, load_checkpoint, monkeypatch):
     for module in (llama, qwen3_next, deepseek_v3):
         # The steps of these tests have too few rows for the normal limit.
         monkeypatch.setattr(module, "MIN_COMPILED_ROWS", 9)
-    path, expected, _ = checkpoint
-    assert await generate(path, "cuda", GPU_SETTINGS[settings]) == expected
+    path, expected, _ = load_checkpoint(name)
+    assert await generate(path, "cuda", GPU_SETTINGS[setting]) == expected
 
 
 @pytest.mark.parametrize("name", FP8_CACHE_MODELS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rank_matrix import write_tiny_checkpoint
 from safetensors.torch import load_file, save_file
+from samples import sample_pairs
 from tiny_models import AMPLE_CACHE, OUTPUT_LEN, SCARCE_CACHE, TIERED_CACHE, TINY_MODELS, generate, predict
 
 from nanovllm_core import ConfigError
@@ -31,11 +32,8 @@ SETTINGS = {
 # The first model of each family.
 MODELS = list({tiny.family: name for name, tiny in reversed(TINY_MODELS.items())}.values())
 RECURRENT = next(name for name in MODELS if TINY_MODELS[name].family == "Qwen3Next")
-# A sample of all pairs: each setting with some model, and all settings of one rank with recurrent layers.
-PAIRS = sorted(
-    {(name, list(SETTINGS)[index % len(SETTINGS)]) for index, name in enumerate(MODELS)}
-    | {(RECURRENT, settings) for settings in SETTINGS}
-)
+# Each model with some setting, and recurrent layers with half of the settings.
+PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1), *sample_pairs([RECURRENT], SETTINGS, 5)})
 
 
 # Options that requests have in turn in tests of draft models and heads.
@@ -47,11 +45,8 @@ SAMPLINGS = (
     {"temperature": 0.7, "logit_bias": {7: 2.0, 40: -100.0}, "logprobs": 2},
 )
 # The first setting of a family differs from that with n-grams.
-DRAFT_PAIRS = sorted(
-    {(name, list(SETTINGS)[(index + 1) % len(SETTINGS)]) for index, name in enumerate(MODELS)}
-    | {("Qwen2", settings) for settings in SETTINGS}
-)
-HEAD_PAIRS = [(name, setting) for name in MODELS if TINY_MODELS[name].has_mtp for setting in SETTINGS]
+DRAFT_PAIRS = sorted({*sample_pairs(MODELS, SETTINGS, 1, first=1), *sample_pairs(["Qwen2"], SETTINGS, 5, first=5)})
+HEAD_PAIRS = sample_pairs([name for name in MODELS if TINY_MODELS[name].has_mtp], SETTINGS, 5)
 
 
 @pytest.fixture

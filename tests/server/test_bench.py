@@ -84,25 +84,23 @@ def test_conversations_measures_returning_turns_on_a_real_server(shallow_server,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_speculation_measures_real_prompts_on_real_engines(method, shallow_model, tmp_path, capsys, monkeypatch):
+def test_speculation_measures_real_prompts_on_real_engines(shallow_model, tmp_path, capsys, monkeypatch):
     # This test measures no speed.
     monkeypatch.setattr("nanovllm_server.bench.speculation.paired_runs.PAUSE_S", 0.0)
     file = tmp_path / "speculation.json"
     sizes = ["--prompts=1", "--rounds=1", "--output-len=24", "--max-model-len=1024", "--cpu-cache-gib=0.25"]
-    flags = ["--device=cpu", "--dtype=float32", *sizes, f"--speculate={method}", f"--json={file}"]
-    flags += [f"--draft-model={shallow_model}"] if method == "draft" else []
+    flags = ["--device=cpu", "--dtype=float32", *sizes, "--speculate=ngram", f"--json={file}"]
     assert bench_cli.main(["speculation", str(shallow_model), *flags]) == 0
     figures = json.loads(file.read_bytes())
-    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == (method, 5, "float32")
+    assert (figures["method"], figures["num_speculative_tokens"], figures["dtype"]) == ("ngram", 5, "float32")
     assert [(kind["kind"], kind["num_equal"]) for kind in figures["kinds"]] == [
         ("summary", 1),
         ("code edit", 1),
         ("chat", 1),
     ]
     assert [prompt["kind"] for prompt in figures["prompts"]] == ["summary", "code edit", "chat"]
-    # The answer to a code edit begins with the code of the prompt. A draft model as large as the model may never pay.
-    assert figures["prompts"][1]["accepted"] >= (method == "ngram")
+    # The answer to a code edit begins with the code of the prompt.
+    assert figures["prompts"][1]["accepted"] > 0
     for prompt in figures["prompts"]:
         (single_round,) = prompt["rounds"]
         assert 2 <= single_round["output_tokens"] <= 24

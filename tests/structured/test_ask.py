@@ -32,7 +32,7 @@ def client(run_server, default_model):
 def outcomes(client):
     suite = [Named("suite", case.name, case.schema) for case in corpora.suite() if case.name in SUITE]
     assert len(suite) == len(SUITE)
-    tools = [Named("tools", case.name, case.schema) for case in corpora.tools()[::600]]
+    tools = [Named("tools", case.name, case.schema) for case in corpora.tools()[::1200]]
     return ask_all(client, questions([*suite, *tools], ["suite", "tools"], list(WAYS), None), 16)
 
 
