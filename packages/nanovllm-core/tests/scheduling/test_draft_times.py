@@ -6,7 +6,7 @@ from nanovllm_core.scheduling.draft_times import DecodeTimes, DraftLimits, Draft
 from nanovllm_core.scheduling.step_time import StepWork
 
 LIMITS = DraftLimits(max_drafts=3, max_step_tokens=64, uses_cache=True, can_lag=True)
-MEASURED = (DecodeTimes(0.010, 0.001, 0.002), DecodeTimes(0.020, 0.0005, 0.004))
+MEASURED = (DecodeTimes(1, 0.010, 0.001, 0.002), DecodeTimes(3, 0.020, 0.0005, 0.004))
 
 
 class Device:
@@ -25,7 +25,7 @@ class Device:
 def test_measured_times_are_those_of_the_device():
     times = measure_draft_times(Device().time_decodes, 8, LIMITS)
     for num_requests in (1, 3, 8):
-        assert times.predict(num_requests) == pytest.approx((1e-3 + 1e-4 * num_requests, 1e-4, 2e-3))
+        assert times.predict(num_requests) == pytest.approx((num_requests, 1e-3 + 1e-4 * num_requests, 1e-4, 2e-3))
     assert times.late_entry_s == pytest.approx(1e-5)
 
 
@@ -48,36 +48,36 @@ def test_proposals_without_a_cache_are_not_measured():
 
 def test_times_are_zero_without_measurements():
     times = measure_draft_times(Device().time_decodes, 8, LIMITS._replace(max_step_tokens=1))
-    assert times.predict(1) == (0, 0, 0)
+    assert times.predict(1) == (1, 0, 0, 0)
     times.observe(1, 0.0, StepWork(1), 0.01)
-    assert times.predict(1) == (0, 0, 0)
+    assert times.predict(1) == (1, 0, 0, 0)
 
 
 def test_times_are_interpolated_and_include_the_attention_to_the_context():
-    times = DraftTimes((1, 3), MEASURED)
-    assert times.predict(2) == pytest.approx((0.015, 0.00075, 0.003))
-    assert times.predict(100, context_s=0.005) == pytest.approx((0.025, 0.0005, 0.004))
+    times = DraftTimes(MEASURED)
+    assert times.predict(2) == pytest.approx((2, 0.015, 0.00075, 0.003))
+    assert times.predict(100, context_s=0.005) == pytest.approx((100, 0.025, 0.0005, 0.004))
 
 
 def test_steps_without_drafts_correct_the_time_of_a_step():
-    times = DraftTimes((1, 3), MEASURED)
+    times = DraftTimes(MEASURED)
     for _ in range(100):
         times.observe(1, 0.0, StepWork(1), 0.015)
-    assert times.predict(1) == pytest.approx((0.015, 0.001, 0.002), rel=0.01)
+    assert times.predict(1) == pytest.approx((1, 0.015, 0.001, 0.002), rel=0.01)
 
 
 def test_steps_with_drafts_correct_the_times_of_drafts_until_steps_without_drafts_follow():
-    times = DraftTimes((1, 3), MEASURED)
+    times = DraftTimes(MEASURED)
     for _ in range(100):
         times.observe(1, 0.0, StepWork(4, num_proposals=1), 0.010 + 2 * 0.005)
-    assert times.predict(1) == pytest.approx((0.010, 0.002, 0.004), rel=0.01)
+    assert times.predict(1) == pytest.approx((1, 0.010, 0.002, 0.004), rel=0.01)
     for _ in range(500):
         times.observe(1, 0.0, StepWork(1), 0.010)
     assert times.predict(1) == pytest.approx(MEASURED[0], rel=0.01)
 
 
 def test_one_slow_step_changes_the_times_little():
-    times = DraftTimes((1, 3), MEASURED)
+    times = DraftTimes(MEASURED)
     times.observe(1, 0.0, StepWork(1), 10.0)
     times.observe(1, 0.0, StepWork(4, num_proposals=1), 10.0)
     assert times.predict(1).step_s < 1.5 * MEASURED[0].step_s
@@ -85,6 +85,6 @@ def test_one_slow_step_changes_the_times_little():
 
 
 def test_steps_with_late_entries_correct_nothing():
-    times = DraftTimes((1, 3), MEASURED)
+    times = DraftTimes(MEASURED)
     times.observe(1, 0.0, StepWork(1, num_late_draft_entries=5), 1.0)
     assert times.predict(1) == MEASURED[0]

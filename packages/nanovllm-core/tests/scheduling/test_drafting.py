@@ -39,10 +39,10 @@ class Decodes:
     ):
         self.rows = RowTable(num_requests, 1)
         self.rows.can_draft[:] = True
-        self.times = DecodeTimes(STEP_S, STEP_S * draft_share, STEP_S * proposal_share)
+        self.times = DecodeTimes(num_requests, STEP_S, STEP_S * draft_share, STEP_S * proposal_share)
         self.step_time_model = StepTimeModel()
         self.late_entry_s = STEP_S * late_share
-        draft_times = DraftTimes([num_requests], [self.times], self.late_entry_s)
+        draft_times = DraftTimes([self.times], self.late_entry_s)
         limits = DraftLimits(MAX_DRAFTS, max_step_tokens, uses_cache=bool(proposal_share), can_lag=bool(late_share))
         self.planner = DraftPlanner(self.rows, limits, self.step_time_model, draft_times)
         self.proposing_steps: list[int] = []

@@ -38,16 +38,17 @@ class DraftLimits(NamedTuple):
 
 
 class DecodeTimes(NamedTuple):
-    """Times in seconds for one number of decodes.
+    """Times in seconds of steps with `num_requests` decodes.
 
     step_s: a step without drafts and proposals.
     draft_s: the time that each verified draft adds to a step.
     proposal_s: the time that proposing drafts for all requests adds to a step.
     """
 
-    step_s: float = 0.0
-    draft_s: float = 0.0
-    proposal_s: float = 0.0
+    num_requests: int
+    step_s: float
+    draft_s: float
+    proposal_s: float
 
 
 class TimeDecodes(Protocol):
@@ -62,19 +63,13 @@ class DraftTimes:
     """Times of steps with decodes, interpolated between measured numbers of requests, and corrected by finished steps.
 
     Without measurements, all times are 0.
-    num_requests: the measured numbers of requests, rising. measured: their times.
+    measured: times for rising numbers of requests.
     late_entry_s: seconds per late entry, see `StepPlan.late_draft_entries`.
     """
 
-    def __init__(
-        self,
-        num_requests: Sequence[int] = (1,),
-        measured: Sequence[DecodeTimes] = (DecodeTimes(),),
-        late_entry_s: float = 0.0,
-    ):
+    def __init__(self, measured: Sequence[DecodeTimes] = (), late_entry_s: float = 0.0):
         self.late_entry_s = late_entry_s
-        self._num_requests = num_requests
-        self._columns = [*zip(*measured, strict=True)]
+        self._num_requests, *self._columns = zip(*(measured or (DecodeTimes(1, 0.0, 0.0, 0.0),)), strict=True)
         # Measured times divided by predicted times.
         self._step_ratio = self._extra_ratio = 1.0
 
@@ -83,9 +78,8 @@ class DraftTimes:
         step_s, draft_s, proposal_s = (
             float(np.interp(num_requests, self._num_requests, column)) for column in self._columns
         )
-        return DecodeTimes(
-            self._step_ratio * (step_s + context_s), self._extra_ratio * draft_s, self._extra_ratio * proposal_s
-        )
+        step_s = self._step_ratio * (step_s + context_s)
+        return DecodeTimes(num_requests, step_s, self._extra_ratio * draft_s, self._extra_ratio * proposal_s)
 
     def observe(self, num_requests: int, context_s: float, work: StepWork, seconds: float) -> None:
         """Correct the predictions with a finished step of decodes. work: the step's work, with drafts."""
@@ -109,21 +103,18 @@ def _step_towards(ratio: float) -> float:
 
 def measure_draft_times(time_decodes: TimeDecodes, max_requests: int, limits: DraftLimits) -> DraftTimes:
     """Measure steps of decodes, before the first request. max_requests: maximum number of requests of a step."""
-    num_requests, measured, num_reqs = list[int](), list[DecodeTimes](), 1
+    measured, num_reqs = list[DecodeTimes](), 1
     while num_reqs <= max_requests and 2 * num_reqs <= limits.max_step_tokens:
         step_s = time_decodes(num_reqs)
         num_drafts = min(limits.max_drafts, limits.max_step_tokens // num_reqs - 1)
         draft_s = max(time_decodes(num_reqs, num_drafts) - step_s, 0.0) / (num_reqs * num_drafts)
         proposal_s = max(time_decodes(num_reqs, proposes=True) - step_s, 0.0) if limits.uses_cache else 0.0
-        num_requests.append(num_reqs)
-        measured.append(DecodeTimes(step_s, draft_s, proposal_s))
+        measured.append(DecodeTimes(num_reqs, step_s, draft_s, proposal_s))
         if step_s > _MAX_MEASURED_STEP_S:
             break
         num_reqs *= 2
-    if not measured:
-        return DraftTimes()
     late_entry_s = 0.0
-    if limits.can_lag:
+    if measured and limits.can_lag:
         num_late = min(_MAX_LATE_ENTRIES, limits.max_step_tokens)
         late_entry_s = max(time_decodes(1, num_late=num_late) - measured[0].step_s, 0.0) / num_late
-    return DraftTimes(num_requests, measured, late_entry_s)
+    return DraftTimes(measured, late_entry_s)

@@ -86,17 +86,15 @@ class DraftPlanner:
         if not may_draft.any():
             return False, num_now
         acceptance = self._acceptance(rows)
-        num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work.num_tokens, times)
+        num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
         num_wanted = num_late * (num_drafts > 0)
         late_s = late_entry_s * float(num_wanted.sum())
-        if self._pays(num_drafts, acceptance, work.num_tokens, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
+        if self._pays(num_drafts, acceptance, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
             # The rows with the fewest late entries come first.
             order = np.argsort(num_wanted, kind="stable")
             num_before = num_wanted[order].cumsum() - num_wanted[order]
             num_now[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
-            return self._pays(
-                num_drafts * (num_now == num_late), acceptance, work.num_tokens, times, times.proposal_s
-            ), num_now
+            return self._pays(num_drafts * (num_now == num_late), acceptance, times, times.proposal_s), num_now
         # A probe computes the late entries of the row that has the fewest.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
         late_s = late_entry_s * float(num_late[index])
@@ -104,10 +102,8 @@ class DraftPlanner:
         if self._spare_s < times.proposal_s + late_s:
             # Propose nothing yet, unless drafts would pay at the acceptance that was measured last.
             acceptance = np.full(len(rows), self._last_acceptance)
-            num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, work.num_tokens, times)
-            if not self._pays(
-                num_drafts, acceptance, work.num_tokens, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS
-            ):
+            num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
+            if not self._pays(num_drafts, acceptance, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
                 return False, num_now
         num_now[index] = min(num_late[index], limits.max_step_tokens)
         proposes = bool(num_now[index] == num_late[index])
@@ -131,8 +127,7 @@ class DraftPlanner:
         if num_drafting == 0 or num_spare_tokens < num_drafting:
             return None
         max_drafts = np.minimum(max_drafts, num_spare_tokens // num_drafting)
-        times = self._predict(work)
-        num_drafts = self._choose_profitable(max_drafts, self._acceptance(decode_rows), work.num_tokens, times)
+        num_drafts = self._choose_profitable(max_drafts, self._acceptance(decode_rows), self._predict(work))
         return num_drafts if num_drafts.any() else None
 
     def observe(
@@ -182,10 +177,10 @@ class DraftPlanner:
         return self._times.predict(work.num_tokens, self._model.decode_context_seconds(work.decode_context))
 
     def _choose_profitable(
-        self, max_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], num_requests: int, times: DecodeTimes
+        self, max_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], times: DecodeTimes
     ) -> NDArray[np.int64]:
         """The numbers of drafts that maximize the expected output rate. Dinkelbach's method for a ratio (1967)."""
-        step_s, draft_s, _ = times
+        num_requests, step_s, draft_s, _ = times
         if step_s <= 0 or draft_s <= 0:
             return max_drafts
         num_tokens, seconds, num_drafts = float(num_requests), step_s, max_drafts
@@ -201,16 +196,11 @@ class DraftPlanner:
         return num_drafts
 
     def _pays(
-        self,
-        num_drafts: NDArray[np.int64],
-        acceptance: NDArray[np.float64],
-        num_requests: int,
-        times: DecodeTimes,
-        cost_s: float,
+        self, num_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], times: DecodeTimes, cost_s: float
     ) -> bool:
         """Whether drafts raise the expected output rate, if proposing them takes `cost_s`."""
         cost_s += times.draft_s * float(num_drafts.sum())
-        gain_s = _count_expected(num_drafts, acceptance) * times.step_s / num_requests
+        gain_s = _count_expected(num_drafts, acceptance) * times.step_s / times.num_requests
         return bool(num_drafts.any()) and gain_s >= cost_s
 
 
