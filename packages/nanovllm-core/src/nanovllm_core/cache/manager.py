@@ -99,7 +99,7 @@ class CacheManager:
         """Load more of the prefix of an admitted request from `tier`, at most once until the next preemption.
 
         Returns None if `tier` has no more of the prefix, or if computing is faster. If a load is returned, the
-        request must wait until the load has ended. Then call `finish_load`, and when the request starts, `end_hold`.
+        request must wait until the load has ended. Then call `finish_load`.
         """
         if self._tier is None or request.has_loaded:
             return None
@@ -107,20 +107,19 @@ class CacheManager:
         request.has_loaded = load is not None
         return load
 
-    def finish_load(self, load: PrefixLoad) -> int | None:
-        """Make an ended load's entries findable, and admit its request again.
-
-        The request keeps its blocks until it starts. Otherwise the next loads could evict them before.
-        Returns the number of cached tokens. If the load failed or too few state slots are free, returns None, and the
-        request holds nothing.
-        """
-        request = load.request
+    def finish_load(self, load: PrefixLoad) -> None:
+        """Make an ended load's entries findable. Release all blocks of its request, which must be admitted again."""
         if self._tier is not None:
             self._tier.finish_load(load)
-        request.has_loaded = not load.may_retry
-        self.release(request)
-        if not load.is_usable:
-            return None
+        load.request.has_loaded = not load.may_retry
+        self.release(load.request)
+
+    def readmit(self, request: RequestState) -> int | None:
+        """Admit a request right after `finish_load`, so that the next loads do not evict its blocks before it starts.
+
+        Returns the number of cached tokens. If too few state slots are free, returns None, and the request holds
+        nothing.
+        """
         num_cached_tokens = self.admit(request, keep_watermark=False)
         if isinstance(num_cached_tokens, BlockShortage):
             return None
@@ -130,7 +129,7 @@ class CacheManager:
         return num_cached_tokens
 
     def end_hold(self, request: RequestState) -> None:
-        """Let the checkpoint from which a request starts be evicted. Call when its first step is planned."""
+        """Let the checkpoint of a readmitted request be evicted. Call when the request's first step is planned."""
         if self.state_pool is not None:
             self.state_pool.end_hold(request)
 

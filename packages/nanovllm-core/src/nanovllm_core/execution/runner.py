@@ -45,7 +45,7 @@ from nanovllm_kernels.attention import (
 from nanovllm_kernels.platform import describe_device
 
 COMPILED_ROWS = 1024  # number of rows for which torch.compile tunes its code
-GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class Runner:
@@ -149,7 +149,7 @@ class Runner:
                 self.proposer.warm_up(min(self._config.max_draft_step_tokens, self._config.max_model_len))
         if self.device.type == "cpu":
             # Compile the kernels for few rows, by running them once.
-            self._run_plan(self._make_dummy_plan([1], GREEDY))
+            self._run_plan(self._make_dummy_plan([1], _GREEDY))
 
     @torch.inference_mode()
     def measure_free_bytes(self) -> int:
@@ -189,7 +189,7 @@ class Runner:
         context_len: number of cached tokens before each chunk.
         """
         shape = BatchShape(1, num_tokens, None, has_only_whole_prompts=context_len == 0, proposes=False)
-        return self._time(self._make_dummy_plan([num_tokens], GREEDY, context_len=context_len, shape=shape))
+        return self._time(self._make_dummy_plan([num_tokens], _GREEDY, context_len=context_len, shape=shape))
 
     @torch.inference_mode()
     def time_decodes(self, num_reqs: int, num_drafts: int = 0, *, proposes: bool = False, num_late: int = 0) -> float:
@@ -204,7 +204,7 @@ class Runner:
             num_reqs, sum(lengths), None if num_drafts else 1, has_drafts=bool(num_drafts), proposes=proposes
         )
         late_entries = [CacheEntryRange(0, 0, min(num_late, self.max_model_len))] if num_late else []
-        plan = self._make_dummy_plan(lengths, GREEDY, shape=shape, late_draft_entries=late_entries)
+        plan = self._make_dummy_plan(lengths, _GREEDY, shape=shape, late_draft_entries=late_entries)
         num_steps = 3
         if num_steps * lengths[0] + self._config.max_drafts <= self.max_model_len:
             # Decodes have rows already, so only the first step fills the rows.

@@ -1,6 +1,6 @@
 """Predicts how long a step takes without drafts, and how much longer drafts and proposals make it.
 
-The times are measured at start-up, because the steps of an engine that always proposes can't tell them apart.
+The times are measured at start-up, because an engine that always proposes never sees a step without proposals.
 """
 
 from collections.abc import Sequence
@@ -10,16 +10,19 @@ import numpy as np
 
 from nanovllm_core.scheduling.step_time import StepWork
 
-# Steps are measured for 1, 2, 4, ... requests, until a step takes longer than this.
+# Steps are measured for 1, 2, 4, ... requests, until a step, perhaps with drafts or proposals, takes longer than this.
 _MAX_MEASURED_STEP_S = 0.05
+# The drafts of all requests count as at least this share of a step. Noise may hide their time, and later steps could
+# not correct a time of 0.
+_MIN_DRAFTS_SHARE = 0.02
 # Late entries are measured with at most this number of entries.
 _MAX_LATE_ENTRIES = 64
-# Weight of a new step in the moving averages of measured times relative to predicted times, and bounds of one ratio.
+# Weight of a new step in the moving averages of (measured time / predicted time), and bounds of one such ratio.
 _STEP_WEIGHT = 0.1
 _MIN_RATIO, _MAX_RATIO = 0.25, 4.0
-# The times of drafts and proposals are not corrected by steps that these should make longer by less than this share.
-_MIN_EXTRA_SHARE = 0.05
-# Without drafts and proposals, each step moves the correction of their times by this share towards none.
+# A step corrects the times of drafts and proposals only if they are predicted to make it longer by at least this share.
+_MIN_EXTRA_SHARE = 0.01
+# Each step without drafts and proposals reduces the correction of their times by this share.
 _EXTRA_DECAY = 0.01
 
 
@@ -69,15 +72,16 @@ class DraftTimes:
 
     def __init__(self, measured: Sequence[DecodeTimes] = (), late_entry_s: float = 0.0):
         self.late_entry_s = late_entry_s
-        self._num_requests, *self._columns = zip(*(measured or (DecodeTimes(1, 0.0, 0.0, 0.0),)), strict=True)
-        # Measured times divided by predicted times.
+        num_requests, *columns = zip(*(measured or (DecodeTimes(1, 0.0, 0.0, 0.0),)), strict=True)
+        # Interpolated times for 1, 2, 3, ... requests, because each step needs some of them.
+        counts = np.arange(1, num_requests[-1] + 1)
+        self._times = [*zip(*(np.interp(counts, num_requests, column).tolist() for column in columns), strict=True)]
+        # Moving averages of (measured time / predicted time).
         self._step_ratio = self._extra_ratio = 1.0
 
     def predict(self, num_requests: int, context_s: float = 0.0) -> DecodeTimes:
         """The times for `num_requests` decodes. context_s: seconds that attention to their contexts takes."""
-        step_s, draft_s, proposal_s = (
-            float(np.interp(num_requests, self._num_requests, column)) for column in self._columns
-        )
+        step_s, draft_s, proposal_s = self._times[min(num_requests, len(self._times)) - 1]
         step_s = self._step_ratio * (step_s + context_s)
         return DecodeTimes(num_requests, step_s, self._extra_ratio * draft_s, self._extra_ratio * proposal_s)
 
@@ -88,15 +92,15 @@ class DraftTimes:
             return
         num_drafts = work.num_tokens - num_requests
         if not num_drafts and not work.num_proposals:
-            self._step_ratio *= _step_towards(seconds / times.step_s)
+            self._step_ratio *= _average_factor(seconds / times.step_s)
             self._extra_ratio += _EXTRA_DECAY * (1 - self._extra_ratio)
             return
         extra_s = num_drafts * times.draft_s + work.num_proposals * times.proposal_s
         if extra_s >= _MIN_EXTRA_SHARE * times.step_s:
-            self._extra_ratio *= _step_towards((seconds - times.step_s) / extra_s)
+            self._extra_ratio *= _average_factor((seconds - times.step_s) / extra_s)
 
 
-def _step_towards(ratio: float) -> float:
+def _average_factor(ratio: float) -> float:
     """The factor by which a moving average of ratios changes. ratio: the new ratio, divided by the average."""
     return 1 + _STEP_WEIGHT * (min(max(ratio, _MIN_RATIO), _MAX_RATIO) - 1)
 
@@ -107,10 +111,10 @@ def measure_draft_times(time_decodes: TimeDecodes, max_requests: int, limits: Dr
     while num_reqs <= max_requests and 2 * num_reqs <= limits.max_step_tokens:
         step_s = time_decodes(num_reqs)
         num_drafts = min(limits.max_drafts, limits.max_step_tokens // num_reqs - 1)
-        draft_s = max(time_decodes(num_reqs, num_drafts) - step_s, 0.0) / (num_reqs * num_drafts)
+        drafts_s = max(time_decodes(num_reqs, num_drafts) - step_s, _MIN_DRAFTS_SHARE * step_s)
         proposal_s = max(time_decodes(num_reqs, proposes=True) - step_s, 0.0) if limits.uses_cache else 0.0
-        measured.append(DecodeTimes(num_reqs, step_s, draft_s, proposal_s))
-        if step_s > _MAX_MEASURED_STEP_S:
+        measured.append(DecodeTimes(num_reqs, step_s, drafts_s / (num_reqs * num_drafts), proposal_s))
+        if step_s + max(drafts_s, proposal_s) > _MAX_MEASURED_STEP_S:
             break
         num_reqs *= 2
     late_entry_s = 0.0

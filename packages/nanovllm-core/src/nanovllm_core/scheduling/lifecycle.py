@@ -102,7 +102,7 @@ class RequestLifecycle:
         """Load more of the prefix of a request that `CacheManager.admit` has admitted to `group`.
 
         Returns False if no load was started. If True, the request waits for the load. Then `loaded` has the request, or
-        the request returns to the queue if the load failed.
+        the request returns to the queue, if the load failed or too few state slots are free.
         """
         load = self.caches[group].start_load(request)
         if load is None:
@@ -189,12 +189,14 @@ class RequestLifecycle:
             if not load.is_ended:
                 return
             del self._loads[request.key]
-            num_cached_tokens = self.caches[load.group].finish_load(load)
-            if num_cached_tokens is not None:
-                self.loaded[request.key] = LoadedRequest(request, load.group, num_cached_tokens)
-                if request.status is RequestStatus.WAITING_KV:
+            cache = self.caches[load.group]
+            cache.finish_load(load)
+            if load.is_usable and request.status is RequestStatus.WAITING_KV:
+                num_cached_tokens = cache.readmit(request)
+                if num_cached_tokens is not None:
+                    self.loaded[request.key] = LoadedRequest(request, load.group, num_cached_tokens)
                     return
-        if request.key in self.loaded:
+        elif request.key in self.loaded:
             self._release_loaded(request)
         if request.status is RequestStatus.FINISHED:
             self.num_finished_unreleased -= 1

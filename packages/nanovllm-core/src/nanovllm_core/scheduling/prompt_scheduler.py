@@ -88,8 +88,8 @@ class PromptScheduler:
         candidates = self._running_candidates()
         if may_admit:
             candidates += self._loaded_candidates()
-        if may_admit and self._rows.num_free_rows:
-            candidates += self._waiting_candidates()
+            if self._rows.num_free_rows:
+                candidates += self._waiting_candidates()
         if not candidates:
             return
         num_decodes = sum(work.num_tokens for work in decode_works)
