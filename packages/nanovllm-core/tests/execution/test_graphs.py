@@ -106,6 +106,15 @@ def test_decodes_with_drafts_have_separate_shapes():
     assert max(shape.num_tokens for shape in shapes) == 4
 
 
+def test_shapes_for_proposals_of_a_model_have_few_padded_requests():
+    shapes = graph_shapes("full_decode_only", 16, 40, 4, 40, proposes_with_model=True)
+    graphs = StepGraphs(shapes)
+    graphs._steps = {shape: shape for shape in shapes}
+    batches = [(1, 5), (2, 5), (2, 8), (8, 40), (9, 40)]
+    padded = [dispatch(graphs, num_reqs, num_tokens, None, False, True)[:2] for num_reqs, num_tokens in batches]
+    assert padded == [(1, 5), (5, 5), (2, 8), (8, 40), (16, 40)]
+
+
 class AllCapturedGraphs(StepGraphs):
     """Claims that every shape is captured: the captured step of a shape is the shape itself."""
 

@@ -139,12 +139,16 @@ def graph_shapes(
     max_drafts: int = 0,
     max_draft_step_tokens: int = 0,
     min_whole_prompt_tokens: int | None = None,
+    *,
+    proposes_with_model: bool = False,
 ) -> list[GraphShape]:
     """All shapes to capture, largest first, so that smaller shapes reuse the memory of larger shapes.
 
     max_drafts: maximum number of drafts per request and step; 0 for no shapes with drafts.
     max_draft_step_tokens: maximum number of tokens of a step with drafts.
     min_whole_prompt_tokens: minimum number of tokens of shapes with `has_only_whole_prompts`; None for no such shapes.
+    proposes_with_model: whether a draft model or a head proposes drafts. If so, there are also shapes in which each
+        request has all its drafts, because the model would compute drafts for requests that only pad a shape.
     """
     if mode == "none":
         return []
@@ -155,9 +159,12 @@ def graph_shapes(
     if max_drafts:
         # One request with all drafts is the usual step at low load.
         sizes = {min(1 + max_drafts, max_draft_step_tokens), *decode_sizes(max_draft_step_tokens)} - {1}
+        counts = {(size, size) for size in sizes}
+        if proposes_with_model:
+            counts |= {(-(-size // (1 + max_drafts)), size) for size in sizes}
         shapes.extend(
-            GraphShape(min(size, max_num_seqs), size, 1 + max_drafts, "full_decode_only", has_drafts=True)
-            for size in sizes
+            GraphShape(min(num_reqs, max_num_seqs), size, 1 + max_drafts, "full_decode_only", has_drafts=True)
+            for num_reqs, size in counts
         )
     if mode != "full_decode_only":
         sizes = mixed_sizes(max_num_batched_tokens)

@@ -110,7 +110,14 @@ class Runner:
         batch_limits = (config.max_seqs_per_group, config.max_tokens_per_group)
         draft_limits = (config.max_drafts, config.max_draft_step_tokens)
         min_whole_prompt_tokens = min_tokens_of_whole_prompt_graphs(self.cache.kv_caches[0], config.attention_backend)
-        self.graphs = StepGraphs(graph_shapes(config.graph_mode, *batch_limits, *draft_limits, min_whole_prompt_tokens))
+        shapes = graph_shapes(
+            config.graph_mode,
+            *batch_limits,
+            *draft_limits,
+            min_whole_prompt_tokens,
+            proposes_with_model=self.proposer is not None and self.proposer.uses_cache,
+        )
+        self.graphs = StepGraphs(shapes)
 
     @classmethod
     @torch.inference_mode()

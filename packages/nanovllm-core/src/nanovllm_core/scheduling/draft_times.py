@@ -67,11 +67,12 @@ class DraftTimes:
 
     Without measurements, all times are 0.
     measured: times for rising numbers of requests.
-    late_entry_s: seconds per late entry, see `StepPlan.late_draft_entries`.
+    late_pass_s, late_entry_s: seconds that a step with late entries takes longer, and seconds per late entry, see
+        `StepPlan.late_draft_entries`.
     """
 
-    def __init__(self, measured: Sequence[DecodeTimes] = (), late_entry_s: float = 0.0):
-        self.late_entry_s = late_entry_s
+    def __init__(self, measured: Sequence[DecodeTimes] = (), late_pass_s: float = 0.0, late_entry_s: float = 0.0):
+        self.late_pass_s, self.late_entry_s = late_pass_s, late_entry_s
         num_requests, *columns = zip(*(measured or (DecodeTimes(1, 0.0, 0.0, 0.0),)), strict=True)
         # Interpolated times for 1, 2, 3, ... requests, because each step needs some of them.
         counts = np.arange(1, num_requests[-1] + 1)
@@ -117,8 +118,10 @@ def measure_draft_times(time_decodes: TimeDecodes, max_requests: int, limits: Dr
         if step_s + max(drafts_s, proposal_s) > _MAX_MEASURED_STEP_S:
             break
         num_reqs *= 2
-    late_entry_s = 0.0
+    late_pass_s = late_entry_s = 0.0
     if measured and limits.can_lag:
         num_late = min(_MAX_LATE_ENTRIES, limits.max_step_tokens)
-        late_entry_s = max(time_decodes(1, num_late=num_late) - measured[0].step_s, 0.0) / num_late
-    return DraftTimes(measured, late_entry_s)
+        one_entry_s = time_decodes(1, num_late=1)
+        late_pass_s = max(one_entry_s - measured[0].step_s, 0.0)
+        late_entry_s = max(time_decodes(1, num_late=num_late) - one_entry_s, 0.0) / (num_late - 1)
+    return DraftTimes(measured, late_pass_s, late_entry_s)

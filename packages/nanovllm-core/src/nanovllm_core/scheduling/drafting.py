@@ -21,8 +21,10 @@ _MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.01, 0.99
 # tests a draft of the request multiplies the numbers of earlier accepted and tested drafts by this factor.
 _ACCEPTANCE_DECAY = 0.9
 # Drafts pay if they raise the number of output tokens per second. A probe is a step that measures the acceptance by
-# proposing drafts that are not expected to pay. Probes take at most this share of the time.
+# proposing drafts that are not expected to pay. Probes take at most this share of the time. Time that probes did not
+# use is kept, up to this number of steps, so that a few wrong drafts do not end proposing.
 _PROBE_SHARE = 0.005
+_MAX_SPARE_STEPS = 2.0
 # To decide whether computing late entries pays, the planner spreads the computing time over this number of steps.
 _LATE_ENTRY_STEPS = 64
 
@@ -42,8 +44,8 @@ class DraftPlanner:
         self.num_verified, self.num_accepted = np.zeros((2, limits.max_drafts), np.int64)
         # The acceptance of all requests: its moving average, and its value in the last step that measured it.
         self._mean_acceptance, self._last_acceptance = _FIRST_ACCEPTANCE, _MAX_ACCEPTANCE
-        # The time that probes may take now.
-        self._spare_s = 0.0
+        # The time that probes may take now, in steps without drafts.
+        self._spare_steps = _MAX_SPARE_STEPS
 
     def plan_proposals(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], work: StepWork, *, has_prompts: bool
@@ -80,7 +82,6 @@ class DraftPlanner:
             computes all these entries.
         """
         table, limits, times = self._rows, self._limits, self._predict(work)
-        late_entry_s = self._times.late_entry_s
         num_now = np.zeros_like(num_late)
         may_draft = table.can_draft[rows] & (table.max_total_tokens[rows] - table.num_tokens[rows] > 1)
         if not may_draft.any():
@@ -88,27 +89,35 @@ class DraftPlanner:
         acceptance = self._acceptance(rows)
         num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
         num_wanted = num_late * (num_drafts > 0)
-        late_s = late_entry_s * float(num_wanted.sum())
+        late_s = self._predict_late(int(num_wanted.sum()))
         if self._pays(num_drafts, acceptance, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
             # The rows with the fewest late entries come first.
             order = np.argsort(num_wanted, kind="stable")
             num_before = num_wanted[order].cumsum() - num_wanted[order]
             num_now[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
             return self._pays(num_drafts * (num_now == num_late), acceptance, times, times.proposal_s), num_now
+        return self._choose_probe(may_draft, num_late, times)
+
+    def _choose_probe(
+        self, may_draft: NDArray[np.bool_], num_late: NDArray[np.int64], times: DecodeTimes
+    ) -> tuple[bool, NDArray[np.int64]]:
+        """Decide as `_choose_proposals`, if drafts are not expected to pay. may_draft: bool [n]."""
+        limits, num_now = self._limits, np.zeros_like(num_late)
         # A probe computes the late entries of the row that has the fewest.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
-        late_s = late_entry_s * float(num_late[index])
-        self._spare_s += _PROBE_SHARE * times.step_s
-        if self._spare_s < times.proposal_s + late_s:
+        late_s = self._predict_late(int(num_late[index]))
+        probe_steps = (times.proposal_s + late_s) / times.step_s
+        self._spare_steps = min(self._spare_steps + _PROBE_SHARE, max(_MAX_SPARE_STEPS, probe_steps))
+        if self._spare_steps < probe_steps:
             # Propose nothing yet, unless drafts would pay at the acceptance that was measured last.
-            acceptance = np.full(len(rows), self._last_acceptance)
+            acceptance = np.full(len(num_late), self._last_acceptance)
             num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
             if not self._pays(num_drafts, acceptance, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
                 return False, num_now
         num_now[index] = min(num_late[index], limits.max_step_tokens)
         proposes = bool(num_now[index] == num_late[index])
-        probe_s = late_entry_s * float(num_now[index]) + times.proposal_s * proposes
-        self._spare_s = max(self._spare_s - probe_s, 0.0)
+        probe_s = self._predict_late(int(num_now[index])) + times.proposal_s * proposes
+        self._spare_steps = max(self._spare_steps - probe_s / times.step_s, 0.0)
         return proposes, num_now
 
     def choose(self, decode_rows: RowIndices, work: StepWork) -> NDArray[np.int64] | None:
@@ -175,6 +184,11 @@ class DraftPlanner:
     def _predict(self, work: StepWork) -> DecodeTimes:
         """The times of a step with the decodes of `work`, which has no drafts."""
         return self._times.predict(work.num_tokens, self._model.decode_context_seconds(work.decode_context))
+
+    def _predict_late(self, num_entries: int) -> float:
+        """The seconds that steps take longer because of late entries."""
+        num_passes = -(-num_entries // max(self._limits.max_step_tokens, 1))
+        return num_passes * self._times.late_pass_s + num_entries * self._times.late_entry_s
 
     def _choose_profitable(
         self, max_drafts: NDArray[np.int64], acceptance: NDArray[np.float64], times: DecodeTimes
