@@ -13,9 +13,11 @@ from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
 # The acceptance is the share of drafts that are accepted. The acceptance of all requests is a moving average. These
-# constants are the average's first value, the weight of a new step, and the limits of one step's acceptance.
+# constants are the average's first value, the weight of a new step, the number of tested drafts from which a step has
+# this weight (a step with fewer has less), and the limits of one step's acceptance.
 _FIRST_ACCEPTANCE = 0.7
 _STEP_WEIGHT = 0.2
+_FULL_WEIGHT_TRIALS = 16
 _MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.01, 0.99
 # The acceptance of one request is (accepted drafts + acceptance of all requests) / (tested drafts + 1). Each step that
 # tests a draft of the request multiplies the numbers of earlier accepted and tested drafts by this factor.
@@ -168,7 +170,8 @@ class DraftPlanner:
         table.num_proposed[rows], table.first_drafts[rows] = results.num_proposed, results.draft_ids[:, 0]
         if trials.any():
             acceptance = min(max(float(successes.sum() / trials.sum()), _MIN_ACCEPTANCE), _MAX_ACCEPTANCE)
-            self._mean_acceptance += _STEP_WEIGHT * (acceptance - self._mean_acceptance)
+            weight = _STEP_WEIGHT * min(1.0, trials.sum() / _FULL_WEIGHT_TRIALS)
+            self._mean_acceptance += weight * (acceptance - self._mean_acceptance)
             self._last_acceptance = acceptance
         return num_verified, num_accepted
 
