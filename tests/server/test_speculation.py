@@ -53,19 +53,34 @@ def speculating_server(request, run_server: Callable, shallow_model: Path) -> It
         yield server
 
 
+def open_client(server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=300)
+
+
 @pytest.fixture
-async def clients(shallow_server, speculating_server) -> AsyncIterator[list[openai.AsyncOpenAI]]:
-    """Clients of the server without drafts and of the server with drafts."""
-    options = {"api_key": "any", "max_retries": 0, "timeout": 300}
-    async with (
-        openai.AsyncOpenAI(base_url=f"{shallow_server.url}/v1", **options) as without,
-        openai.AsyncOpenAI(base_url=f"{speculating_server.url}/v1", **options) as speculating,
-    ):
-        yield [without, speculating]
+async def client(speculating_server) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of the server with drafts."""
+    async with open_client(speculating_server) as client:
+        yield client
 
 
 async def create(client: openai.AsyncOpenAI, **fields):
     return await client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
+
+
+async def answer_all(client: openai.AsyncOpenAI) -> list:
+    return await asyncio.gather(*(create(client, **fields) for fields in REQUESTS.values()))
+
+
+@pytest.fixture(scope="module")
+def expected(shallow_server) -> list:
+    """The answers of the server without drafts."""
+
+    async def ask() -> list:
+        async with open_client(shallow_server) as client:
+            return await answer_all(client)
+
+    return asyncio.run(ask())
 
 
 def draft_totals(server) -> dict[str, float]:
@@ -98,10 +113,8 @@ def other_counts(usage) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
-async def test_simultaneous_answers_are_the_same_with_and_without_drafts(clients):
-    expected, actual = [
-        await asyncio.gather(*(create(client, **fields) for fields in REQUESTS.values())) for client in clients
-    ]
+async def test_simultaneous_answers_are_the_same_with_and_without_drafts(client, expected):
+    actual = await answer_all(client)
     for answer, other in zip(expected, actual, strict=True):
         check_same_answer(answer, other)
     (choice,) = actual[list(REQUESTS).index("schema")].choices
@@ -111,14 +124,14 @@ async def test_simultaneous_answers_are_the_same_with_and_without_drafts(clients
 
 # The model as its own draft model costs more than it gives, so the engine does not use it.
 @pytest.mark.parametrize("speculating_server", ["ngram"], indirect=True)
-async def test_usage_and_metrics_count_the_drafts(clients, shallow_server, speculating_server):
+async def test_usage_and_metrics_count_the_drafts(client, shallow_server, speculating_server):
     before = draft_totals(speculating_server)
-    answer = await create(clients[1], **REQUESTS["greedy"])
+    answer = await create(client, **REQUESTS["greedy"])
     details = answer.usage.completion_tokens_details
     # The text repeats itself, so the engine must gain from drafts.
     assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens == 80
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *_, last = [chunk async for chunk in await create(clients[1], **REQUESTS["greedy"], **options)]
+    *_, last = [chunk async for chunk in await create(client, **REQUESTS["greedy"], **options)]
     assert last.usage.completion_tokens_details.accepted_prediction_tokens > 0
     await asyncio.sleep(0.3)  # Statistics of the engine may be 0.1 s old.
     after = draft_totals(speculating_server)

@@ -40,9 +40,8 @@ def expected(vetter) -> dict[str, list[RequestOutput]]:
         return asyncio.run(answer_all(replace(CONFIG, tensor_parallel_size=1, depth=1, **LIMITS), PROMPTS))
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "dp_attention", "depth"), [(64, False, 1), (18, False, 1), (64, True, 1), (9, True, 2)]
-)
+# The blocks do not suffice for all requests, so that requests are preempted.
+@pytest.mark.parametrize(("num_blocks", "dp_attention", "depth"), [(18, False, 1), (9, True, 2)])
 def test_two_ranks_answer_like_one_rank_with_every_sampling_option(
     num_blocks, dp_attention, depth, expected, vetter, monkeypatch
 ):

@@ -26,15 +26,11 @@ def expected(vetter) -> dict[str, list[RequestOutput]]:
         return asyncio.run(answer_all(CONFIG, PROMPTS))
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "depth", "num_drafts", "num_ranks"), [(18, 2, 3, 1), (64, 2, 15, 1), (64, 1, 4, 2)]
-)
-def test_ngram_drafts_change_no_answer(
-    num_blocks, depth, num_drafts, num_ranks, expected, vetter, always_drafts, monkeypatch
-):
+@pytest.mark.parametrize(("num_blocks", "depth", "num_drafts"), [(18, 2, 3), (64, 2, 15), (64, 1, 4)])
+def test_ngram_drafts_change_no_answer(num_blocks, depth, num_drafts, expected, vetter, always_drafts, monkeypatch):
     vetter.use(monkeypatch)
-    settings = {"speculate": "ngram", "num_speculative_tokens": num_drafts, "tensor_parallel_size": num_ranks}
-    found = asyncio.run(answer_all(replace(CONFIG, num_blocks=num_blocks, depth=depth, **settings), PROMPTS))
+    config = replace(CONFIG, num_blocks=num_blocks, depth=depth, speculate="ngram", num_speculative_tokens=num_drafts)
+    found = asyncio.run(answer_all(config, PROMPTS))
     compare_answers(found, expected)
     finals = [outputs[-1] for outputs in found.values()]
     assert sum(final.num_accepted_drafts for final in finals) > 20
