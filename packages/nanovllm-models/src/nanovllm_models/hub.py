@@ -51,7 +51,8 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
     model: a directory, or `organisation/name` or `organisation/name@revision` of a repository; None or MODEL_NAME for
         the default model.
     with_weights: whether to download weights.
-    progress: whether to show progress bars on stderr; None: show them if stderr is a terminal, else write a log line.
+    progress: whether to show progress bars on stderr; None: show them if stderr is a terminal. Without progress bars, a
+        log line reports a download.
     """
     if model is None or is_default_name(model):
         path = default_model_path(progress)
@@ -71,7 +72,7 @@ def find_model(model: str | None, *, with_weights: bool = True, progress: bool |
         )
     files = (*METADATA_FILES, *WEIGHT_FILES) if with_weights else METADATA_FILES
     is_shown = sys.stderr.isatty() if progress is None else progress
-    with _show_progress_bars(is_shown):
+    with _hide_progress_bars(not is_shown):
         return ModelDirectory(_download(match["name"], match["revision"], files, log_start=not is_shown), match["name"])
 
 
@@ -152,11 +153,11 @@ def _to_one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _show_progress_bars(is_shown: bool) -> Generator[None]:
-    """Hide the progress bars of huggingface_hub unless `is_shown`."""
+def _hide_progress_bars(is_hidden: bool) -> Generator[None]:
+    """Hide the progress bars of huggingface_hub if `is_hidden`."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if is_shown or are_progress_bars_disabled():
+    if not is_hidden or are_progress_bars_disabled():
         yield
         return
     disable_progress_bars()

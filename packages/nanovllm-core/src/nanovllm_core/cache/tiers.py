@@ -98,7 +98,7 @@ class HostTier:
         return self._memory.is_ready
 
     @property
-    def has_early_stores(self) -> bool:
+    def has_stores_awaiting_pinning(self) -> bool:
         """Whether entries wait for copies to a host memory that is still being pinned."""
         return bool(self._store_queue) and self._memory.will_be_ready
 

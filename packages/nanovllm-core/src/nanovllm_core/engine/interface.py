@@ -126,9 +126,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def compile(self, spec: GrammarSpec) -> ParameterTypes:
-        """Compile a grammar ahead of requests. A request waits until its grammar is compiled.
+        """Compile a grammar before requests use it. Without this call, a request waits until its grammar is compiled.
 
-        Returns the types of the tool parameters that the model writes as XML elements.
+        Some models write tool calls as XML. Returns the types of the tool parameters in such calls.
         Raises GrammarError if the grammar is invalid, too large or too slow; EngineDeadError if the engine dies.
         """
 

@@ -80,8 +80,8 @@ class EngineLoop:
         self._unposted_outputs: StepOutputs | None = None
         self._executor = executor
         self._spin_control = spin_control  # shortens the busy waiting of torch's threads
-        # Messages to the engine thread in order of arrival: a new request, the key of an aborted request, or a function
-        # to call after a reset of the prefix cache.
+        # Messages to the engine thread in order of arrival. A message is a new request, the key of an aborted request,
+        # or a function. A function means: reset the prefix cache, then call the function.
         self._inbox: deque[RequestState | int | Callable[[], object]] = deque()
         self._inbox_changed = threading.Event()
         self._is_stopping = False
@@ -201,7 +201,10 @@ class EngineLoop:
             raise
 
     async def _end_thread(self, steps_future: "asyncio.Future[None]") -> None:
-        """End the thread and the other ranks. On a GPU, a thread that waits for an ended rank continues to wait."""
+        """End the thread and the other ranks.
+
+        On a GPU, the thread may wait forever for a rank that has ended. So do not wait long for the thread then.
+        """
         if self._ranks is not None and self._ranks.has_failed:
             await asyncio.to_thread(self._ranks.close)
             await asyncio.wait([steps_future], timeout=FAILED_RANK_TIMEOUT_S)
@@ -270,21 +273,21 @@ class EngineLoop:
     def _wait_for_work(self) -> None:
         """Wait for a message while no step is in flight, and process copies meanwhile.
 
-        Copies may hold blocks that waiting requests need, so return early if a request waits or all copies have ended.
+        Return early if a request waits, because ended copies may have freed the blocks that it needs.
         """
         while not self._inbox_changed.wait(self._idle_interval_s()):
-            self._move_copies(has_plan=False)
+            self._advance_copies(has_plan=False)
             # When all copies have ended, return, so that the caller posts stats that show all blocks as free.
             if self._scheduler.num_waiting or not self._scheduler.has_copies:
                 break
         self._inbox_changed.clear()
 
     def _idle_interval_s(self) -> float | None:
-        """Seconds between two calls of `_move_copies` while no step is in flight; None if there is nothing to copy."""
+        """Seconds between calls of `_advance_copies` while no step is in flight; None if there is nothing to copy."""
         if self._scheduler.has_copies:
             return POLL_INTERVAL_S
         tier = self._scheduler.tier
-        return PINNING_POLL_INTERVAL_S if tier is not None and tier.has_early_stores else None
+        return PINNING_POLL_INTERVAL_S if tier is not None and tier.has_stores_awaiting_pinning else None
 
     def _post(self, event_loop: asyncio.AbstractEventLoop, outputs: StepOutputs) -> None:
         """Pass outputs to the event loop, with stats if the stats interval is over or no request is left."""
@@ -327,7 +330,7 @@ class EngineLoop:
             self._post_outputs(event_loop)
         while not (handle.is_finished or self._is_stopping):
             self._read_inbox()
-            self._move_copies(has_plan=False)
+            self._advance_copies(has_plan=False)
             if time.perf_counter() >= plan_at_s - PLANNING_LEAD_PER_REQUEST_S * self._scheduler.num_waiting:
                 break
             time.sleep(POLL_INTERVAL_S)
@@ -335,16 +338,17 @@ class EngineLoop:
     def _plan_step(self) -> ScheduledStep | None:
         # Requests may have arrived while the last step was launched.
         self._read_inbox()
-        self._move_copies(has_plan=False)
+        self._advance_copies(has_plan=False)
         with self._span("plan", self._scheduler.counters.num_steps):
             step = self._scheduler.schedule()
-        self._move_copies(has_plan=True)
+        self._advance_copies(has_plan=True)
         return step
 
-    def _move_copies(self, *, has_plan: bool) -> None:
+    def _advance_copies(self, *, has_plan: bool) -> None:
         """Process copies that have ended, and launch new copies. has_plan: see `Scheduler.take_copies`."""
         if self._copier is not None:
-            # If a load were completed after planning, its request might wait until a message arrives.
+            # Complete loads only before planning, so that the plan includes their requests. Otherwise the thread might
+            # plan no step and wait for a message, although a request is ready.
             if not has_plan:
                 loads = self._scheduler.complete_copies()
                 if self._tracer is not None:

@@ -25,12 +25,15 @@ from nanovllm_core.parallel import ParallelContext
 from nanovllm_core.scheduling.plan import CacheEntryRange
 from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inputs, commit_tokens
 
-# Operations that proposing ignores: rows with penalties have no drafts, and masks do not exist yet.
+# Operations that proposing ignores. Rows with penalties have no drafts. The token mask of a draft's position is
+# computed after the draft.
 _IGNORED_OPS = int(SamplingOps.PENALTY | SamplingOps.MASK)
 
 
 class _CachingProposer(Proposer):
-    """Draws drafts one after the other, with the model's random numbers, so that equal logits give equal tokens.
+    """Draws drafts one after the other, with cache entries of its own.
+
+    The model later draws with the same random number at the same position, so equal logits give equal tokens.
 
     entry_offset: number of positions by which the cache entry of a token precedes the token.
     forward, compute_logits: see `PredictionHead`. cache: caches of the layers that `forward` runs.
@@ -105,7 +108,7 @@ class _CachingProposer(Proposer):
     ) -> BatchInputs:
         """The inputs of a batch in which each request begins at its position in `num_computed`.
 
-        Blocks that a request does not have yet are null blocks, whose contents are never needed.
+        Where a request has no block yet, its block table has the null block, whose contents are never read.
         """
         tables = TokenTables(self._table.tokens, num_computed)
         block_size = self._cache.layout.block_size
@@ -117,7 +120,7 @@ class _CachingProposer(Proposer):
     def _clamp_first_positions(self, num_computed: Tensor, bounds: BatchBounds) -> Tensor:
         """Clamp the first positions of a batch to the table.
 
-        Rows of padding and of finished requests may begin at any position.
+        Rows of padding and of finished requests have arbitrary positions, which may lie outside the table.
         """
         return num_computed.clamp(0, self._config.max_model_len - bounds.max_query_len)
 
@@ -129,7 +132,7 @@ class _CachingProposer(Proposer):
         return self._forward(inputs.input_ids, inputs.positions, hidden, context)
 
     def _compute_step_entries(self, rows: DeviceRows, step: StepTokens) -> Tensor:
-        """Compute the cache entries that can't be computed after this step.
+        """Compute the cache entries that need the step's hidden states. By default there are none.
 
         Returns hidden states [num_tokens, hidden] after the step's tokens.
         """
@@ -192,9 +195,9 @@ class DraftModelProposer(_CachingProposer):
 class HeadProposer(_CachingProposer):
     """Proposes the tokens of the model's head for multi-token prediction.
 
-    The cache entry of a token is at the position before the token, where the head takes the hidden state. So the last
-    entry of a block belongs to the token after the block. If requests share the block but not this token, the entry is
-    wrong for some of them. This only lowers the acceptance of drafts.
+    The head combines a token with the hidden state at the position before it, and stores the cache entry at that
+    position. So the last entry of a block belongs to the token after the block. If requests share the block but not
+    this token, the entry is wrong for some of them. This only lowers the acceptance of drafts.
     """
 
     entry_offset = 1
@@ -211,7 +214,7 @@ class HeadProposer(_CachingProposer):
     ) -> tuple[Tensor, Tensor]:
         del bounds
         positions = step.inputs.positions
-        # The last kept token of the step is at the position before the request's last token.
+        # The last accepted input token of the step is one position before the token that the step sampled.
         starts = rows.query_start_loc[:-1].clamp(max=len(positions) - 1)
         last_kept = self._table.num_computed.index_select(0, rows.table_rows) - 1
         indices = (starts + last_kept - positions.index_select(0, starts)) * rows.is_sampled

@@ -51,9 +51,8 @@ def compile_for_rows(
 
 def set_cache_directories() -> None:
     """Make all compilers cache compiled code in the project's cache. Call before the first kernel runs."""
-    # torch.compile changes Triton's directory, unless the variable is set. Kernels that are compiled before and after
-    # this change would be in different directories. CuTe DSL, and QuACK, which FlashAttention imports, would use the
-    # system's temporary directory.
+    # Unless TRITON_CACHE_DIR is set, torch.compile changes Triton's directory, and kernels would be in two directories.
+    # CuTe DSL would use the system's temporary directory. So would QuACK, which FlashAttention imports.
     variables = {
         "TRITON_CACHE_DIR": "triton",
         "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -65,5 +64,6 @@ def set_cache_directories() -> None:
         directory = make_cache_directory(name)
         if directory is not None:
             os.environ.setdefault(variable, str(directory))
-    # For a few kernels, a pool of compile processes costs more time than it saves: each process imports torch.
+    # Only a few kernels are compiled. A pool of compile processes would cost more time than it saves, because each
+    # process imports torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

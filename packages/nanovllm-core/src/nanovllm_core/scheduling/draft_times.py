@@ -10,19 +10,20 @@ import numpy as np
 
 from nanovllm_core.scheduling.step_time import StepWork
 
-# Steps are measured for 1, 2, 4, ... requests, until a step, perhaps with drafts or proposals, takes longer than this.
+# Steps are measured for 1, 2, 4, ... requests. The measurement ends after a step that takes longer than this with
+# drafts or with proposals.
 _MAX_MEASURED_STEP_S = 0.05
-# The drafts of all requests count as at least this share of a step. Noise may hide their time, and later steps could
-# not correct a time of 0.
+# Minimum time of all drafts of a step, as a share of the step's time. Noise may make the measured time 0. Corrections
+# multiply the time, so that it would remain 0.
 _MIN_DRAFTS_SHARE = 0.02
 # Late entries are measured with at most this number of entries.
 _MAX_LATE_ENTRIES = 64
 # Weight of a new step in the moving averages of (measured time / predicted time), and bounds of one such ratio.
 _STEP_WEIGHT = 0.1
 _MIN_RATIO, _MAX_RATIO = 0.25, 4.0
-# A step corrects the times of drafts and proposals only if they are predicted to make it longer by at least this share.
+# A step corrects the times of drafts and proposals only if their predicted time is at least this share of the step's.
 _MIN_EXTRA_SHARE = 0.01
-# Each step without drafts and proposals reduces the correction of their times by this share.
+# Each step without drafts and proposals moves the factor that corrects their times towards 1, by this share.
 _EXTRA_DECAY = 0.01
 
 
@@ -67,8 +68,8 @@ class DraftTimes:
 
     Without measurements, all times are 0.
     measured: times for rising numbers of requests.
-    late_pass_s, late_entry_s: seconds that a step with late entries takes longer, and seconds per late entry, see
-        `StepPlan.late_draft_entries`.
+    late_pass_s: seconds that late entries add to a step, whatever their number. See `StepPlan.late_draft_entries`.
+    late_entry_s: seconds that each late entry adds.
     """
 
     def __init__(self, measured: Sequence[DecodeTimes] = (), late_pass_s: float = 0.0, late_entry_s: float = 0.0):
@@ -102,7 +103,7 @@ class DraftTimes:
 
 
 def _average_factor(ratio: float) -> float:
-    """The factor by which a moving average of ratios changes. ratio: the new ratio, divided by the average."""
+    """The factor by which to multiply a moving average. ratio: measured time / time predicted with the average."""
     return 1 + _STEP_WEIGHT * (min(max(ratio, _MIN_RATIO), _MAX_RATIO) - 1)
 
 

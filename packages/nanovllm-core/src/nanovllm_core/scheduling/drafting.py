@@ -1,7 +1,8 @@
 """Decides how many drafts each decode has in a step, from the measured acceptance and the predicted step times.
 
-A proposer, such as a draft model, proposes tokens (drafts). A step computes drafts after the request's last token, and
-keeps the drafts that equal the sampled tokens. A late entry is a proposer's cache entry that earlier steps left out.
+A proposer, such as a draft model, proposes tokens (drafts). A step verifies drafts: the model computes the request's
+last token and the drafts, and the step keeps the drafts that equal the sampled tokens. A draft model has a KV cache.
+Its entry of a token is late if the step that computed the token left the entry out. Proposing needs all entries.
 """
 
 import numpy as np
@@ -12,21 +13,24 @@ from nanovllm_core.scheduling.plan import CacheEntryRange, DraftResults, RowIndi
 from nanovllm_core.scheduling.rows import RowTable
 from nanovllm_core.scheduling.step_time import StepTimeModel, StepWork
 
-# The acceptance is the share of drafts that are accepted. The acceptance of all requests is a moving average. These
-# constants are the average's first value, the weight of a new step, the number of tested drafts from which a step has
-# this weight (a step with fewer has less), and the limits of one step's acceptance.
+# The acceptance is the share of drafts that are accepted. The acceptance of all requests is a moving average, which
+# begins with this value.
 _FIRST_ACCEPTANCE = 0.7
+# Weight in this average of a step that tests at least this number of drafts. With fewer drafts, the weight is
+# proportionally lower.
 _STEP_WEIGHT = 0.2
 _FULL_WEIGHT_TRIALS = 16
+# Limits of one step's acceptance.
 _MIN_ACCEPTANCE, _MAX_ACCEPTANCE = 0.01, 0.99
 # The acceptance of one request is (accepted drafts + acceptance of all requests) / (tested drafts + 1). Each step that
 # tests a draft of the request multiplies the numbers of earlier accepted and tested drafts by this factor.
 _ACCEPTANCE_DECAY = 0.9
 # Drafts pay if they raise the number of output tokens per second. A probe is a step that measures the acceptance by
-# proposing drafts that are not expected to pay. Probes take at most this share of the time. Time that probes did not
-# use is kept, up to this number of steps, so that a few wrong drafts do not end proposing.
+# proposing drafts that are not expected to pay. Probes take at most this share of the time.
 _PROBE_SHARE = 0.005
-_MAX_SPARE_STEPS = 2.0
+# Probes may use unused time later, at most the time of this number of steps without drafts. Probes can therefore go on
+# after a few wrong drafts.
+_MAX_PROBE_BUDGET = 2.0
 # To decide whether computing late entries pays, the planner spreads the computing time over this number of steps.
 _LATE_ENTRY_STEPS = 64
 
@@ -46,8 +50,8 @@ class DraftPlanner:
         self.num_verified, self.num_accepted = np.zeros((2, limits.max_drafts), np.int64)
         # The acceptance of all requests: its moving average, and its value in the last step that measured it.
         self._mean_acceptance, self._last_acceptance = _FIRST_ACCEPTANCE, _MAX_ACCEPTANCE
-        # The time that probes may take now, in steps without drafts.
-        self._spare_steps = _MAX_SPARE_STEPS
+        # The time that probes may take now, as a multiple of the time of a step without drafts.
+        self._probe_budget = _MAX_PROBE_BUDGET
 
     def plan_proposals(
         self, scheduled: ScheduledRows, num_computed_tokens: NDArray[np.int64], work: StepWork, *, has_prompts: bool
@@ -63,16 +67,16 @@ class DraftPlanner:
         if limits.can_lag:
             # The lag may include rejected drafts, so limit the lag to the number of computed tokens.
             lag = np.minimum(table.draft_lag[rows] + num_tokens, num_computed_tokens)
-        # If the last step proposed drafts (lag < num_tokens), the entries of accepted drafts exist: no entry is late.
-        # Proposing itself computes the entries of the last two tokens.
+        # If the last step proposed drafts, `draft_lag` was -1, so that lag < num_tokens. Then no entry is late.
+        # Proposing computes the entries of the new token and of the token before it. `lag` counts only the latter.
         num_late = np.where(lag < num_tokens, 0, np.maximum(lag - 1, 0))
-        proposes, num_now = not limits.uses_cache, np.zeros_like(rows)
+        proposes, num_computed_late = not limits.uses_cache, np.zeros_like(rows)
         # Propose nothing if the next step may be unable to verify drafts.
         if limits.uses_cache and not has_prompts and 2 * len(rows) <= limits.max_step_tokens:
-            proposes, num_now = self._choose_proposals(rows, num_late, work)
-        has_proposals = is_sampled & table.can_draft[rows] & (num_now == num_late) & proposes
-        table.draft_lag[rows] = np.where(has_proposals, -1, lag - num_now)
-        ranges = np.stack((rows, num_computed_tokens - lag, num_now), 1)[num_now > 0]
+            proposes, num_computed_late = self._choose_proposals(rows, num_late, work)
+        has_proposals = is_sampled & table.can_draft[rows] & (num_computed_late == num_late) & proposes
+        table.draft_lag[rows] = np.where(has_proposals, -1, lag - num_computed_late)
+        ranges = np.stack((rows, num_computed_tokens - lag, num_computed_late), 1)[num_computed_late > 0]
         return proposes, [CacheEntryRange(*entries) for entries in ranges.tolist()], has_proposals
 
     def _choose_proposals(
@@ -84,10 +88,10 @@ class DraftPlanner:
             computes all these entries.
         """
         table, limits, times = self._rows, self._limits, self._predict(work)
-        num_now = np.zeros_like(num_late)
+        num_computed_late = np.zeros_like(num_late)
         may_draft = table.can_draft[rows] & (table.max_total_tokens[rows] - table.num_tokens[rows] > 1)
         if not may_draft.any():
-            return False, num_now
+            return False, num_computed_late
         acceptance = self._acceptance(rows)
         num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
         num_wanted = num_late * (num_drafts > 0)
@@ -96,31 +100,32 @@ class DraftPlanner:
             # The rows with the fewest late entries come first.
             order = np.argsort(num_wanted, kind="stable")
             num_before = num_wanted[order].cumsum() - num_wanted[order]
-            num_now[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
-            return self._pays(num_drafts * (num_now == num_late), acceptance, times, times.proposal_s), num_now
+            num_computed_late[order] = np.clip(limits.max_step_tokens - num_before, 0, num_wanted[order])
+            num_drafts *= num_computed_late == num_late
+            return self._pays(num_drafts, acceptance, times, times.proposal_s), num_computed_late
         return self._choose_probe(may_draft, num_late, times)
 
     def _choose_probe(
         self, may_draft: NDArray[np.bool_], num_late: NDArray[np.int64], times: DecodeTimes
     ) -> tuple[bool, NDArray[np.int64]]:
         """Decide as `_choose_proposals`, if drafts are not expected to pay. may_draft: bool [n]."""
-        limits, num_now = self._limits, np.zeros_like(num_late)
+        limits, num_computed_late = self._limits, np.zeros_like(num_late)
         # A probe computes the late entries of the row that has the fewest.
         index = int(np.where(may_draft, num_late, np.iinfo(np.int64).max).argmin())
         late_s = self._predict_late(int(num_late[index]))
-        probe_steps = (times.proposal_s + late_s) / times.step_s
-        self._spare_steps = min(self._spare_steps + _PROBE_SHARE, max(_MAX_SPARE_STEPS, probe_steps))
-        if self._spare_steps < probe_steps:
+        probe_cost = (times.proposal_s + late_s) / times.step_s
+        self._probe_budget = min(self._probe_budget + _PROBE_SHARE, max(_MAX_PROBE_BUDGET, probe_cost))
+        if self._probe_budget < probe_cost:
             # Propose nothing yet, unless drafts would pay at the acceptance that was measured last.
             acceptance = np.full(len(num_late), self._last_acceptance)
             num_drafts = self._choose_profitable(may_draft * limits.max_drafts, acceptance, times)
             if not self._pays(num_drafts, acceptance, times, times.proposal_s + late_s / _LATE_ENTRY_STEPS):
-                return False, num_now
-        num_now[index] = min(num_late[index], limits.max_step_tokens)
-        proposes = bool(num_now[index] == num_late[index])
-        probe_s = self._predict_late(int(num_now[index])) + times.proposal_s * proposes
-        self._spare_steps = max(self._spare_steps - probe_s / times.step_s, 0.0)
-        return proposes, num_now
+                return False, num_computed_late
+        num_computed_late[index] = min(num_late[index], limits.max_step_tokens)
+        proposes = bool(num_computed_late[index] == num_late[index])
+        probe_s = self._predict_late(int(num_computed_late[index])) + times.proposal_s * proposes
+        self._probe_budget = max(self._probe_budget - probe_s / times.step_s, 0.0)
+        return proposes, num_computed_late
 
     def choose(self, decode_rows: RowIndices, work: StepWork) -> NDArray[np.int64] | None:
         """The number of drafts of each of `decode_rows`, int64 [n]; None if the step should have no drafts.
@@ -189,7 +194,7 @@ class DraftPlanner:
         return self._times.predict(work.num_tokens, self._model.decode_context_seconds(work.decode_context))
 
     def _predict_late(self, num_entries: int) -> float:
-        """The seconds that steps take longer because of late entries."""
+        """The seconds that computing `num_entries` late entries adds to steps."""
         num_passes = -(-num_entries // max(self._limits.max_step_tokens, 1))
         return num_passes * self._times.late_pass_s + num_entries * self._times.late_entry_s
 

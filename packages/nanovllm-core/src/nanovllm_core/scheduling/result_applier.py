@@ -80,13 +80,13 @@ class ResultApplier:
             if results.tokens.size:
                 raise ValueError("with speculation, the results of a sampling step must have `drafts`")
             return []
-        rows, scheduled, num_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
+        rows, scheduled, num_new_tokens = self._rows, step.plan.scheduled, results.drafts.num_tokens
         sampled_rows = scheduled.rows[scheduled.is_sampled]
         num_drafts = scheduled.num_tokens - 1 if step.plan.shape.has_drafts else np.zeros(len(sampled_rows), np.int64)
-        num_rejected = num_drafts + 1 - num_tokens
+        num_rejected = num_drafts + 1 - num_new_tokens
         rows.num_tokens[sampled_rows] -= num_rejected
         rows.num_computed_tokens[sampled_rows] -= num_rejected
-        first_tokens = results.tokens[np.cumsum(num_tokens) - num_tokens]
+        first_tokens = results.tokens[np.cumsum(num_new_tokens) - num_new_tokens]
         num_proposed = results.drafts.num_proposed * step.has_proposals[scheduled.is_sampled]
         drafts = results.drafts._replace(num_proposed=num_proposed)
         num_verified, num_accepted = planner.observe(sampled_rows, num_drafts, first_tokens, drafts)
@@ -102,15 +102,15 @@ class ResultApplier:
     def _register_full_blocks(self, step: ScheduledStep, results: StepResults) -> None:
         """Register the blocks that a step filled. A finished request's blocks are registered when it is released."""
         rows, block_size, scheduled = self._rows, self._block_size, step.plan.scheduled
-        # The newest token of a row that sampled is not computed yet.
+        # A token that this step sampled has no cache entry yet. The next step computes it.
         num_computed_tokens = np.where(
             scheduled.is_sampled, rows.num_host_tokens[scheduled.rows] - 1, step.num_computed_tokens
         )
         num_tokens = results.num_tokens if step.plan.shape.has_drafts else scheduled.num_tokens
         is_decode = step.decode_columns is not None
         interval = np.where(is_decode | (num_tokens == 1), max(COMMIT_INTERVAL_TOKENS, block_size), block_size)
-        is_full = (num_computed_tokens % interval < num_tokens) & ~rows.is_finished[scheduled.rows]
-        indices = np.flatnonzero(is_full)
+        is_due = (num_computed_tokens % interval < num_tokens) & ~rows.is_finished[scheduled.rows]
+        indices = np.flatnonzero(is_due)
         requests = rows.requests_of(scheduled.rows[indices])
         for request, num_computed in zip(requests, num_computed_tokens[indices].tolist(), strict=True):
             self._lifecycle.cache_of(request).commit(request, num_computed)

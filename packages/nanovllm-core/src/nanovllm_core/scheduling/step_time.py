@@ -11,7 +11,8 @@ from nanovllm_kernels.attention import attention_pairs
 
 # Each new observation multiplies the weights of earlier observations of its kind (prompts or decodes) by this factor.
 _OBSERVATION_DECAY = 0.99
-# Weight of decode steps in the fit. The weight is low because predictions mostly size the chunks of prompts.
+# Weight of decode steps in the fit. The weight is low because predictions mostly serve to choose the lengths of prompt
+# chunks.
 _DECODE_WEIGHT = 0.25
 # The fit uses every eighth decode step, because consecutive decode steps are alike. Steps that propose drafts are
 # counted separately, because they may be rare.
@@ -120,7 +121,7 @@ class StepTimeModel:
         return fixed + sum(rate * amount for rate, amount in zip(rates, work, strict=True))
 
     def decode_context_seconds(self, num_tokens: int) -> float:
-        """Seconds that attention of decodes to `num_tokens` tokens adds to a step."""
+        """Seconds that the attention of decodes adds to a step. num_tokens: sum of the decodes' context lengths."""
         return self.coefficients.per_decode_context * num_tokens
 
     def max_chunk_tokens(self, start: int, seconds: float) -> float:

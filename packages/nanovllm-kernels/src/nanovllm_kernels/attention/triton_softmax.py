@@ -16,7 +16,7 @@ def weigh_scores(scores, running_max, running_sum, ROWS_MAY_BE_MASKED: tl.conste
 
     scores: [rows, keys] of one block of keys. running_max, running_sum: maximum score and sum of weights of
         earlier blocks.
-    ROWS_MAY_BE_MASKED: whether all keys so far may be masked in some row.
+    ROWS_MAY_BE_MASKED: whether there may be a row whose keys so far are all masked.
     """
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     shift = new_max
@@ -68,7 +68,10 @@ def floor_to_power_of_2(numbers):
 
 @triton.jit
 def load_page_numbers(table_ptr, key_positions, end, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Look up the page numbers (int64) of key positions in a block table. MASKED: return 0 for positions >= `end`."""
+    """Load the page numbers (int64) of key positions from a request's row of the block table.
+
+    MASKED: return 0 for positions >= `end`.
+    """
     if MASKED:
         pages = tl.load(table_ptr + key_positions // PAGE_SIZE, mask=key_positions < end, other=0)
     else:

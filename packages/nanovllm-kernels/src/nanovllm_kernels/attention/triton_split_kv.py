@@ -1,7 +1,8 @@
-"""Reads work lists, stores results of tiles (blocks of queries), and merges results of tiles that span several parts.
+"""Reads work lists, stores results of tiles, and merges the partial results of a tile.
 
-A work list cuts the keys of all tiles into parts. One program computes one part. Split-KV attention merges partial
-results in the same way (Dao et al. 2023).
+A tile is a block of queries, which attends to a number of blocks of keys. A work list joins the blocks of keys of all
+tiles to one sequence, and cuts this sequence into equal parts, so that a tile may have several parts. One program
+computes one part. Split-KV attention merges partial results in the same way (Dao et al. 2023).
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from nanovllm_kernels.attention.plan import tile_configs
 from nanovllm_kernels.attention.plan.work_list import WorkList
 from nanovllm_kernels.platform import can_overlap_launches
 
-# Approximate maximum number of programs in a merge launch. These programs can run on the device at once.
+# Approximate maximum number of programs in a merge launch. The device can run about this many programs at once.
 MERGE_PROGRAMS = 2048
 # Elements of partial results that one program of a merge launch loads at once.
 MERGE_ELEMENTS = 4096
@@ -204,9 +205,9 @@ def _merge_parts(
     num_head_blocks = tl.num_programs(1)
     num_rows = tl.minimum(BLOCK_Q, query_len - first_query) * BLOCK_HEADS
     dims = tl.arange(0, PADDED_DIM)
-    program_of_tile = (cut - 1 - first_part) * tl.num_programs(2) + tl.program_id(2)
+    program_in_tile = (cut - 1 - first_part) * tl.num_programs(2) + tl.program_id(2)
     programs_per_tile = (last_part - first_part) * tl.num_programs(2)
-    for first_row in tl.range(program_of_tile * MERGED_ROWS, num_rows, programs_per_tile * MERGED_ROWS):
+    for first_row in tl.range(program_in_tile * MERGED_ROWS, num_rows, programs_per_tile * MERGED_ROWS):
         rows = first_row + tl.arange(0, MERGED_ROWS)
         heads = head_block * BLOCK_HEADS + rows % BLOCK_HEADS
         row_mask = (rows < num_rows) & (heads < NUM_HEADS)

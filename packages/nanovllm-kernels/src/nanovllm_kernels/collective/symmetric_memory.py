@@ -1,6 +1,6 @@
-"""Memory that all ranks of a host map. Only this module uses torch's private API, which is alpha in torch 2.11.
+"""GPU memory that every rank of a host can read and write, without NVLink multicast.
 
-NVLink multicast is not used.
+Only this module uses torch's private API for such memory, which is alpha in torch 2.11.
 """
 
 import torch
@@ -12,7 +12,8 @@ class SymmetricBuffer:
     """One buffer per rank of a process group. The kernels of every rank can read and write all these buffers.
 
     memory: uint8 [num_bytes], this rank's buffer.
-    addresses: address of each rank's buffer in this process, in rank order. Valid as long as this object exists.
+    addresses: for each rank, the address at which this process sees the buffer of that rank. Valid as long as this
+        object exists.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Types of the operators on request tables."""
+"""Named tuples of the tensors that the operators on request tables read and write."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,8 @@ class BatchInputs(NamedTuple):
     """Inputs of a step with T tokens of B requests. The tokens of a request are adjacent.
 
     input_ids: int32 [T]. positions: int64 [T].
-    seq_lens: int32 [B], each request's number of tokens up to the end of the step, 0 for a request without tokens.
+    seq_lens: int32 [B], each request's number of tokens up to the end of the step, 0 for a request without tokens in
+        this step.
     slot_mapping: int64 [T], each token's cache slot, page * page_size + offset.
     last_token_indices: int64 [B], index of each request's last token in the step, 0 for a request without tokens.
     block_tables: int32 [B, max_pages], page numbers of each request.

@@ -9,7 +9,7 @@ from nanovllm_kernels.request_tables.tables import TokenTables
 
 # Number of positions that a program of `_find_matches` compares at a time.
 SEARCH_BLOCK = 1024
-# Number of programs of `_find_matches`, divided among the requests: more than a GPU runs at a time.
+# Maximum number of programs of `_find_matches` for all requests. A GPU runs fewer programs at a time.
 MAX_SEARCH_PROGRAMS = 2048
 # Number of pieces whose matches `_copy_drafts` reads at a time.
 PIECE_BLOCK = 128
@@ -101,7 +101,10 @@ def _verify_drafts(
     COUNTS_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Verify the drafts of one request per program. Skip requests without tokens, which may share a row."""
+    """Verify the drafts of one request per program.
+
+    Skip requests without tokens: they are padding, and several may have the same row.
+    """
     request = tl.program_id(0)
     start = tl.load(query_start_loc_ptr + request)
     num_drafts = tl.load(query_start_loc_ptr + request + 1) - start - 1
@@ -160,7 +163,7 @@ def _find_matches(
     row = tl.load(rows_ptr + request).to(tl.int64)
     row_ptr = tokens_ptr + row * tokens_stride
     last = tl.load(num_computed_ptr + row)
-    # A full row has no place for drafts. Skip the row, because it may lack even the last known token.
+    # A full row has no space for drafts, and perhaps none for the last sampled token.
     if last + 1 >= max_len:
         return
     lanes = tl.arange(0, BLOCK)

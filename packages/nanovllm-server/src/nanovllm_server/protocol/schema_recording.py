@@ -36,11 +36,11 @@ def record_schema(read: ReadObject, examples: Sequence[dict[str, JSON]]) -> Sche
 
 @dataclass(slots=True)
 class _ObjectNode:
-    """The fields that an object of the request has in any example. The object is the request itself or nested in it.
+    """The fields of the request, or of one object nested in it, collected from all examples.
 
     alternatives: schemas by field; a value must match at least one of the field's schemas.
     children: nested objects by field; an array has one child for all its objects.
-    required: fields that the object must have in every example; None before the first example.
+    required: fields without which `read` refuses each of the examples; None before the first example.
     """
 
     alternatives: dict[str, list[Schema]] = field(default_factory=dict[str, list[Schema]])

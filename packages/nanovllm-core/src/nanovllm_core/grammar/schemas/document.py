@@ -45,7 +45,7 @@ class LocatedSchema:
 
 
 class Document:
-    """Indexes the parts of a schema that references can name. Raises SchemaError if the schema is too large."""
+    """Finds the subschemas of a schema by URI and by anchor. Raises SchemaError if the schema is too large."""
 
     def __init__(self, schema: JSON, place: str):
         check_schema_size(schema, place)
@@ -53,7 +53,7 @@ class Document:
         self._schema_by_uri: dict[str, LocatedSchema] = {}
         self._schema_by_anchor: dict[tuple[str, str], LocatedSchema] = {}
         self._schemas_by_dynamic_anchor: dict[str, list[LocatedSchema]] = {}
-        self._base_uri_by_schema_id: dict[int, str] = {}
+        self._base_uri_by_object_id: dict[int, str] = {}
         self._index_subschemas()
 
     def _index_subschemas(self) -> None:
@@ -73,7 +73,7 @@ class Document:
                     self.root = located
             elif isinstance(uri, str) and uri.startswith("#"):
                 self._schema_by_anchor.setdefault((located.base_uri, uri[1:]), located)
-            self._base_uri_by_schema_id[id(schema)] = located.base_uri
+            self._base_uri_by_object_id[id(schema)] = located.base_uri
             for keyword in ("$anchor", "$dynamicAnchor"):
                 anchor = schema.get(keyword)
                 if isinstance(anchor, str):
@@ -83,8 +83,8 @@ class Document:
             pending.extend(reversed(subschemas(located)))
 
     def base_uri(self, located: LocatedSchema) -> str:
-        """The URI to which references in this schema are relative."""
-        return self._base_uri_by_schema_id.get(id(located.schema), located.base_uri)
+        """The URI to which references in this schema are relative. The schema's own "$id" may change it."""
+        return self._base_uri_by_object_id.get(id(located.schema), located.base_uri)
 
     def resolve_reference(self, located: LocatedSchema, reference: JSON, keyword: str) -> LocatedSchema:
         """Find the schema that `reference` names. Raises SchemaError.
@@ -129,7 +129,7 @@ class Document:
                 value = value[int(name)]
             else:
                 raise SchemaError(place, keyword, f"leads to nothing: {pointer[:200]!r}", is_invalid=True)
-            target_place, base_uri = f"{target_place}/{part}", self._base_uri_by_schema_id.get(id(value), base_uri)
+            target_place, base_uri = f"{target_place}/{part}", self._base_uri_by_object_id.get(id(value), base_uri)
         return LocatedSchema(value, target_place, base_uri)
 
 

@@ -1,7 +1,7 @@
 """Computes latent attention of whole prompts on CUDA, over expanded keys and values.
 
-A whole prompt has all of its tokens in the step. The caller expands the gathered latents by a matrix product. A key has
-K unrotated and R rotated elements, and a value has V elements.
+A whole prompt has several tokens, and this step computes all of them. The caller expands the gathered latents by a
+matrix product. A key has K unrotated and R rotated elements, and a value has V elements.
 """
 
 import triton

@@ -62,7 +62,10 @@ class SoakOptions:
 
 @dataclass(slots=True)
 class TrafficCounts:
-    """Counts of exchanges (request and answer). num_5xx: read from the server's metrics, so aborted ones count."""
+    """Counts of exchanges (request and answer).
+
+    num_5xx: number of 5xx answers in the server's metrics, which also count exchanges that the client aborted.
+    """
 
     exchanges_by_kind: Counter[str] = field(default_factory=Counter[str])
     answers_by_status: Counter[int] = field(default_factory=Counter[int])
@@ -170,7 +173,7 @@ def _memory_table(result: SoakResult) -> Table:
 
 
 def _short_lived_rows(memories: list[ProcessMemory]) -> Table:
-    """Returns one row per parent, for all its short-lived processes. A schema check, for example, is a process."""
+    """Returns one row per parent, for all its short-lived processes, such as those that check schemas."""
     by_parent: dict[int, list[ProcessMemory]] = {}
     for memory in memories:
         by_parent.setdefault(memory.parent_pid, []).append(memory)
