@@ -1,4 +1,4 @@
-"""The engine's settings. `EngineConfig` has the user's settings. `ResolvedConfig` has a value for every setting."""
+"""The engine's settings: `EngineConfig` as the user gives them, `ResolvedConfig` once device and model are known."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +21,22 @@ TransferCarrier = Literal["auto", "shm", "nixl", "tcp"]
 BLOCK_SIZES: tuple[BlockSize, ...] = (16, 32, 64, 128)
 GIB = 1 << 30
 MAX_RANKS = 16  # ranks of one engine
-# Maximum number of drafts per request and step. With this many drafts, a decode fills at most one new block.
+# Maximum number of drafts per request and step. A decode with this many drafts needs at most one new block.
 MAX_DRAFTS = BLOCK_SIZES[0] - 1
 # A step with drafts may have this many tokens even if `max_num_seqs` is smaller, see `max_draft_step_tokens`.
 MIN_DRAFT_STEP_LIMIT = 64
 # Default time limit of a step without decodes. A shorter limit reduces the throughput of prompts. A longer limit delays
-# new requests, which may wait for two steps.
+# new requests, which may wait for two steps in flight.
 PROMPT_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.5, "cuda": 0.16}
 # Default time limit of a step with prompts and decodes.
 MIXED_STEP_LIMIT_S: dict[Device, float] = {"cpu": 0.25, "cuda": 0.05}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndependentSettings:
-    """Settings that depend neither on the device nor on the model. None leaves the choice to the engine.
+class SharedSettings:
+    """Settings that `EngineConfig` and `ResolvedConfig` share: resolving does not change them.
+
+    None leaves the choice to the engine.
 
     The server makes a flag from each field of this class and of `EngineConfig`. A field's annotation is the help text.
     """
@@ -94,10 +96,12 @@ class IndependentSettings:
     ] = None
     transfer_carrier: Annotated[
         TransferCarrier,
-        "how blocks are fetched; shm: from the peer's memory, on one host; nixl: by NIXL, which uses RDMA; tcp: by the "
-        "connection; auto: the first of these that works",
+        "how blocks are fetched; shm: from the peer's memory, on one host; nixl: by NIXL, which uses RDMA; tcp: over "
+        "the connection to the peer; auto: the first of these that works",
     ] = "auto"
-    watermark: Annotated[float, "share of the blocks that stay free for running requests at each admission"] = 0.01
+    watermark: Annotated[
+        float, "share of all blocks that must stay free for running requests when a request starts"
+    ] = 0.01
     seed: Annotated[int, "seed from which the engine draws seeds for requests without a seed"] = 0
     tensor_parallel_size: Annotated[
         int, "number of ranks: processes that share the model; on GPUs one rank per GPU of this host"
@@ -113,8 +117,8 @@ class IndependentSettings:
     speculate: Annotated[
         DraftMethod | None,
         "speculative decoding, which verifies several proposed tokens (drafts) in one step, and never changes an "
-        "answer; ngram: propose the tokens that followed the last tokens earlier in the request; draft: propose the "
-        "tokens of a smaller model; mtp: propose the tokens of the model's heads for multi-token prediction",
+        "answer; ngram: find an earlier occurrence of the last tokens, and propose the tokens after it; draft: propose "
+        "the tokens of a smaller model; mtp: propose the tokens of the model's heads for multi-token prediction",
     ] = None
     num_speculative_tokens: Annotated[int, "maximum number of drafts per request and step"] = 5
     acceptance_length: Annotated[
@@ -135,7 +139,7 @@ class IndependentSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig(IndependentSettings):
+class EngineConfig(SharedSettings):
     """Settings of one engine. None leaves the choice to the engine."""
 
     device: Annotated[Device | None, "device of the model; by default CUDA if there is a GPU"] = None
@@ -165,7 +169,7 @@ class EngineConfig(IndependentSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedConfig(IndependentSettings):
+class ResolvedConfig(SharedSettings):
     """`EngineConfig` with a value for every setting that depends on the device or the model.
 
     `cache.memory.choose_block_size` replaces a `block_size` of None once the model is built.
@@ -185,7 +189,7 @@ class ResolvedConfig(IndependentSettings):
 
     @property
     def num_request_groups(self) -> int:
-        """The number of disjoint groups of requests, see `ParallelContext.num_request_groups`."""
+        """The number of groups of requests: one group per rank with `dp_attention`, else one group for all ranks."""
         return self.tensor_parallel_size if self.dp_attention else 1
 
     @property

@@ -13,8 +13,8 @@ from nanovllm_core.config import (
     DType,
     EngineConfig,
     GraphMode,
-    IndependentSettings,
     ResolvedConfig,
+    SharedSettings,
     TransferCarrier,
 )
 from nanovllm_core.errors import ConfigError
@@ -78,7 +78,7 @@ def resolve(
     _require(num_ranks > 1 or not config.dp_attention, "dp_attention", True, "False if tensor_parallel_size is 1")
     # With different requests, ranks have different hidden states.
     _require(not (config.check_ranks and config.dp_attention), "check_ranks", True, "False with dp_attention")
-    settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(IndependentSettings)}
+    settings: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(SharedSettings)}
     if config.kv_offload_dir is not None or config.uses_transfer:
         # Engines find each other's blocks by hash, and "fast" hashes differ between processes.
         settings["prefix_hash"] = "sha256"

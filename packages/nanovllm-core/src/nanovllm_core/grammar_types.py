@@ -25,7 +25,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     place: str = "#"
 
 
-# Maps the JSON pointer of a schema of XML parameters to a schema that states only the parameters' types.
+# For tool calls whose parameters the model writes as XML: maps the JSON pointer of a tool's schema to a schema that
+# states only the types of the parameters.
 ParameterTypes = dict[str, dict[str, Any]]
 
 

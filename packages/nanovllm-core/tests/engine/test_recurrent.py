@@ -79,7 +79,7 @@ async def test_a_prompt_that_diverges_near_the_end_of_another_computes_few_token
 
 
 async def test_too_few_state_slots_are_refused():
-    with pytest.raises(ConfigError, match=r"the states of max_num_seqs 64 requests take .* lower max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"max_num_seqs is 64, but the requests' states take .* lower max_num_seqs"):
         await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", cpu_cache_gib=1e-4))
     with pytest.raises(ConfigError, match="num_state_slots is 8, but must be at least 9"):
         await AsyncEngine.start(recurrent_spec(), EngineConfig(device="cpu", max_num_seqs=8, num_state_slots=8))

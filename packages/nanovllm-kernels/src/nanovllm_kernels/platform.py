@@ -135,7 +135,7 @@ def prefers_packed_bf16() -> bool:
 
 def _name_bf16_instructions() -> str | None:
     """Return the name of the bf16 instructions that oneDNN uses on this CPU; None if they are missing or slow."""
-    # torch's own probe also accepts x86 CPUs that have AVX-512 but no bf16 instructions.
+    # On x86, torch's own probe is not enough: it also accepts CPUs that have AVX-512 but no bf16 instructions.
     if platform.machine() not in ("x86_64", "AMD64"):
         return "BF16"
     isa_limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()

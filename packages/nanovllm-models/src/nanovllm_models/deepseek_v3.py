@@ -129,7 +129,7 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
     num_groups, top_groups = config.positive_integer("n_group", 8), config.positive_integer("topk_group", 4)
     top_k = config.positive_integer("num_experts_per_tok", 8)
     if num_experts % num_groups or num_experts // num_groups < 2:
-        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, and at most half of it")
+        raise config.error("n_group", f"a divisor of n_routed_experts ({num_experts}), and at most half of it")
     if top_groups > num_groups:
         raise config.error("topk_group", f"at most n_group, {num_groups}")
     if top_k > top_groups * (num_experts // num_groups):
@@ -178,7 +178,7 @@ class DeepseekV3MoE(nn.Module):
             )
 
     def forward(self, x: Tensor, stream: ResidualStream, norm: RMSNorm | None) -> ResidualStream:
-        """Add the experts' result for norm(x) [T, hidden] to `stream`. norm: None for no norm."""
+        """Add the experts' result for norm(x) [T, hidden] to `stream`. norm: None if x is already normed."""
         normed = x if norm is None else norm.forward(x)
         if self.shared_experts is not None:
             stream = self.shared_experts.forward(normed, stream)
@@ -324,19 +324,19 @@ class DeepseekV3ForCausalLM(DecoderWithHead):
 
 def can_skip_tensor(name: str, *, is_head_tied: bool, skipped_prefixes: tuple[str, ...]) -> bool:
     """Return whether the model can do without the tensor `name` of a checkpoint."""
-    is_tied_head = is_head_tied and name == "lm_head.weight"
-    return is_tied_head or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
+    is_redundant_head = is_head_tied and name == "lm_head.weight"
+    return is_redundant_head or name.endswith(".rotary_emb.inv_freq") or name.startswith(skipped_prefixes)
 
 
 def build_deepseek_v3(build: BuildContext, *, config: DeepseekV3Config, weights: WeightSource) -> DeepseekV3ForCausalLM:
     """Build the model on its device and load its weights. Raises WeightError, ModelError."""
     num_layers, num_mtp_layers = config.num_hidden_layers, config.num_mtp_layers
     mtp_prefixes = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_mtp_layers))
-    num_used_layers = int(has_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp)
-    mtp_prefixes = mtp_prefixes[num_used_layers:]
-    config = replace(config, num_mtp_layers=num_used_layers)
+    num_used_mtp_layers = int(has_mtp_heads(weights, mtp_prefixes, num_mtp_layers) and build.uses_mtp)
+    unused_prefixes = mtp_prefixes[num_used_mtp_layers:]
+    config = replace(config, num_mtp_layers=num_used_mtp_layers)
     model = DeepseekV3ForCausalLM(config, build)
-    can_skip = partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings, skipped_prefixes=mtp_prefixes)
+    can_skip = partial(can_skip_tensor, is_head_tied=config.tie_word_embeddings, skipped_prefixes=unused_prefixes)
     weights.load_into(model, can_skip)
     return model
 

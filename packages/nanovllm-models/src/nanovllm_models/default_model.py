@@ -100,7 +100,7 @@ def _build_directory(directory: Path, progress: bool | None) -> None:
     from nanovllm_models.gguf_conversion import convert
 
     source = find_source_file()
-    # This process holds the lock, so the processes that made these directories have ended.
+    # Delete the directories of killed processes. This process holds the lock, so no other conversion is running.
     for abandoned in directory.parent.glob(f"{WORK_DIRECTORY_PREFIX}*"):
         shutil.rmtree(abandoned)
     work_directory = Path(tempfile.mkdtemp(prefix=WORK_DIRECTORY_PREFIX, dir=directory.parent))

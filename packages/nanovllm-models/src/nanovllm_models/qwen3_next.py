@@ -74,7 +74,10 @@ class GatedAttention(nn.Module):
         self._cache_index = cache_index
 
     def project(self, x: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Project norm(x) to the inputs `qkv` and `gate` of `forward`. x: [T, hidden]. norm: None for no norm."""
+        """Project norm(x) to the inputs `qkv` and `gate` of `forward`.
+
+        x: [T, hidden]. norm: None if x is already normed.
+        """
         if norm is not None and not self._is_norm_fused:
             x, norm = norm.forward(x), None
         qkv, gate = self.qkv_proj.forward(x, norm).split(self._projected_widths, -1)
@@ -119,7 +122,7 @@ class Qwen3NextMoE(nn.Module):
             self.shared_expert_gate = TokenGate(hidden_size, build)
 
     def forward(self, x: Tensor, stream: ResidualStream, norm: RMSNorm | None) -> ResidualStream:
-        """Add the experts' result for norm(x) [T, hidden] to `stream`. norm: None for no norm."""
+        """Add the experts' result for norm(x) [T, hidden] to `stream`. norm: None if x is already normed."""
         normed = x if norm is None else norm.forward(x)
         stream = self.experts.forward(normed, *self.gate.forward(normed), stream)
         if self.shared_expert is None:
@@ -177,13 +180,14 @@ class Qwen3NextLayer(nn.Module):
             self.mlp = Qwen3NextMoE(config, build, f"{name}.mlp")
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, build, quantization=mlp_quantization)
-        # Whether `mlp` applies the norm, see GatedAttention.
+        # Whether `mlp` applies the norm: with experts always, otherwise if its weights are not quantized. See
+        # `GatedAttention`.
         self._is_norm_fused = mlp_quantization is None
 
     def before_mix(self, stream: ResidualStream) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the completed residual stream [T, hidden], and the two inputs of `mix`."""
-        x, rows, norm = self.input_layernorm.resolve(stream)
-        return x, *(self.self_attn if self.has_attention else self.linear_attn).project(rows, norm)
+        """Return the residual stream [T, hidden] after all additions, and the two inputs of `mix`."""
+        x, layer_input, norm = self.input_layernorm.resolve(stream)
+        return x, *(self.self_attn if self.has_attention else self.linear_attn).project(layer_input, norm)
 
     def mix(self, projected: tuple[Tensor, Tensor], rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Run gated attention or Gated DeltaNet on the results of `before_mix`."""
@@ -199,10 +203,10 @@ class Qwen3NextLayer(nn.Module):
         """
         out_proj = self.self_attn.o_proj if self.has_attention else self.linear_attn.out_proj
         stream = out_proj.forward(mixed, ResidualStream(x))
-        x, rows, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
+        x, layer_input, norm = self.post_attention_layernorm.resolve_for_all_ranks(stream)
         if norm is not None and not self._is_norm_fused:
-            rows, norm = norm.forward(rows), None
-        return self.mlp.forward(rows, ResidualStream(x), norm)
+            layer_input, norm = norm.forward(layer_input), None
+        return self.mlp.forward(layer_input, ResidualStream(x), norm)
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -331,7 +335,7 @@ def build_qwen3_next(build: BuildContext, *, config: Qwen3NextConfig, weights: W
     make_mtp, skipped_prefixes = None, (MTP_PREFIX,)
     # Published checkpoints have a head that config.json does not declare, so random weights have a head too.
     num_declared = max(config.num_mtp_heads, int(isinstance(weights, RandomWeights)))
-    if has_mtp_heads(weights, skipped_prefixes, num_declared) and build.uses_mtp:
+    if has_mtp_heads(weights, (MTP_PREFIX,), num_declared) and build.uses_mtp:
         # config.json does not say whether the head has experts. Random weights have no names: their head has experts.
         names = weights.names()
         has_experts = not names or any(name.startswith(MTP_PREFIX) and ".mlp.experts." in name for name in names)

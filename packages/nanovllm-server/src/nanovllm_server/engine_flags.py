@@ -12,7 +12,7 @@ from nanovllm_server.flag_types import integer_in_range
 
 # Flag value that lets the engine choose.
 _AUTO = "auto"
-# The flag value that stands for None, by field. For all other fields, None means that the engine chooses.
+# The flag value that stands for None, by field. For all other fields, it is `_AUTO`.
 _NONE_VALUES = {"speculate": "none"}
 # Smallest and largest value, by integer field.
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
@@ -58,8 +58,8 @@ def add_draft_model_flag(add_flag: Callable[..., object]) -> None:
     add_flag(
         "--draft-model",
         metavar="MODEL",
-        help="draft model of --speculate draft, with the model's vocabulary; a directory or repository like the model, "
-        "or SmolLM2-135M-Instruct for the default model",
+        help="draft model of --speculate draft, with the model's vocabulary: a directory, a repository, or "
+        "SmolLM2-135M-Instruct, which is the default model",
     )
 
 

@@ -28,10 +28,11 @@ class SettingsError(ValueError):
 class TransferSettings:
     """How this server shares the computation of prompts with other engines.
 
-    role: what this server does for the requests of a router; None: requests may not have `kv_transfer_params`.
-    host: host that a prefill server's answers name as `remote_host`; None without the role "prefill".
+    role: the phase that this server computes for a router; None: requests may not have `kv_transfer_params`.
+    host: the value of `remote_host` in the answers of a prefill server; None without the role "prefill".
     has_prefill_engine: this server starts a second engine, which computes long prompts.
-    prefill_gpus, decode_gpus: CUDA_VISIBLE_DEVICES of the second and of the first engine; None: unchanged.
+    prefill_gpus: CUDA_VISIBLE_DEVICES of the second engine; None: unchanged.
+    decode_gpus: CUDA_VISIBLE_DEVICES of the first engine; None: unchanged.
     """
 
     role: Role | None = None

@@ -19,7 +19,8 @@ from nanovllm_kernels import fp8
 from nanovllm_kernels.attention import best_page_size
 from nanovllm_kernels.linear_attention import CHECKPOINT_INTERVAL, copy_states
 
-# Maximum number of checkpoint slots (saved states) per running request: a prompt of 8,192 tokens saves 8 checkpoints.
+# Maximum number of checkpoint slots (saved states) of all requests, divided by the number of running requests. A prompt
+# of 8,192 tokens saves 8 checkpoints.
 CHECKPOINT_SLOTS_PER_REQUEST = 8
 # Maximum number of blocks, unless running requests alone can use more. The host keeps about 200 bytes per block.
 MAX_CACHED_BLOCKS = 1 << 20
@@ -35,7 +36,7 @@ class CacheLayout:
     state_specs: specs of the recurrent layers, with space for drafts.
     state_dtype: dtype of `StateCache.recurrent`.
     conv_dtype: dtype of `StateCache.conv_inputs`.
-    draft: layout of the draft model's caches; None without draft model. A token's block has one index in both models.
+    draft: layout of the draft model's caches; None without draft model. A token's block has the same index in both.
     """
 
     attention_specs: tuple[PagedSpec | MLASpec, ...]
@@ -106,7 +107,7 @@ class CacheMemory:
 
     `num_blocks` and `num_state_slots` do not count the null block and the null slot.
     kv_caches, kv_scales, state_caches: see `ForwardContext`.
-    draft: the caches of the draft model; None without draft model. A token's block has one index in both models.
+    draft: the caches of the draft model; None without draft model. A token's block has the same index in both.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device):
@@ -170,8 +171,9 @@ class CacheMemory:
 
 
 def choose_block_size(config: ResolvedConfig, attention: PagedSpec | MLASpec, *, has_recurrent_layers: bool) -> int:
-    """Tokens per block: the configured number, or the number with which the attention kernels are fastest.
+    """Tokens per block: the configured number, else the number with which the attention kernels are fastest.
 
+    It is the smallest number for latent attention, for recurrent layers, and if a step is too small for one more block.
     Raises ConfigError if a block of a model with recurrent layers would have more than CHECKPOINT_INTERVAL tokens.
     """
     min_size = min(BLOCK_SIZES)
@@ -230,8 +232,8 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
     min_bytes = (min_slots + 1) * slot_bytes
     if min_bytes > free_bytes:
         raise ConfigError(
-            f"the states of max_num_seqs {config.max_num_seqs} requests take {min_bytes / GIB:.2f} GiB per rank, "
-            f"but there are {free_bytes / GIB:.2f} GiB for the cache: lower max_num_seqs, or give the cache more "
+            f"max_num_seqs is {config.max_num_seqs}, but the requests' states take {min_bytes / GIB:.2f} GiB per rank, "
+            f"and there are {free_bytes / GIB:.2f} GiB for the cache: lower max_num_seqs, or give the cache more "
             "memory (gpu_memory_utilization, cpu_cache_gib)"
         )
     if not config.prefix_caching:
@@ -243,7 +245,7 @@ def _plan_slots(config: ResolvedConfig, free_bytes: int, slot_bytes: int) -> int
 def measure_free_bytes(config: ResolvedConfig, device: torch.device, run_largest_step: Callable[[], object]) -> int:
     """The number of bytes for the cache: `cpu_cache_gib` on a CPU, or the GPU memory that the largest step leaves free.
 
-    run_largest_step: runs the step that takes the most memory. Allocate weights and tables before this call.
+    run_largest_step: runs the step that takes the most memory. Allocate weights and all other tensors before this call.
     Raises ConfigError if no memory is free.
     """
     if device.type == "cpu":

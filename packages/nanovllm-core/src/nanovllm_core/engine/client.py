@@ -38,7 +38,7 @@ class EngineClient(Engine):
         self.address = socket.address
         self._socket = socket
         self._owned_process = owned_process
-        # Results of calls that wait for the engine, by key. A reset has an empty result.
+        # Results of unanswered calls of `compile` and `reset_prefix_cache`, by key. A reset has an empty result.
         self._futures: dict[int, asyncio.Future[ParameterTypes]] = {}
         self._receive_task = asyncio.create_task(self._receive())
         self._receive_task.add_done_callback(self._on_receive_end)
@@ -181,7 +181,7 @@ class EngineSocket:
         self._event_loop = asyncio.get_running_loop()
         self._event_loop.add_reader(self._lifeline_fd, self._on_process_end)
         self._receive_future: asyncio.Future[bytes] | None = None
-        self._has_process_ended = False
+        self._is_drain_over = False
 
     @property
     def is_closed(self) -> bool:
@@ -197,7 +197,7 @@ class EngineSocket:
         """Receive a message. Returns None if the engine's process has ended and no message is left."""
         self._receive_future = future = asyncio.ensure_future(self._socket.recv())
         if not future.done():
-            if self._has_process_ended:
+            if self._is_drain_over:
                 return None
             # `wait` does not raise if `_stop_reading` cancels the future.
             await asyncio.wait((future,))
@@ -217,13 +217,13 @@ class EngineSocket:
         self._event_loop.call_later(_DRAIN_S, self._stop_reading)
 
     def _stop_reading(self) -> None:
-        self._has_process_ended = True
+        self._is_drain_over = True
         if self._receive_future is not None:
             self._receive_future.cancel()
 
 
 def _spec_and_config(spec: "ModelSpec", config: EngineConfig) -> tuple["ModelSpec", EngineConfig]:
-    """Return the arguments. `EngineProcess` takes this function, with its arguments bound."""
+    """Return the arguments. `EngineProcess` calls a function without arguments that returns these two values."""
     return spec, config
 
 

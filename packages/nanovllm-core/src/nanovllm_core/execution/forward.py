@@ -21,7 +21,7 @@ from nanovllm_kernels.request_tables import BatchInputs, TokenTables, build_inpu
 
 
 class BatchBounds(NamedTuple):
-    """Bounds of a batch's lengths that the host knows, see `plan_batch`.
+    """What the host knows about a batch's lengths without waiting for the device, see `plan_batch`.
 
     num_tokens: tokens of the step, including padding.
     num_decodes: number of requests with one token in the step, which come first; None if unknown.
@@ -58,8 +58,8 @@ class StepTokens(NamedTuple):
 class ForwardOutput(NamedTuple):
     """The result of a forward pass.
 
-    The step samples a token after the last token of each request, or after each token if the step has drafts. Padding
-    has samples too.
+    The step samples a token after the last token of each request, or after each token if the step has drafts. The
+    tensors also have rows for padding.
 
     logits: [n, vocab], logits of the samples whose tokens this rank chooses (`ParallelContext.own_requests`); empty if
         the step samples no token.
@@ -162,7 +162,7 @@ class ForwardPass:
         """Logits [n, vocab] of this rank's share of the rows of `hidden`. All ranks pass equal `hidden`.
 
         The ranks exchange logits, so that each rank has all columns of its rows. A rank can therefore choose the tokens
-        of its rows alone, with the same kernels as a single rank.
+        of its rows without the other ranks, with the same kernels as an engine of one rank.
         """
         logits = self._parallel.exchange_columns(self._model.compute_logits(hidden))
         return logits if logits.shape[1] == self._table.vocab_size else logits[:, : self._table.vocab_size]
@@ -172,7 +172,7 @@ class ForwardPass:
 
         output: result of the captured forward pass.
         """
-        # The step's keys and values are not kept between the pieces, so attention reads them from the cache.
+        # `has_only_whole_prompts` would make attention read the step's keys and values. The pieces do not keep them.
         rows = step.device_rows
         bounds = BatchBounds.from_plan(plan, step.query_lens)._replace(has_only_whole_prompts=False)
         num_reqs, max_blocks = len(rows.table_rows), -(-bounds.max_seq_len // self._cache.layout.block_size)

@@ -28,7 +28,8 @@ _MAX_POSITION = np.iinfo(np.int32).max
 # Lower temperatures count as greedy, because dividing logits by them could overflow.
 _MIN_RANDOM_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6  # kernels need a positive top-p
-# Maximum number of a request's predicted tokens that are searched for drafts. A multiple of 16 keeps the rows aligned.
+# Maximum number of a request's predicted tokens that are searched for drafts. A multiple of 16 keeps
+# `RequestTable.tokens`, which follows these tokens, aligned.
 _MAX_PREDICTION_TOKENS = 16_384
 _NO_TOKEN = -1
 
@@ -57,13 +58,13 @@ class StepInputs:
     If ranks have different requests, an index of a request is an index among the requests of all ranks, in the order of
     `ParallelContext.gather_requests`. If not, each rank has all requests.
 
-    device_rows: this rank's requests; without padding, unless ranks have different requests.
+    device_rows: this rank's requests. Only if ranks have different requests, there may be padding.
     query_lens: int64 [n], number of tokens that the step computes for each of this rank's requests, without padding.
     sampling_indices: int64 [n], indices of the requests that sample, in the plan's order. In a step with drafts,
         indices of these requests' first tokens in the step.
     sampling_ops: `SamplingOps` of this rank's requests that sample, combined, without MASK. An int is faster than an
         enum flag.
-    num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests that sample; -1 for None.
+    num_logprobs: int64 [n], `SamplingParams.logprobs` of the requests of all ranks that sample; -1 for None.
     state_copies: (source slots, target slots), int64 [m] each, of recurrent states to copy before the step, or None.
     """
 
@@ -78,7 +79,7 @@ class StepInputs:
 
     @property
     def num_samples(self) -> int:
-        """The number of tokens that the step samples for this rank's requests, see `ForwardOutput`."""
+        """The number of samples of `device_rows`: one per request, or with drafts one per token."""
         return int(self.query_lens.sum()) if self.has_drafts else len(self.device_rows.table_rows)
 
     @property
@@ -136,7 +137,7 @@ class RequestTable:
         self.max_prediction_tokens = 0
         if max_drafts:
             self.max_prediction_tokens = min(-(-max_model_len // 16) * 16, _MAX_PREDICTION_TOKENS)
-        # The additional columns are for tokens that a step in flight samples for a request that has finished meanwhile.
+        # A request may finish while its next step is in flight. The last columns are for the tokens of that step.
         self.search_tokens = zeros(num_rows, self.max_prediction_tokens + max_model_len + 1 + max_drafts)
         self.tokens = self.search_tokens[:, self.max_prediction_tokens :]
         self.num_computed = zeros(num_rows)

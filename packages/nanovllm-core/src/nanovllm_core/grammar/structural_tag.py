@@ -1,4 +1,7 @@
-"""Constructs formats of structural tags as JSON. A structural tag is a grammar in the notation of xgrammar 0.2."""
+"""Builds grammars as JSON in the notation of xgrammar 0.2.
+
+xgrammar calls such a grammar a structural tag, and its parts formats.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import cast

@@ -11,7 +11,7 @@ from nanovllm_core.layers.quantization import BlockFP8
 from nanovllm_core.layers.weights import WeightSlot
 from nanovllm_core.model import BuildContext
 
-# Name of the linear layer that computes the gates. Checkpoints store its rows inside `q_proj`.
+# Name of the part of `GatedQKVLinear` that computes the gates. Checkpoints store its rows inside `q_proj`.
 GATE_PART_NAME = "q_gate"
 
 

@@ -1,7 +1,7 @@
 """Draws tokens on CUDA.
 
 One program per chunk of a row stores the chunk's best token. Then one program per row chooses the row's token.
-Programs read the settings from the device, so that a captured graph can be replayed with any settings.
+Programs read the settings of rows from the device, so that a captured graph can be replayed with other settings.
 """
 
 import torch
@@ -14,7 +14,8 @@ from nanovllm_kernels.sampling.triton_filter import MIN_MAX_LOGIT, NO_TOKEN, dra
 from nanovllm_kernels.sampling.triton_noise import LOG2_E, add_gumbel_noise, load_logits
 
 CHUNK_TOKENS = 4096
-# Tokens per segment of a chunk. The float32 logits of a segment are 64 bytes: gathering segments wastes no bandwidth.
+# Tokens per segment of a chunk. A segment's float32 logits are 64 bytes, two sectors of memory. Gathering segments
+# therefore reads no unneeded bytes.
 SEGMENT_TOKENS = 16
 NUM_SCAN_WARPS = 4  # of `_scan_chunk`
 NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
@@ -23,8 +24,8 @@ NUM_CHOOSE_WARPS = 16  # of `_choose_token` with filters
 MAX_CANDIDATE_SEGMENTS = 512
 # If a row has candidates in more segments, the program reads the whole row, this number of tokens per iteration.
 ROW_BLOCK_TOKENS = 8192
-# Tokens whose scaled logits are more than this number below the row's maximum are never drawn, because Gumbel noise is
-# between -2.9 and 22.2.
+# Tokens whose logit / temperature is more than this number below the row's maximum are never drawn: Gumbel noise is
+# between -2.9 and 22.2, so that it makes up for a difference of at most 25.1.
 MAX_DISTANCE_FROM_MAX = 30.0
 
 

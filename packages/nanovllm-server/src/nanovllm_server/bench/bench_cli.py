@@ -179,7 +179,10 @@ def _run_speculation(flags: argparse.Namespace) -> None:
 
 
 def _load_models(flags: argparse.Namespace, load_format: "LoadFormat") -> "tuple[ModelDirectory, ModelSpec]":
-    """Finds the model and the draft model. Raises ModelError or InvalidSettingsError."""
+    """Returns the model's directory, and the model's spec with the draft model, if any.
+
+    Raises ModelError or InvalidSettingsError.
+    """
     import nanovllm_models
     from nanovllm_server.bench.report import InvalidSettingsError
 

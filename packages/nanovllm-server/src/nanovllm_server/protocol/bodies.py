@@ -107,7 +107,8 @@ class KVTransferParams(TypedDict):
     """Where a decode server can fetch the computed prompt. A router sends this object to the decode server.
     remote_host, remote_port: address of the engine that has computed the prompt.
     remote_block_ids: always empty, because decode servers find blocks by hashes.
-    remote_request_id: id of the answer. tp_size: number of the engine's ranks. remote_num_tokens: tokens of the prompt.
+    remote_request_id: id of the chat completion. tp_size: number of the engine's ranks.
+    remote_num_tokens: number of tokens of the prompt.
     """
 
     do_remote_prefill: bool
