@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nanovllm_core import AsyncEngine, EngineConfig, Request, RequestOutput, SamplingParams
-from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS
+from nanovllm_core.execution.prompt_scores import SCORE_CHUNK_TOKENS
 from nanovllm_kernels.platform import has_numba
 from nanovllm_models import load, load_tokenizer
 
@@ -177,7 +177,10 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         return first
 
     # The last prompt is longer than the number of tokens that are scored at once.
-    scored_prompts = [*prompts[:3], [token for prompt in prompts[:8] for token in prompt][: 2 * MAX_SCORED_TOKENS + 20]]
+    scored_prompts = [
+        *prompts[:3],
+        [token for prompt in prompts[:8] for token in prompt][: 2 * SCORE_CHUNK_TOKENS + 20],
+    ]
     try:
         scored_outputs, plain_outputs = await asyncio.gather(
             asyncio.gather(*(first_output(f"a{index}", prompt, index) for index, prompt in enumerate(scored_prompts))),
@@ -185,7 +188,7 @@ async def test_prompt_logprobs_equal_transformers(settings, default_model, promp
         )
     finally:
         await engine.stop()
-    assert len(scored_prompts[-1]) > 2 * MAX_SCORED_TOKENS
+    assert len(scored_prompts[-1]) > 2 * SCORE_CHUNK_TOKENS
     for index, (prompt, scored, plain) in enumerate(zip(scored_prompts, scored_outputs, plain_outputs, strict=True)):
         assert plain.prompt_logprobs is None
         ids = torch.tensor([prompt], device=device)

@@ -52,7 +52,7 @@ class RequestState:
     row: index of the request in the tables of the scheduler and of the device; -1 while not running.
     block_hashes: hashes of the full blocks, in order. A hash covers the block and all tokens before the block.
     num_committed_blocks: number of leading blocks that are in the prefix cache.
-    has_loaded: whether a part of the prefix was loaded from host memory or files since the last preemption.
+    has_loaded: whether a load of a part of the prefix, which may not be retried, began since the last preemption.
     state_slot: slot that holds the state of a recurrent model; 0 for other models.
     source_state_slot: slot of the checkpoint that becomes the initial state; 0 for an initial state of zeros.
     checkpoints: checkpoints that are planned but not saved yet, in order of position.

@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nanovllm_core.execution.host_copy import HostCopySlot
 from nanovllm_core.execution.inputs import DeviceRows, Masks
-from nanovllm_core.execution.prompt_scores import MAX_SCORED_TOKENS, score_prompt_tokens
+from nanovllm_core.execution.prompt_scores import SCORE_CHUNK_TOKENS, score_prompt_tokens
 from nanovllm_core.execution.request_table import RequestTable, SamplingOps, StepInputs
 from nanovllm_core.execution.step_handle import ChosenTokens, StepHandle
 from nanovllm_core.execution.token_choice import CAPTURED_OPS, choose_tokens, compute_logprobs, gather_columns
@@ -149,7 +149,7 @@ def test_only_rows_that_asked_get_log_probabilities():
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, MAX_SCORED_TOKENS, 2 * MAX_SCORED_TOKENS + 3])
+@pytest.mark.parametrize("count", [1, SCORE_CHUNK_TOKENS, 2 * SCORE_CHUNK_TOKENS + 3])
 def test_prompt_is_scored_in_chunks(count):
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(count, 8, generator=generator), torch.randn(VOCAB, 8, generator=generator)
@@ -164,7 +164,7 @@ def test_prompt_is_scored_in_chunks(count):
     scores = score_prompt_tokens(hidden, tokens, 3, compute_logits, ParallelContext())
     handle = StepHandle(make_inputs(0, [], []), ChosenTokens(), None, None, prompt_scores=[scores])
     (found,) = handle.read_results().prompt_logprobs
-    assert max_chunk_len <= MAX_SCORED_TOKENS
+    assert max_chunk_len <= SCORE_CHUNK_TOKENS
     assert (len(found), found.num_top) == (count, 3)
     expected = (hidden @ head.t()).log_softmax(-1)
     for row, token, entry in zip(expected, tokens.tolist(), found, strict=True):

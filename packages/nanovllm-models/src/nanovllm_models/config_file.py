@@ -110,7 +110,7 @@ def _parse_rotated_fraction(config: JsonFields, rope: JsonFields, head_dim: int 
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise fields.error(
                 "partial_rotary_factor",
-                f"a fraction of head_dim {head_dim} that is an even number of dimensions above 0",
+                f"a fraction that selects an even number (at least 2) of the {head_dim} dimensions of a head",
             )
         return rotary_dim / head_dim
     if head_dim is None or not config.has("rotary_dim"):

@@ -89,7 +89,7 @@ class CacheManager:
             )
         return num_computed
 
-    def awaits_load(self, request: RequestState) -> bool:
+    def should_await_other_load(self, request: RequestState) -> bool:
         """Whether `request` should wait for another request's load, which brings blocks that `request` needs."""
         if self._tier is None:
             return False
@@ -117,8 +117,8 @@ class CacheManager:
     def readmit(self, request: RequestState) -> int | None:
         """Admit a request right after `finish_load`, so that the next loads do not evict its blocks before it starts.
 
-        Returns the number of cached tokens. If too few state slots are free, returns None, and the request holds
-        nothing.
+        Returns the number of cached tokens. If too few blocks or state slots are free, returns None, and the request
+        holds nothing.
         """
         num_cached_tokens = self.admit(request, keep_watermark=False)
         if isinstance(num_cached_tokens, BlockShortage):
@@ -129,7 +129,7 @@ class CacheManager:
         return num_cached_tokens
 
     def end_hold(self, request: RequestState) -> None:
-        """Let the checkpoint of a readmitted request be evicted. Call when the request's first step is planned."""
+        """Let a readmitted request's source checkpoint be evicted. Call when the request's first step is planned."""
         if self.state_pool is not None:
             self.state_pool.end_hold(request)
 

@@ -68,8 +68,8 @@ class StatePool:
         request.source_state_slot = source_slot
         (request.state_slot,) = slots.allocate(1)
         slots.num_reserved -= 1
-        # Keep a slot for each request that may start, and a slot for the checkpoint from which the next request starts.
-        # The source slot counts as free here, because it may itself be the slot of that checkpoint.
+        # Leave one slot for each request that may start, and one slot for the checkpoint from which the next of them
+        # starts. This may be the checkpoint from which this request starts, so the source slot counts as free.
         num_spare_slots = num_free_before - 1 - slots.num_reserved - 1
         max_checkpoints = max(num_spare_slots, 0) if saves_checkpoints else 0
         positions = sorted(checkpoint_positions(num_computed, request.num_tokens, num_shared)[:max_checkpoints])
@@ -80,7 +80,7 @@ class StatePool:
         """Keep the checkpoint of an admitted request that does not start yet. Returns False if slots are scarce."""
         if not request.source_state_slot:
             return True
-        # Other requests need slots too, see `allocate`.
+        # One slot must remain for each request that may start, and one for its source, see `allocate`.
         if self.slots.num_free - 1 <= self.slots.num_reserved:
             return False
         self.slots.acquire(request.source_state_slot)

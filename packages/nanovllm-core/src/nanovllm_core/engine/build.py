@@ -133,7 +133,7 @@ async def _run_on_thread(
     ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(end_wait))
     await asyncio.wait((result, failure), return_when=asyncio.FIRST_COMPLETED)
     if failure.done():
-        # When all other ranks have ended, the engine's thread stops waiting for them, except on a GPU.
+        # `close` ends the other ranks. The engine's thread then stops waiting for them. On a GPU it may wait forever.
         await asyncio.to_thread(ranks.close)
         await asyncio.wait([result], timeout=FAILED_RANK_TIMEOUT_S)
         ranks.check()

@@ -115,7 +115,7 @@ class OutputBuffers:
     def dispatch(self, outputs: StepOutputs) -> None:
         """Add `outputs` to the buffers of open requests, and wake the listeners."""
         buffers = self._buffer_by_key
-        self._record_totals(outputs)
+        self._record_starts_and_drafts(outputs)
         for buffer, prompt_logprobs in self._with_buffers(outputs.prompt_logprobs):
             buffer.prompt_logprobs.append(prompt_logprobs)
         for buffer, logprobs in self._with_buffers(outputs.logprobs):
@@ -134,7 +134,7 @@ class OutputBuffers:
                 buffer.failure = failure
                 buffer.listener.wake()
 
-    def _record_totals(self, outputs: StepOutputs) -> None:
+    def _record_starts_and_drafts(self, outputs: StepOutputs) -> None:
         buffers = self._buffer_by_key
         for key, num_cached_tokens, scheduled_time in outputs.starts:
             if (buffer := buffers.get(key)) is not None:

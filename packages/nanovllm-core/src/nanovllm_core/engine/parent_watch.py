@@ -18,21 +18,21 @@ def exit_with_parent(clean_up: Callable[[], None] | None = None) -> threading.Ev
     Returns an event that the caller may set. If the event is set when the parent ends, the main thread has
     `EXIT_GRACE_S` seconds to exit by itself.
     """
-    can_exit_gracefully = threading.Event()
+    graceful_exit_event = threading.Event()
     parent = multiprocessing.parent_process()
     if parent is None:
-        return can_exit_gracefully
+        return graceful_exit_event
 
     def exit_after_parent() -> None:
         parent.join()
         if clean_up is not None:
             clean_up()
-        if can_exit_gracefully.is_set():
+        if graceful_exit_event.is_set():
             time.sleep(EXIT_GRACE_S)
         os._exit(EXIT_CODE)
 
     threading.Thread(target=exit_after_parent, name="nanovllm-parent", daemon=True).start()
-    return can_exit_gracefully
+    return graceful_exit_event
 
 
 def has_parent_ended() -> bool:

@@ -58,9 +58,9 @@ def run_engine(load_spec_and_config: SpecAndConfigLoader, endpoint: str, lifelin
     limit_malloc_heaps(NUM_HEAPS)
     remove_socket = partial(_remove_socket, endpoint)
     # Watch the parent before the model loads, because loading blocks the event loop for minutes.
-    can_exit_gracefully = exit_with_parent(remove_socket)
+    graceful_exit_event = exit_with_parent(remove_socket)
     with lifeline, contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(load_spec_and_config, endpoint, can_exit_gracefully))
+        asyncio.run(_serve(load_spec_and_config, endpoint, graceful_exit_event))
     if has_parent_ended():
         remove_socket()
     if any(thread.name.startswith(ENGINE_THREAD_NAME) for thread in threading.enumerate()):
@@ -80,7 +80,7 @@ def _remove_socket(endpoint: str) -> None:
 
 
 async def _serve(
-    load_spec_and_config: SpecAndConfigLoader, endpoint: str, can_exit_gracefully: threading.Event
+    load_spec_and_config: SpecAndConfigLoader, endpoint: str, graceful_exit_event: threading.Event
 ) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
@@ -105,7 +105,7 @@ async def _serve(
         # Exclude existing objects from garbage collections, because most of them live until the process ends.
         gc.collect()
         gc.freeze()
-        can_exit_gracefully.set()
+        graceful_exit_event.set()
         await EngineServer(engine_loop, socket).run()
 
 

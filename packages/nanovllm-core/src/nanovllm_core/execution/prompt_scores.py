@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm_core.parallel import ParallelContext
 from nanovllm_kernels.sampling import compute_logprobs, compute_ranks
 
-MAX_SCORED_TOKENS = 128  # maximum number of prompt tokens whose logits are in memory at once
+SCORE_CHUNK_TOKENS = 128  # maximum number of prompt tokens whose logits are in memory at once
 
 
 class PromptScores(NamedTuple):
@@ -41,5 +41,5 @@ def score_prompt_tokens(
         own_scores = result.chosen, compute_ranks(logits, own_tokens), result.top_ids, result.top_logprobs
         return PromptScores(*(parallel.gather_rows(scores, len(tokens)) for scores in own_scores))
 
-    chunks = map(score_chunk, hidden.split(MAX_SCORED_TOKENS), tokens.split(MAX_SCORED_TOKENS))
+    chunks = map(score_chunk, hidden.split(SCORE_CHUNK_TOKENS), tokens.split(SCORE_CHUNK_TOKENS))
     return PromptScores(*map(torch.cat, zip(*chunks, strict=True)))

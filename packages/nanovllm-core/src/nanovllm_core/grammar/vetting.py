@@ -32,7 +32,7 @@ MAX_BYTES = 512 << 20
 _START_TIMEOUT_S = 60.0
 
 # Verdicts on a grammar. Each reply of the vetting process ends with one of these bytes.
-PASSED, REFUSED, TOO_LONG, DIED = b"+", b"-", b"t", b"x"
+PASSED, REFUSED, OUT_OF_TIME, DIED = b"+", b"-", b"t", b"x"
 _HEADER = struct.Struct("<I")
 
 
@@ -101,14 +101,15 @@ class Vetter:
 
     def vet(self, spec: GrammarSpec) -> EnforceableGrammar:
         """Convert and compile a grammar in the vetting process, and wait for the reply. Raises GrammarError."""
-        # An empty reply means that the vetting process died, but not because of the grammar: try again.
+        # A grammar can kill only the child process that compiles it (DIED). An empty reply means that the vetting
+        # process itself died, for another reason: try again.
         reply = self._request_reply(spec) or self._request_reply(spec)
         verdict = reply[-1:]
         if verdict == PASSED:
             return msgspec.msgpack.decode(reply[:-1], type=EnforceableGrammar)
         if verdict == REFUSED:
             raise GrammarError(*msgspec.msgpack.decode(reply[:-1], type=tuple[str, str | None, GrammarErrorCode]))
-        if verdict == TOO_LONG:
+        if verdict == OUT_OF_TIME:
             raise GrammarError(
                 f"this grammar takes more than {self._max_seconds:g} s to compile: make it smaller, or its "
                 "repetitions shorter"

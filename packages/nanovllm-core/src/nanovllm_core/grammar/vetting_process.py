@@ -21,7 +21,7 @@ import msgspec
 from nanovllm_core.errors import GrammarError
 from nanovllm_core.grammar.compiler import Compiler, write_rules
 from nanovllm_core.grammar.schema_enforcement import convert_grammar
-from nanovllm_core.grammar.vetting import DIED, PASSED, REFUSED, TOO_LONG, VettingSetup, receive_message
+from nanovllm_core.grammar.vetting import DIED, OUT_OF_TIME, PASSED, REFUSED, VettingSetup, receive_message
 from nanovllm_core.grammar_types import GrammarSpec
 
 # Niceness of the children, so that serving has priority.
@@ -117,7 +117,7 @@ def _send_verdicts(children: dict[int, VettingChild]) -> None:
         elif exit_code == 1:
             verdict = REFUSED
         else:
-            verdict = TOO_LONG if child.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
+            verdict = OUT_OF_TIME if child.deadline <= time.monotonic() or exit_code == -signal.SIGXCPU else DIED
         with contextlib.suppress(BrokenPipeError):
             os.write(child.reply_fd, verdict)
         os.close(child.reply_fd)

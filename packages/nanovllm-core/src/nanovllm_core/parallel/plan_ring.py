@@ -14,8 +14,8 @@ _PIECE_HEADER = struct.Struct("<IIQ")
 RING_BYTES = 1 << 22
 # A message is cut into pieces of at most this size, so that a message may be larger than the ring.
 MAX_PIECE_BYTES = RING_BYTES // 4
-# A waiting reader sleeps IDLE_POLL_S between polls. A reader that spins polls without sleeping in the first SPIN_S of
-# the wait. While the ring is full, the writer sleeps WRITER_POLL_S between polls.
+# A waiting reader sleeps IDLE_POLL_S between polls. A spinning reader does so only after the first SPIN_S of a wait.
+# While the ring is full, the writer sleeps WRITER_POLL_S between polls.
 SPIN_S = 0.2
 IDLE_POLL_S = 0.0005
 WRITER_POLL_S = 0.0001

@@ -240,7 +240,7 @@ class PromptScheduler:
     ) -> float | BlockShortage:
         """Admit a request to `group`. Returns the first chunk's predicted seconds (0 without a chunk) or a shortage."""
         cache = self._caches[group]
-        if cache.awaits_load(request):
+        if cache.should_await_other_load(request):
             return 0.0
         num_cached_tokens = cache.admit(request, keep_watermark=len(self._rows.running_rows(group)) > 0)
         if isinstance(num_cached_tokens, BlockShortage):

@@ -6,7 +6,7 @@ SortKey = tuple[int, int, float]
 
 
 def request_class(request: RequestState) -> tuple[int, int]:
-    """The service class. Preempted requests come first, then requests with lower priority numbers."""
+    """The service class. Preempted requests come first. Within each group, lower priority numbers come first."""
     return (0 if request.num_preemptions else 1, request.client_request.priority)
 
 

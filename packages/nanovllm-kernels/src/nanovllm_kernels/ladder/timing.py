@@ -25,7 +25,8 @@ class Figure:
 class BenchmarkCase:
     """A call to measure. `make_call` creates the inputs and returns the call.
 
-    cost: number of bytes or operations. input_bytes: assumed bytes per copy of the inputs, for the number of copies.
+    cost: number of bytes or operations.
+    input_bytes: assumed size of one copy of the inputs, from which the number of copies follows.
     """
 
     name: str
@@ -62,5 +63,5 @@ def measure(case: BenchmarkCase) -> Figure:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / num_copies)
     microseconds = statistics.median(times)
-    unit_per_microsecond = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]  # Cost per microsecond at a rate of 1.
-    return Figure(case.name, microseconds, case.cost / microseconds / unit_per_microsecond, case.unit)
+    unit_cost = {"TB/s": 1e6, "GB/s": 1e3, "TFLOP/s": 1e6}[case.unit]  # 1 TB/s is 1e6 bytes per microsecond
+    return Figure(case.name, microseconds, case.cost / microseconds / unit_cost, case.unit)

@@ -17,7 +17,7 @@ def serialize_prompt_logprobs(
 
     prompt_logprobs: one element for each prompt token except the first.
     """
-    # Serialising one token at a time takes less memory and shortens the pauses of the event loop.
+    # orjson holds the GIL during a call. One call per token takes less memory and keeps the event loop's pauses short.
     dictionaries = (orjson.dumps(entries) for entries in iterate_entries(vocabulary, token_ids, prompt_logprobs))
     return orjson.Fragment(b"[" + b",".join(dictionaries) + b"]")
 
@@ -27,7 +27,7 @@ def iterate_entries(
 ) -> Iterator[dict[str, PromptLogprob] | None]:
     """Yields None for the first prompt token, which has no log-probability, then a dictionary per further token.
 
-    A dictionary has log-probabilities by token id: of the prompt token, and of the likeliest tokens at its position.
+    A dictionary maps token ids to log-probabilities. It has the prompt token and the likeliest tokens at its position.
     """
 
     def make_logprob(token_id: int, logprob: float, rank: int) -> PromptLogprob:
@@ -37,7 +37,8 @@ def iterate_entries(
     yield None
     for token_id, logprobs in zip(token_ids[1:], prompt_logprobs, strict=True):
         entries = {str(token_id): make_logprob(token_id, logprobs.logprob, logprobs.rank)}
-        # The rank is the position in `top`: equally likely tokens have different ranks.
+        # If the prompt token is in `top`, this replaces its entry. The rank is the position in `top`, so that equally
+        # likely tokens have different ranks.
         for rank, (top_id, logprob) in enumerate(logprobs.top, 1):
             entries[str(top_id)] = make_logprob(top_id, logprob, rank)
         yield entries

@@ -74,10 +74,10 @@ class ParentPipe:
             self._events[order].set()
 
 
-async def run(arguments: WorkerArguments, pipe: Connection, can_exit_gracefully: threading.Event) -> None:
+async def run(arguments: WorkerArguments, pipe: Connection, graceful_exit_event: threading.Event) -> None:
     """Runs the worker until the order "close".
 
-    can_exit_gracefully: `run` sets this event when the worker has started. If the parent ends before that, the process
+    graceful_exit_event: `run` sets this event when the worker has started. If the parent ends before that, the process
         is killed at once. If the parent ends later, the worker has some seconds to exit by itself.
     """
     parent = ParentPipe(pipe)
@@ -94,7 +94,7 @@ async def run(arguments: WorkerArguments, pipe: Connection, can_exit_gracefully:
     # Garbage collection need not examine the loaded objects, which live until the worker exits.
     gc.collect()
     gc.freeze()
-    can_exit_gracefully.set()
+    graceful_exit_event.set()
     parent.report("ready")
     try:
         await parent.wait("open")

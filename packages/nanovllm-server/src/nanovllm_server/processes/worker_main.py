@@ -27,11 +27,11 @@ def run_worker(arguments: WorkerArguments, pipe: Connection) -> None:
     # The tokenizer's thread pool reads this variable when the pool starts.
     os.environ.setdefault("RAYON_NUM_THREADS", str(NUM_ENCODING_THREADS))
     # Call this before the slow imports, because the parent may die during them.
-    can_exit_gracefully = exit_with_parent()
+    graceful_exit_event = exit_with_parent()
     import uvloop
 
     from nanovllm_server.processes.worker import run
 
     # The worker cancels itself when the parent has ended.
     with contextlib.suppress(asyncio.CancelledError):
-        uvloop.run(run(arguments, pipe, can_exit_gracefully))
+        uvloop.run(run(arguments, pipe, graceful_exit_event))

@@ -24,16 +24,17 @@ def attend_range(
 ):
     """Attend to keys at positions [begin, end). Return (sums of weighted values, maximum score, sum of weights).
 
-    k_ptr: pointer to the key head in the cache's first slot. table_ptr: pointer to the request's page numbers.
+    k_ptr: pointer to the tile's key head in the cache's first slot. A slot has all key heads, then all value heads.
+    table_ptr: pointer to the request's page numbers.
     unmasked_end: every query sees all keys before this position.
-    UNMASKED_LOOP: whether a first loop, without masks, visits the keys before `unmasked_end`.
+    UNMASKED_LOOP: whether a first loop, without masks of keys, visits the keys before `unmasked_end`.
     """
     dims = tl.arange(0, q.shape[1])
     dim_mask = dims < HEAD_DIM
     acc = tl.zeros(q.shape, dtype=tl.float32)
     running_max = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     running_sum = tl.zeros([q.shape[0]], dtype=tl.float32)
-    # The first loop needs no masks: every query sees all keys of this loop. The second loop masks keys.
+    # The first loop needs no masks of keys: every query sees all its keys. The second loop masks keys.
     for masked in tl.static_range(0 if UNMASKED_LOOP else 1, 2):
         for start in tl.range(begin, end if masked else unmasked_end, BLOCK_N):
             key_positions = start + tl.arange(0, BLOCK_N)

@@ -61,9 +61,9 @@ class ConversationRunner:
         sizes, semaphore = self._sizes, asyncio.Semaphore(self._sizes.concurrency)
         names = [f"returns {repetition} {index}" for index in range(sizes.conversations)]
         # All texts exist before the first request, so that their computation delays no request.
-        turns_by_conversation = [(self._turn_prompts(sizes.turns, name), self._think_times(name)) for name in names]
+        prompts_and_pauses = [(self._turn_prompts(sizes.turns, name), self._think_times(name)) for name in names]
         conversations = await asyncio.gather(
-            *(self._converse(client, semaphore, *turns) for turns in turns_by_conversation)
+            *(self._converse(client, semaphore, prompts, pauses_s) for prompts, pauses_s in prompts_and_pauses)
         )
         cold: Answers = []
         for turn in range(1, sizes.turns):
