@@ -5,8 +5,8 @@ Python's bytecode is always kept: otherwise each of about forty processes would 
 Each process computes with one thread unless the environment sets another number. The models are so small that a second
 thread gains little, and it would wait at every operator, because other processes run beside most tests.
 
-Most tests use one core, and some wait. Therefore two more processes run the tests with the marker `background` beside
-all others. One begins with the first module, and the other with the last one. Each module runs once.
+Most tests use one core. Therefore a second process runs the tests with the marker `background` beside all others. When
+the other tests have ended, a third process runs modules that the second process has not begun.
 """
 
 import contextlib
@@ -58,11 +58,8 @@ class BackgroundRun(pytest.Item):
         self.add_marker(pytest.mark.timeout(MAX_WAIT_S))
 
     def start(self) -> None:
-        """Start one process that begins with the first module, and one that begins with the last module."""
-        by_module = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
-        modules = [list(node_ids) for _, node_ids in by_module]
+        """Start the first process, which begins with the first modules."""
         self._start_process(self._node_ids)
-        self._start_process(itertools.chain.from_iterable(reversed(modules)))
 
     def _start_process(self, node_ids: Iterable[str]) -> None:
         index = len(self._processes)
@@ -85,7 +82,10 @@ class BackgroundRun(pytest.Item):
         return Path(self._directory.name, f"output-{index}")
 
     def runtest(self) -> None:
-        """Wait for the end of both processes."""
+        """Start the second process, which begins with the last modules, and wait for the end of both processes."""
+        by_module = itertools.groupby(self._node_ids, lambda node_id: node_id.partition("::")[0])
+        modules = [list(node_ids) for _, node_ids in by_module]
+        self._start_process(itertools.chain.from_iterable(reversed(modules)))
         failed = [index for index, process in enumerate(self._processes) if process.wait() != 0]
         if failed:
             pytest.fail("".join(self._output(index).read_text()[-20_000:] for index in failed), pytrace=False)
