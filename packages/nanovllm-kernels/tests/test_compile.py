@@ -215,7 +215,7 @@ KERNELS = [
     ),
     (
         "sampling.triton_logprobs",
-        "_compute_normalizer",
+        "_compute_chosen_logprobs",
         16,
         {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
         {"BLOCK": 4096},

@@ -129,7 +129,7 @@ def _parse_moe(config: JsonFields) -> DeepseekMoEConfig:
     num_groups, top_groups = config.positive_integer("n_group", 8), config.positive_integer("topk_group", 4)
     top_k = config.positive_integer("num_experts_per_tok", 8)
     if num_experts % num_groups or num_experts // num_groups < 2:
-        raise config.error("n_group", f"a divisor of n_routed_experts ({num_experts}), and at most half of it")
+        raise config.error("n_group", f"a divisor of n_routed_experts, {num_experts}, and at most half of it")
     if top_groups > num_groups:
         raise config.error("topk_group", f"at most n_group, {num_groups}")
     if top_k > top_groups * (num_experts // num_groups):
