@@ -217,7 +217,7 @@ KERNELS = [
         "sampling.triton_logprobs",
         "_compute_chosen_logprobs",
         16,
-        {"tokens_ptr": INT32, "chosen_ptr": FLOAT, "normalizer_ptr": FLOAT},
+        {"tokens_ptr": INT32, "chosen_logprobs_ptr": FLOAT, "normalizer_ptr": FLOAT},
         {"BLOCK": 4096},
     ),
     ("sampling.triton_sample", "_scan_chunk", 4, SAMPLING, SCAN | {"ALL_GREEDY": True, "HAS_FILTERS": False}),
