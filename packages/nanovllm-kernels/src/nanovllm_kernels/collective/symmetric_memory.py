@@ -3,9 +3,16 @@
 Only this module uses torch's private API for such memory, which is alpha in torch 2.11.
 """
 
+import itertools
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symmetric_memory
+from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _unregister_process_group  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.distributed_c10d import GroupName, _get_process_group_store  # pyright: ignore[reportPrivateUsage]
+
+_rendezvous_numbers = itertools.count()
 
 
 class SymmetricBuffer:
@@ -17,16 +24,58 @@ class SymmetricBuffer:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
-        """Allocate and map the buffers. All ranks of `group` call this with equal `num_bytes`.
+        """Allocate and map the buffers. All ranks of `group` call this with equal `num_bytes`, once per group.
 
         Raises: RuntimeError if the GPUs can't access each other's memory.
         """
         self.memory = torch_symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+        store = RenumberingStore(_get_process_group_store(group))
+        # torch keeps the first store of each name, and later groups of a process can have the name of an earlier one.
+        name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
+        # torch keeps no reference to a registered group.
+        exchange_group = dist.ProcessGroup(store, group.rank(), group.size())
+        _register_process_group(name, exchange_group)
         try:
-            self._mapping = torch_symmetric_memory.rendezvous(self.memory, group)
+            self._mapping = torch_symmetric_memory.rendezvous(self.memory, name)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{device} can't map the memory of the other GPUs; pass use_peer_memory=False to use only NCCL"
             ) from error
+        finally:
+            _unregister_process_group(name)
         # `buffer_ptrs` are the beginnings of the allocations that hold the buffers.
         self.addresses = [pointer + self._mapping.offset for pointer in self._mapping.buffer_ptrs]
+
+
+class RenumberingStore(Store):
+    """A view of a store, in which the exchanges of one rendezvous have the numbers 0, 1, ...
+
+    torch numbers the exchanges of a process in all groups together, and puts the number into the keys. The keys of a
+    process that was in an earlier group would not be those of a new process.
+    """
+
+    def __init__(self, store: Store) -> None:
+        """store: store of the process group."""
+        super().__init__()
+        self._store = PrefixStore("nanovllm-symmetric-memory", store)
+        self._numbers: dict[str, int] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value of a key PREFIX/NUMBER/RANK."""
+        self._store.set(self._renumber(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key. Waits for the key like `wait`."""
+        return self._store.get(self._renumber(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. Other threads can run meanwhile. timeout: by default that of the group's store.
+
+        Raises: RuntimeError after the timeout.
+        """
+        keys = [self._renumber(key) for key in keys]
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def _renumber(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        return f"{prefix}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"

@@ -1,0 +1,44 @@
+"""The store through which ranks exchange the handles of their symmetric memory."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from nanovllm_kernels.collective.symmetric_memory import RenumberingStore
+
+
+@pytest.fixture
+def group_store() -> dist.HashStore:
+    return dist.HashStore()
+
+
+def test_ranks_with_different_numbers_of_earlier_exchanges_find_each_other(group_store):
+    stores = [RenumberingStore(group_store) for _ in range(2)]
+    for earlier, own in ((5, 0), (7, 1)):
+        # Rank 0 has done `earlier` exchanges in other groups, and rank 1 has done `own`.
+        stores[0].set(f"CUDA/{earlier}/0", b"\xff\x00 of rank 0")
+        stores[1].set(f"CUDA/{own}/1", b"\xfe\x00 of rank 1")
+        stores[0].wait([f"CUDA/{earlier}/1"])
+        stores[1].wait([f"CUDA/{own}/0"])
+        assert stores[0].get(f"CUDA/{earlier}/1") == b"\xfe\x00 of rank 1"
+        assert stores[1].get(f"CUDA/{own}/0") == b"\xff\x00 of rank 0"
+
+
+def test_other_threads_run_while_a_rank_waits(group_store):
+    waiting, setting = RenumberingStore(group_store), RenumberingStore(group_store)
+    late = threading.Timer(0.2, setting.set, ("CUDA/0/1", b"late"))
+    late.start()
+    # A wait that blocked other threads would end with the timeout.
+    waiting.wait(["CUDA/3/1"], timedelta(seconds=30))
+    assert waiting.get("CUDA/3/1") == b"late"
+    late.join()
+
+
+def test_wait_ends_with_an_error_after_the_timeout(group_store):
+    begin_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="timeout"):
+        RenumberingStore(group_store).wait(["CUDA/0/1"], timedelta(milliseconds=50))
+    assert time.monotonic() - begin_s < 10
