@@ -16,6 +16,8 @@ _AUTO = "auto"
 _NONE_VALUES = {"speculate": "none"}
 # Smallest and largest value, by integer field.
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS)}
+# Fields whose default depends on other flags. Without the flag, the parsed options lack the field.
+_WITHOUT_DEFAULT = frozenset({"kv_offload_gib"})
 # Additional names of flags.
 _SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 _DEFAULT_BY_FIELD = {field.name: field.default for field in fields(EngineConfig)}
@@ -31,7 +33,8 @@ def add_engine_flags(add_flag: Callable[..., object], field_names: Sequence[str]
         field_type, description = get_args(hints[name])
         flag = name.replace("_", "-")
         value_type, is_optional = _split_optional(field_type)
-        options: dict[str, Any] = {"default": argparse.SUPPRESS if is_optional else _DEFAULT_BY_FIELD[name]}
+        has_default = not is_optional and name not in _WITHOUT_DEFAULT
+        options: dict[str, Any] = {"default": _DEFAULT_BY_FIELD[name] if has_default else argparse.SUPPRESS}
         if value_type is bool:
             turns_on = _DEFAULT_BY_FIELD[name] is False
             if not turns_on:

@@ -113,7 +113,12 @@ def _read_role(options: argparse.Namespace, given_flags: list[str]) -> tuple[Tra
 def _choose_host_memory(options: argparse.Namespace, transfer_flag: str) -> dict[str, Any]:
     if not getattr(options, "prefix_caching", True):
         raise SettingsError(f"{transfer_flag} needs the prefix cache: leave out --no-prefix-caching")
-    if options.kv_offload_gib:
+    if "kv_offload_gib" in options:
+        if options.kv_offload_gib <= 0:
+            raise SettingsError(
+                f"{transfer_flag} needs host memory, but --kv-offload-gib is {options.kv_offload_gib:g}: set it above "
+                "0, or leave it out"
+            )
         return {}
     on_gpu = has_gpu(_find_device(options))
     return {"kv_offload_gib": DEFAULT_GPU_OFFLOAD_GIB if on_gpu else DEFAULT_CPU_OFFLOAD_GIB}
