@@ -11,7 +11,7 @@ from nanovllm_core import GrammarSpec
 from nanovllm_core.grammar.bounded_strings import (
     BLOCK_LENGTH,
     HALF_BLOCK_LENGTH,
-    MAX_REQUIRED_LENGTH,
+    MIN_AUTOMATON_LOW,
     MIN_TAIL_LENGTH,
     BoundedString,
     parse_bounded_pattern,
@@ -160,7 +160,7 @@ def test_only_patterns_that_bound_a_length_are_taken():
     )
     for other in (
         "^(?:[a-z])*$", "^[a-z]{0,3}$", "^(?:[^a]){0,3}$", "^(?:[a-z]){3,0}$", "^(?:[ -!]){1,}$", "^(?:ab){0,3}$",
-        f"^(?:[a-z]){{{MAX_REQUIRED_LENGTH + 1},99}}$", "^(?:[a-z]){5,}$",
+        f"^(?:[a-z]){{{MIN_AUTOMATON_LOW},99}}$", "^(?:[a-z]){5,}$",
         r"^(?:[!-#]){0,3}$", r"^(?:\\){0,3}$", r"^(?:[\u{1}-a]){0,3}$",
         r"^(?:[\u{d000}-\u{e000}]){0,3}$", "^(?:[a-z]){0,3}$x",
     ):  # fmt: skip

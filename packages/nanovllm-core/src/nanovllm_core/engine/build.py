@@ -130,7 +130,7 @@ async def _run_on_thread(
         if not failure.done():
             failure.set_result(None)
 
-    ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(end_wait))
+    ranks.set_failure_callback(lambda: event_loop.call_soon_threadsafe(end_wait))
     await asyncio.wait((result, failure), return_when=asyncio.FIRST_COMPLETED)
     if failure.done():
         # `close` ends the other ranks. The engine's thread then stops waiting for them. On a GPU it may wait forever.

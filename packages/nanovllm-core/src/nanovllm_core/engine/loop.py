@@ -162,7 +162,7 @@ class EngineLoop:
         steps_future.add_done_callback(lambda _: self._outbox_changed.set())
         stats_task = asyncio.create_task(self._report_stats(emit))
         if self._ranks is not None:
-            self._ranks.notify_of_failure(lambda: event_loop.call_soon_threadsafe(self._outbox_changed.set))
+            self._ranks.set_failure_callback(lambda: event_loop.call_soon_threadsafe(self._outbox_changed.set))
         try:
             while True:
                 # The thread may wait for an ended rank forever, so do not wait for the thread.

@@ -1,4 +1,4 @@
-"""Runs all ranks of an engine except rank 0, each in a process of its own. Ranks share one model."""
+"""Runs all ranks of an engine except rank 0, each in a process of its own. Each rank computes a part of one model."""
 
 import io
 import multiprocessing
@@ -30,9 +30,9 @@ from nanovllm_core.parallel.group import RankGroup
 from nanovllm_core.parallel.plan_ring import PlanRing
 from nanovllm_kernels.openmp_spinning import SpinControl, can_shorten_spins
 
-# Time that ranks have to end after the last step, before they are killed.
+# `RankProcesses.close` waits this long for ranks to exit after `stop`. Then it kills them.
 STOP_TIMEOUT_S = 5.0
-# Time that the thread of rank 0 has to end after another rank has ended.
+# After another rank has ended, the engine waits this long for the thread of rank 0.
 FAILED_RANK_TIMEOUT_S = 1.0
 # Time for which rank 0 waits, after an error, for the report of a failed rank that may have caused the error.
 REPORT_TIMEOUT_S = 4.0
@@ -54,11 +54,11 @@ class RankFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class RankStart:
+class RankArguments:
     """The arguments of a rank's process.
 
     rendezvous: file through which the ranks find each other.
-    failures: write end of a pipe, for a `RankFailure`.
+    failure_pipe: write end of a pipe, for a `RankFailure`.
     host_memory: result of `allocate_host_memory`.
     """
 
@@ -67,7 +67,7 @@ class RankStart:
     rank: int
     rendezvous: Path
     ring: PlanRing
-    failures: Connection
+    failure_pipe: Connection
     host_memory: AnonymousMemory | None
 
 
@@ -96,8 +96,8 @@ class RankProcesses:
         self._failure_pipes: list[Connection] = []
         for rank in range(1, num_others + 1):
             read_end, write_end = context.Pipe(duplex=False)
-            start = RankStart(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
-            process = context.Process(target=run_rank, args=(start,), name=f"nanovllm-rank-{rank}", daemon=True)
+            arguments = RankArguments(spec, config, rank, self._rendezvous, self._ring, write_end, host_memory)
+            process = context.Process(target=run_rank, args=(arguments,), name=f"nanovllm-rank-{rank}", daemon=True)
             with write_end:
                 process.start()
             self._processes.append(process)
@@ -134,7 +134,7 @@ class RankProcesses:
             self._group = None
 
     def abandon(self) -> None:
-        """Leave the group without the other ranks. Call on the thread of rank 0, after a failure."""
+        """Leave the group after a failure, without waiting for other ranks. Call on the thread of rank 0."""
         if self._group is not None:
             self._group.abandon()
             self._group = None
@@ -159,8 +159,8 @@ class RankProcesses:
         """Whether a rank has ended although `stop` was not called."""
         return self._failure is not None
 
-    def notify_of_failure(self, callback: Callable[[], object]) -> None:
-        """Call `callback`, on any thread, when a rank has ended. Replaces the previous callback."""
+    def set_failure_callback(self, callback: Callable[[], object]) -> None:
+        """Set the callback that is called when a rank has ended: at once if one has, otherwise on another thread."""
         self._on_failure = callback
         if self._has_failed.is_set():
             callback()
@@ -194,7 +194,7 @@ class RankProcesses:
             callback()
 
 
-def run_rank(start: RankStart) -> None:
+def run_rank(arguments: RankArguments) -> None:
     """Launch the steps that rank 0 plans, until rank 0 sends a stop message or the process of rank 0 ends."""
     # Terminals and service managers send these signals to all processes. Rank 0 decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -203,11 +203,11 @@ def run_rank(start: RankStart) -> None:
     # Only rank 0 shows progress bars.
     sys.stderr = _OutputWithoutTerminal(sys.stderr)
     try:
-        spin_control = SpinControl(is_on=start.config.device == "cpu" and can_shorten_spins())
-        group = RankGroup(start.rank, start.config, start.rendezvous)
-        runner = start_runner(start.spec, start.config, group.context)
-        copier = make_copier(runner.cache, start.config, start.host_memory, group.context)
-        follow_plans(runner, copier, start)
+        spin_control = SpinControl(is_on=arguments.config.device == "cpu" and can_shorten_spins())
+        group = RankGroup(arguments.rank, arguments.config, arguments.rendezvous)
+        runner = start_runner(arguments.spec, arguments.config, group.context)
+        copier = make_copier(runner.cache, arguments.config, arguments.host_memory, group.context)
+        follow_plans(runner, copier, arguments)
         if copier is not None:
             copier.close()
         runner.release_graphs()
@@ -220,17 +220,17 @@ def run_rank(start: RankStart) -> None:
     except Exception as error:
         is_config_error = isinstance(error, ValueError)
         message = str(error) if is_config_error else f"failed: {type(error).__name__}: {error}"
-        start.failures.send(RankFailure(start.rank, " ".join(message.split()), is_config_error))
+        arguments.failure_pipe.send(RankFailure(arguments.rank, " ".join(message.split()), is_config_error))
         if is_config_error:
             # Rank 0 raises the error, so a traceback would not add anything.
             raise SystemExit(EXIT_CODE) from None
         raise
 
 
-def follow_plans(runner: Runner, copier: EntryCopier | None, start: RankStart) -> None:
+def follow_plans(runner: Runner, copier: EntryCopier | None, arguments: RankArguments) -> None:
     """Launch the steps and copies that rank 0 plans, until rank 0 sends a stop message."""
     # On a GPU the reader spins, so that the rank launches steps without delay. On a CPU the ranks need all cores.
-    reader = start.ring.open_reader(start.rank - 1, spins=runner.is_asynchronous)
+    reader = arguments.ring.open_reader(arguments.rank - 1, spins=runner.is_asynchronous)
     decoder = PlanDecoder()
     while (payload := reader.read()) != STOP_MESSAGE:
         message = decoder.decode(payload)

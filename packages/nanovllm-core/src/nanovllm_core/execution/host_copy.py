@@ -42,12 +42,12 @@ class HostCopySlot:
 class HostCopyRing:
     """Slots that steps use in turn, because creating a buffer and events takes longer than a copy.
 
-    size: maximum number of integers that a step copies.
+    slot_size: maximum number of integers that a step copies.
     max_steps_in_flight: maximum number of steps that are launched but not finished.
     """
 
-    def __init__(self, size: int, max_steps_in_flight: int, stream: torch.cuda.Stream):
-        self._slots = [_make_slot(size, stream) for _ in range(max_steps_in_flight + 2)]
+    def __init__(self, slot_size: int, max_steps_in_flight: int, stream: torch.cuda.Stream):
+        self._slots = [_make_slot(slot_size, stream) for _ in range(max_steps_in_flight + 2)]
         self._index = 0
 
     def next_slot(self) -> HostCopySlot:

@@ -1,16 +1,18 @@
 """Writes JSON strings of bounded length as grammar rules that xgrammar runs fast.
 
-Without these rules, xgrammar 0.2.8 compiles bounds up to 128 in 7 ms per character. Longer bounds take 17 ms per mask.
+Without these rules, xgrammar 0.2.8 is slow. For an upper bound of N <= 128 characters, it compiles for N times 7 ms.
+With a larger bound, each mask takes 17 ms.
 """
 # `x{0,n}`, up to n characters of the class x, becomes optional runs of blocks, followed by a tail. A block has exactly
-# BLOCK_LENGTH characters. Each run takes half of the remaining blocks. A tail is a rule for up to a number of
-# characters, such as `tail2 ::= "" | x tail1`. All strings of a class share these rules.
-# Blocks have a lookahead that never matches. xgrammar applies lookaheads to masks, but not to accepted tokens.
-# The lookahead keeps tokens that cross a block's end out of masks. Without it, xgrammar tests such tokens at run time.
-# The tail allows these tokens: each run is optional, so a tail can begin wherever a block begins.
+# BLOCK_LENGTH characters. Each run takes half of the remaining blocks. The rule `tailN` matches at most N characters,
+# for example `tail2 ::= "" | x tail1`. All strings of a class share these rules.
+# xgrammar would test each token that crosses the end of a block at run time. Therefore blocks end with a lookahead that
+# never matches. xgrammar uses lookaheads only for masks, so masks lack these tokens, but blocks can still match.
+# Masks allow these tokens because of the tail. Runs are optional, so another parse of the same text has left out the
+# current block, and is in the tail.
 #
-# `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives whose blocks
-# end at different characters. At least one alternative then allows a token of up to HALF_BLOCK_LENGTH characters.
+# `x{n}`, exactly n characters, becomes blocks and a part of a block. `write_rule_body` writes alternatives in which
+# blocks end half a block apart. So a token of up to HALF_BLOCK_LENGTH characters crosses no end in one of them.
 
 import re
 from dataclasses import dataclass
@@ -22,10 +24,9 @@ BLOCK_LENGTH = 16
 HALF_BLOCK_LENGTH = BLOCK_LENGTH // 2
 # Minimum length of a tail that follows blocks, in characters. A tail never allows a token that is longer than the tail.
 MIN_TAIL_LENGTH = 32
-# xgrammar's automaton compiles a string of `low` to `high` characters fast if `low` is above MAX_REQUIRED_LENGTH,
-# `high` is at most MAX_AUTOMATON_LENGTH, and the string's character class has at most MAX_FEW_CHARACTERS characters.
-# Such a string gets no rules.
-MAX_REQUIRED_LENGTH = 32
+# A string of `low` to `high` characters gets no rules if xgrammar compiles it fast: if `low` is at least
+# MIN_AUTOMATON_LOW, `high` is at most MAX_AUTOMATON_LENGTH, and the character class is small (MAX_FEW_CHARACTERS).
+MIN_AUTOMATON_LOW = 33
 MAX_FEW_CHARACTERS = 64
 MAX_AUTOMATON_LENGTH = 128
 
@@ -60,9 +61,9 @@ class BoundedString:
     high: int | None
 
 
-# Most bounded strings share rules with these strings: tails of up to 47 characters, blocks, and short chains (see
-# `_SharedRules`).
-_USUAL_STRINGS = [
+# Together, these strings need the rules that most bounded strings use: tails of up to 47 characters, blocks, and short
+# chains (see `_SharedRules`).
+_PRECOMPILED_STRINGS = [
     BoundedString(_ANY_CHARACTER, low, high)
     for low, high in ((0, MIN_TAIL_LENGTH + BLOCK_LENGTH - 1), (0, 1000), (4, 1000), (4, None))
 ]
@@ -130,7 +131,7 @@ class BoundedStrings:
 def write_common_string_rules() -> str:
     """A grammar with the rules that most bounded strings share, so that a compiler can compile them in advance."""
     shared = _SharedRules(_ANY_CHARACTER, "bounded_any_")
-    bodies = [shared.write_rule_body(bounded) for bounded in _USUAL_STRINGS]
+    bodies = [shared.write_rule_body(bounded) for bounded in _PRECOMPILED_STRINGS]
     strings = [f"string{index} ::= {body}" for index, body in enumerate(bodies)]
     root = " | ".join(rf'"{index}\"" string{index} "\""' for index in range(len(bodies)))
     return "\n".join([f"root ::= {root}", *strings, *shared.write_rules()])
@@ -145,7 +146,7 @@ class _SharedRules:
     def __init__(self, characters: str, prefix: str):
         self._characters = characters
         self._prefix = prefix
-        self._run_lengths: set[int] = set()  # Lengths of the runs, in blocks.
+        self._run_lengths: set[int] = set()  # Lengths of runs and of their halves, in blocks.
         self._max_tail_length = 0
         self._max_part_length = 0  # Length of the longest part of a block.
         # Number of characters in the longest chain before each end, by the end's name.
@@ -215,7 +216,8 @@ class _SharedRules:
             rules.append(f'{prefix}part1 ::= {prefix}last (= "\\x01")')
             rules += [f'{name} ::= {character} {after} (= "\\x01")' for after, name in pairwise(names[1:])]
         if self._run_lengths or self._max_part_length:
-            # xgrammar inlines rules that refer to no rule, and drops their lookahead. So blocks and parts use `last`.
+            # xgrammar inlines rules that refer to no other rule, and drops their lookahead. Therefore blocks and parts
+            # end with a reference to `last`.
             rules.append(f'{prefix}last ::= {character} (= "\\x01")')
         return rules
 
@@ -251,7 +253,7 @@ def parse_bounded_pattern(pattern: str) -> BoundedString | None:
     has_few_characters = sum(last - first + 1 for first, last in ranges) <= MAX_FEW_CHARACTERS
     if high is None and (low < 2 or has_few_characters):
         return None
-    if has_few_characters and low > MAX_REQUIRED_LENGTH and (high or 0) <= MAX_AUTOMATON_LENGTH:
+    if has_few_characters and low >= MIN_AUTOMATON_LOW and (high or 0) <= MAX_AUTOMATON_LENGTH:
         return None
     return BoundedString(
         f"[{''.join(f'{_write_code_point(first)}-{_write_code_point(last)}' for first, last in ranges)}]", low, high

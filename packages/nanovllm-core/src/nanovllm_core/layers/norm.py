@@ -54,16 +54,17 @@ class RMSNorm(WeightedModule):
             residual = stream.complete(parallel)
             return residual, residual, self
         if parallel.communicator is None:
-            raise ValueError("a residual stream has partial sums only if there are several ranks")
+            raise ValueError("the residual stream has partial sums, but there is only one rank")
         residual, rows = parallel.communicator.all_reduce_norm(
             stream.partial, stream.residual, self.packed_weight, self.eps, self.dtype
         )
         return residual, rows, None
 
     def resolve_for_all_ranks(self, stream: ResidualStream) -> "tuple[Tensor, Tensor, RMSNorm | None]":
-        """Like `resolve`, but for a feed-forward layer, which computes the requests of all ranks.
+        """Like `resolve`, for a feed-forward layer.
 
-        The input is [ranks * T, size] if ranks have different requests, see `ParallelContext.gather_requests`.
+        If ranks have different requests, each rank computes the rows of all ranks in such a layer. The input is then
+        [ranks * T, size], see `ParallelContext.gather_requests`.
         """
         residual, rows, norm = self.resolve(stream)
         if norm is None or not self._parallel.splits_requests:

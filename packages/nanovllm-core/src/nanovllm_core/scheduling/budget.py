@@ -124,7 +124,7 @@ class StepBudget:
         if start + num_tokens < end:
             num_tokens = (start + num_tokens) // chunk_unit * chunk_unit - start
         # On a CPU, rounds are shorter than a chunk unit and do not matter.
-        if self._limits.attention_estimator.round_tokens >= chunk_unit:
+        if self._limits.attention_estimator.tokens_per_round >= chunk_unit:
             num_tokens = self._shorten_for_rounds(start, num_tokens, end, limit_s)
             num_tokens = self._drop_idle_round(start, num_tokens, end)
         return max(num_tokens, 0)
@@ -165,20 +165,20 @@ class StepBudget:
 
     def _drop_idle_round(self, start: int, num_tokens: int, end: int) -> int:
         """Drop the last round of a chunk that does not finish its prompt if the round would be mostly idle."""
-        round_tokens = self._limits.attention_estimator.round_tokens
-        num_rounds = -(-num_tokens // round_tokens)
+        tokens_per_round = self._limits.attention_estimator.tokens_per_round
+        num_rounds = -(-num_tokens // tokens_per_round)
         if num_rounds < 2 or start + num_tokens == end:
             return num_tokens
-        is_idle = num_tokens < (1 - _MAX_IDLE_SHARE) * num_rounds * round_tokens
+        is_idle = num_tokens < (1 - _MAX_IDLE_SHARE) * num_rounds * tokens_per_round
         attention_s = self._model.attention_seconds(start, num_tokens)
         has_short_attention = attention_s < _MIN_ATTENTION_SHARE * self._model.chunk_seconds(start, num_tokens)
         return self._tokens_before_last_round(start, num_tokens) if is_idle and not has_short_attention else num_tokens
 
     def _tokens_before_last_round(self, start: int, num_tokens: int) -> int:
         """The number of tokens before the last round of a chunk, rounded down to whole chunk units."""
-        round_tokens, chunk_unit = self._limits.attention_estimator.round_tokens, self._chunk_unit
-        num_rounds = -(-num_tokens // round_tokens)
-        return (start + (num_rounds - 1) * round_tokens) // chunk_unit * chunk_unit - start
+        tokens_per_round, chunk_unit = self._limits.attention_estimator.tokens_per_round, self._chunk_unit
+        num_rounds = -(-num_tokens // tokens_per_round)
+        return (start + (num_rounds - 1) * tokens_per_round) // chunk_unit * chunk_unit - start
 
     def _fits(self, start: int, num_tokens: int, limit_s: float) -> bool:
         """Whether the step with this chunk fits into `limit_s`, counting whole rounds of attention."""

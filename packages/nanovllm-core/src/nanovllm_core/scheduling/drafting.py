@@ -166,13 +166,13 @@ class DraftPlanner:
         self.num_accepted += (positions < num_accepted[:, None]).sum(0)
         # Without drafts in the step, the next token still tells whether the first draft would have been accepted.
         is_unused = (num_verified == 0) & (num_proposed > 0)
-        was_right = is_unused & (table.first_drafts[rows] == first_tokens)
+        was_right = is_unused & (table.first_draft_ids[rows] == first_tokens)
         trials = np.where(is_unused, 1, np.minimum(num_accepted + 1, num_verified))
         successes = np.where(is_unused, was_right, num_accepted)
         decay = np.where(trials > 0, _ACCEPTANCE_DECAY, 1.0)
         table.draft_trials[rows] = table.draft_trials[rows] * decay + trials
         table.draft_successes[rows] = table.draft_successes[rows] * decay + successes
-        table.num_proposed[rows], table.first_drafts[rows] = results.num_proposed, results.draft_ids[:, 0]
+        table.num_proposed[rows], table.first_draft_ids[rows] = results.num_proposed, results.draft_ids[:, 0]
         if trials.any():
             acceptance = min(max(float(successes.sum() / trials.sum()), _MIN_ACCEPTANCE), _MAX_ACCEPTANCE)
             weight = _STEP_WEIGHT * min(1.0, trials.sum() / _FULL_WEIGHT_TRIALS)

@@ -30,9 +30,9 @@ class RowTable:
         draft; at most num_tokens.
     capacity: number of tokens for which the request's blocks have space.
     num_steps_in_flight: number of unfinished steps that compute the row.
-    draft_lag: upper bound on the number of computed tokens that the proposer of drafts has not processed. -1 if the
-        last step proposed drafts for the request: the proposer then also knows the token after the computed tokens.
-    num_proposed, first_drafts: number of drafts that the last finished step proposed, and the first of these drafts.
+    draft_lag: number of computed tokens, at most, that the proposer of drafts has not processed yet. -1 if the last
+        scheduled step proposes drafts for the request: the proposer then has also processed the newly sampled token.
+    num_proposed, first_draft_ids: number of drafts that the last finished step proposed, and the first of these drafts.
     draft_trials, draft_successes: float64 [rows], numbers of verified and of accepted drafts. Older drafts weigh less.
     """
 
@@ -42,12 +42,13 @@ class RowTable:
         self.num_computed_tokens, self.max_total_tokens = np.zeros((2, num_rows), np.int64)
         self.capacity, self.num_steps_in_flight, self.draft_lag = np.zeros((3, num_rows), np.int64)
         self.is_running, self.is_finished, self.can_draft = np.zeros((3, num_rows), np.bool_)
-        self.num_proposed, self.first_drafts = np.zeros((2, num_rows), np.int64)
+        self.num_proposed, self.first_draft_ids = np.zeros((2, num_rows), np.int64)
         self.draft_trials, self.draft_successes = np.zeros((2, num_rows))
         self._stop_ids = np.full((num_rows, MAX_STOP_TOKENS + num_eos_tokens), _NO_TOKEN, np.int64)
         # Largest number of stop tokens of any request so far.
         self._max_stop_ids = 1
-        # For each token id, whether any request so far had this stop id. The last entry, False, is for all larger ids.
+        # Entry i: whether token id i was a stop id of any request so far. The last entry is False. It also stands for
+        # all larger ids.
         self._is_any_stop_id = np.zeros(1, np.bool_)
         self._last_decode_batch: tuple[ScheduledRows, RequestColumns] | None = None
         self._rows_per_group = num_rows // num_groups

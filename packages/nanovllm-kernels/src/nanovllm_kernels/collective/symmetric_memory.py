@@ -30,9 +30,9 @@ class SymmetricBuffer:
         """
         self.memory = torch_symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         store = RenumberingStore(_get_process_group_store(group))
-        # torch keeps the first store of each name, and later groups of a process can have the name of an earlier one.
+        # The name is new, because torch would reuse the store of an earlier group of the same name.
         name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
-        # torch keeps no reference to a registered group.
+        # This reference keeps the group alive. torch keeps none.
         exchange_group = dist.ProcessGroup(store, group.rank(), group.size())
         _register_process_group(name, exchange_group)
         try:
@@ -48,10 +48,10 @@ class SymmetricBuffer:
 
 
 class RenumberingStore(Store):
-    """A view of a store, in which the exchanges of one rendezvous have the numbers 0, 1, ...
+    """A view of a store that renumbers the exchanges of one rendezvous to 0, 1, ...
 
-    torch numbers the exchanges of a process in all groups together, and puts the number into the keys. The keys of a
-    process that was in an earlier group would not be those of a new process.
+    torch counts the exchanges of a process over all groups, and puts the count into the keys. A process that was in an
+    earlier group and a new process would otherwise use different keys, and wait for each other forever.
     """
 
     def __init__(self, store: Store) -> None:

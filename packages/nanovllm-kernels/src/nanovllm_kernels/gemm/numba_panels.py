@@ -1,8 +1,8 @@
 """Multiplies rows by a bf16 weight on a CPU in float32, with norm, gate and residual in one call.
 
-A panel is the weight for PANEL_WIDTH columns of the product. A group is GROUP_WIDTH columns of a panel. A tile is up to
-TILE_ROWS rows. A block is a range of K. Each sum runs over K in order, so that a row's result does not depend on the
-other rows.
+A panel is the part of the weight that gives PANEL_WIDTH columns of the product. A group is GROUP_WIDTH columns of a
+panel. A tile is up to TILE_ROWS rows. A block is a range of K. Each sum runs over K in order, so that a row's result
+does not depend on the other rows.
 """
 
 import numba
@@ -36,7 +36,7 @@ from nanovllm_kernels.numba_tiles import (
     make_multiplier,
 )
 
-# Indices of the int64 arguments of `_pack_on_thread` and `_multiply_on_thread`. _EPS holds the bits of a float64.
+# Indices into the int64 array that `_pack_on_thread` and `_multiply_on_thread` take. _EPS holds the bits of a float64.
 (
     _OPENMP_FUNCTIONS_PTR,
     _X_PTR,
@@ -59,7 +59,7 @@ _NUM_ARGS = 14
 MAX_BLOCK_DEPTH = 320
 # Maximum number of rows whose packed copies are in memory at once.
 MAX_PACKED_ROWS = 252
-# Minimum number of rows for which bf16 panels are first converted to float32.
+# With at least this many rows, each block of a bf16 panel is converted to float32 before it is multiplied.
 MIN_CONVERTED_ROWS = 43
 # A tile with more rows is multiplied by one group of columns at a time, instead of by a whole panel.
 MAX_WHOLE_PANEL_ROWS = 3
@@ -250,8 +250,7 @@ def _multiply_panel(args, panel, next_panel, converted_ptr, sums_ptr):
     num_tiles, block_depth = -(-num_rows // TILE_ROWS), _choose_block_depth(padded_depth)
     panel_ptr = args[_PANELS_PTR] + 2 * panel * padded_depth * PANEL_WIDTH
     converts_panels = num_rows >= MIN_CONVERTED_ROWS
-    # A pass multiplies one tile by a block, or by one group of a block. Each pass prefetches an equal part of the next
-    # block.
+    # A pass multiplies one tile by a block, or by one group of a block. Each pass prefetches a part of the next block.
     num_passes = num_tiles if num_rows <= MAX_WHOLE_PANEL_ROWS else num_tiles * NUM_GROUPS
     step_bytes = LINE_BYTES * UNROLL // num_passes  # bytes prefetched per UNROLL values of k
     for first_k in range(0, padded_depth, block_depth):

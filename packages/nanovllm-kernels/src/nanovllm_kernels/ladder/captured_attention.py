@@ -1,6 +1,7 @@
 """Benchmark cases of attention in steps captured as CUDA graphs. The host knows only upper bounds on the lengths.
 
-A case's cost is its operations. If the case's name contains "by bytes", the cost is the bytes of cached tokens.
+The cost of a case is its number of operations. If the name of the case contains "by bytes", it is the number of bytes
+of cached tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +130,7 @@ def captured_latent_chunk_case(length: int, context: int, num_heads: int) -> Ben
 def work_list_planning_case(requests: Sequence[RequestLengths], num_entries: int, num_tokens: int) -> BenchmarkCase:
     """Make a case of the kernel that cuts attention work into equal parts (`WorkList`).
 
-    The cost is the bytes of the input: two int32 numbers per entry (a row of the block tables).
+    The cost is the number of bytes of the input: two int32 numbers for each of `num_entries` requests.
     """
     from nanovllm_kernels.attention.plan import tile_configs
 

@@ -71,7 +71,7 @@ def commit_tokens(
 def verify_drafts(
     table_rows: Tensor, query_start_loc: Tensor, sampled: Tensor, tables: TokenTables, token_counts: Tensor | None
 ) -> Tensor:
-    """Accept the drafts before a request's first draft that differs from the sampled token, and commit one more token.
+    """Accept each request's drafts up to the first wrong one, and commit one sampled token after them.
 
     The step computed q tokens of a request: the token at position `num_computed`, then q - 1 drafts. A draft is
     accepted if it equals the token that was sampled after the preceding token, and if all earlier drafts are accepted.
@@ -95,22 +95,22 @@ def verify_drafts(
 def propose_ngrams(
     table_rows: Tensor, is_sampled: Tensor, tables: TokenTables, *, num_drafts: int, min_match: int, max_match: int
 ) -> tuple[Tensor, Tensor]:
-    """Write drafts after each request's last known token: the tokens after an earlier occurrence of the last tokens.
+    """Find an earlier occurrence of each request's last tokens, and write the tokens that followed it as drafts.
 
     The last known token of a request stands at position n = `num_computed`. The operator finds the longest suffix of
     the known tokens, of `min_match` to `max_match` tokens, that also occurs earlier. The two occurrences may overlap.
-    e is the position of the last token of the earlier occurrence. If there are several, e is from the last one. Draft i
-    (from 0) is the token at position e + 1 + (i mod (n - e)): when the drafts have reached the last known token, they
-    continue at e + 1 again. Drafts beyond the end of the request's row of `tokens` are dropped. If no suffix occurs
-    earlier, nothing is written. Never waits for a GPU.
+    e is the position at which the latest earlier occurrence ends. Draft i (from 0) is a copy of the token at position
+    e + 1 + (i mod (n - e)), and is written at position n + 1 + i. So when the copied tokens reach the last known token,
+    they continue at e + 1 again. Drafts beyond the end of the request's row of `tokens` are dropped. If no suffix
+    occurs earlier, nothing is written. Never waits for a GPU.
 
     table_rows: int32 [B], each request's row in the tables. Requests with nonzero `is_sampled` have different rows.
     is_sampled: int32 [B], 0 to skip the request, because its prompt is not complete or because it is padding.
     num_drafts: number of drafts per request, at least 1.
 
-    Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the tokens that now stand after the last known token,
-    even without a match; 0 beyond the end of the row and for skipped requests. num_proposed: int32 [B], number of
-    drafts that were written, 0 without a match.
+    Returns (drafts, num_proposed). drafts: int32 [B, num_drafts], the contents of the row after the last known token;
+    without a match, these are old contents; 0 beyond the end of the row and for skipped requests. num_proposed: int32
+    [B], number of drafts that were written, 0 without a match.
 
     Raises ValueError if `num_drafts` < 1, or not 1 <= `min_match` <= `max_match`.
     Source: Saxena, "Prompt Lookup Decoding" (2023).

@@ -91,7 +91,8 @@ def _draw(logits: Tensor, temperature: Tensor, first_keys: Tensor, second_keys: 
     """Draw one token per row: the token with the smallest e / p. temperature: [B, 1].
 
     e is the token's draw from Exp(1), p its probability, and w a weight that is proportional to p. The token with the
-    smallest e / p also has the smallest w / -e. The Gumbel-max trick gives the same token, but needs another logarithm.
+    smallest e / p has the largest w / e. The code takes the smallest w / -e, because the function for the noise returns
+    -e. The Gumbel-max trick gives the same token, but needs another logarithm.
     """
     vocab_size = logits.shape[1]
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)

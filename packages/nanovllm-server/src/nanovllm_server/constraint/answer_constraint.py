@@ -44,7 +44,7 @@ class AnswerConstraint:
     field_grammars: (path, grammar) of each request field that `spec` includes. If `spec` does not compile, the
         server may compile each of these grammars alone, to find the field at fault.
     unused_grammars: (path, grammar) of each request field that `spec` ignores. These grammars must compile too.
-    calls_only_at_start: whether an answer can have calls only if it begins with a call.
+    calls_only_at_start: whether an answer has calls only if a call comes first after the reasoning.
     """
 
     spec: GrammarSpec
@@ -74,7 +74,7 @@ def constrain(
         field_grammars, unused_grammars = ((answer_rule.path, spec),), ()
         if reasoning_state == "closed":
             return _with_checked_size(AnswerConstraint(spec, field_grammars, (), calls_only_at_start=False))
-        content, calls_only_at_start = _content_tag_format(answer_rule), False
+        content, calls_only_at_start = _content_grammar(answer_rule), False
     else:
         functions = [*tools.functions.values()]
         content, calls_only_at_start = _content_and_calls_format(answer_rule, tools, call_form, functions)
@@ -90,7 +90,7 @@ def constrain(
             field_grammars, unused_grammars = answer_grammars, function_grammars
         else:
             field_grammars, unused_grammars = function_grammars + answer_grammars, ()
-    spec = _tag_spec(sequence(*_reasoning_formats(model_format, reasoning_state, call_form), content))
+    spec = _structural_tag_spec(sequence(*_reasoning_grammar(model_format, reasoning_state, call_form), content))
     return _with_checked_size(AnswerConstraint(spec, field_grammars, unused_grammars, calls_only_at_start))
 
 
@@ -106,12 +106,12 @@ def _content_and_calls_format(
             return text_and_calls_grammar(form, functions, max_calls), can_omit_opening_tag(form)
         case TagAnswer():
             # The client's structural tag itself defines where calls may come.
-            return _content_tag_format(answer_rule), False
+            return _content_grammar(answer_rule), False
         case _:
-            return either([calls_grammar(form, functions, max_calls), _content_tag_format(answer_rule)]), True
+            return either([calls_grammar(form, functions, max_calls), _content_grammar(answer_rule)]), True
 
 
-def _reasoning_formats(
+def _reasoning_grammar(
     model_format: ModelFormat, reasoning_state: ReasoningState, call_form: ToolCallFormat | None
 ) -> Iterator[TagFormat]:
     form = model_format.chat_format.reasoning
@@ -123,7 +123,7 @@ def _reasoning_formats(
     yield body if reasoning_state == "open" else optional(sequence(literal(form.begin), body))
 
 
-def _content_tag_format(answer_rule: AnswerRule) -> TagFormat:
+def _content_grammar(answer_rule: AnswerRule) -> TagFormat:
     match answer_rule:
         case JsonAnswer(path, schema):
             return unconverted_json_value(schema, path)
@@ -146,14 +146,14 @@ def _answer_spec(answer_rule: AnswerRule) -> GrammarSpec:
         case GrammarAnswer(grammar=grammar):
             return GrammarSpec("ebnf", grammar)
         case ChoiceAnswer() | TagAnswer():
-            return _tag_spec(_content_tag_format(answer_rule))
+            return _structural_tag_spec(_content_grammar(answer_rule))
 
 
 def _json_spec(schema: JSON, path: str) -> GrammarSpec:
     return GrammarSpec("json_schema", orjson.dumps(schema).decode(), path)
 
 
-def _tag_spec(tag_format: TagFormat) -> GrammarSpec:
+def _structural_tag_spec(tag_format: TagFormat) -> GrammarSpec:
     structural_tag = {"type": "structural_tag", "format": tag_format}
     return GrammarSpec("structural_tag", orjson.dumps(structural_tag).decode())
 

@@ -26,7 +26,7 @@ class ProcessMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics for prometheus-client."""
         pids = {"parent": os.getppid(), "engine": self._engine_pid}
-        pids |= {f"worker-{index}": int(pid) for index, pid in enumerate(self._worker_pids.values(0))}
+        pids |= {f"worker-{index}": int(pid) for index, pid in enumerate(self._worker_pids.values_by_worker(0))}
         families: dict[str, Metric] = {}
         for process, pid in pids.items():
             if not pid:

@@ -39,13 +39,13 @@ class CounterGroup:
         """Returns the value of this worker's counter `index`."""
         return self._own_row[index]
 
-    def values(self, index: int) -> list[float]:
+    def values_by_worker(self, index: int) -> list[float]:
         """Returns each worker's value of counter `index`."""
         return [row[index] for row in self._rows]
 
     def total(self, index: int) -> float:
         """Returns the sum of counter `index` over all workers."""
-        return sum(self.values(index))
+        return sum(self.values_by_worker(index))
 
 
 class SharedCounters:

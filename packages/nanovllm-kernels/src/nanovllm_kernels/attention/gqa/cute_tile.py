@@ -1,4 +1,4 @@
-"""Computes one slice (16 tokens) in a warp of the CuTe DSL decode kernel: scores, online softmax and weighted values.
+"""Computes the attention to 16 cached tokens (a slice) in a warp of the CuTe DSL decode kernel.
 
 A tile holds consecutive queries of one request, for the query heads of one key-value head. All rows of a tile share the
 loads of keys and values. Row r is head r % group_size of query r // group_size. Products use `mma.m16n8k16`. The
@@ -14,7 +14,7 @@ from cutlass.cute import arch
 from nanovllm_kernels.attention.gqa import cute_ptx
 
 WARP_SIZE = 32
-# Tokens per slice. The smallest page has 16 tokens, and one multiply-add takes the values of 16 tokens.
+# Cached tokens per slice. The smallest page has 16 tokens, and one `mma` multiplies the values of 16 tokens.
 SLICE_TOKENS = 16
 TILE_ROWS = 16
 # Initial maximum score of a row. It is finite, because infinity minus infinity would be NaN.
@@ -64,7 +64,7 @@ class DecodeShape:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of a slice's keys. Values follow the keys. All tokens' first rows precede all second rows."""
+        """Bytes of a slice's keys, which precede the values. The first rows of all tokens precede the second rows."""
         return SLICE_TOKENS * self.rows_per_token * ROW_BYTES
 
     @property
@@ -129,7 +129,7 @@ def locate_row(shape, tile, row):
 
 
 def count_visible_tokens(shape, row, num_valid, num_queries):
-    """Return how many of the next `num_valid` tokens a row sees. The tile's last query sees all these tokens."""
+    """Return how many tokens a row sees, counted from the slice's first token. The last query sees `num_valid`."""
     return num_valid - (num_queries - 1 - row // shape.group_size)
 
 

@@ -161,8 +161,9 @@ def _update_softmax(shape, scores, inverse_value_exponents, acc, row_max, row_su
 def _multiply_values(shape, scores, acc, addresses):
     """Add the slice's weighted values.
 
-    `ldmatrix` transposes units of 16 bits, which hold two dimensions. Swapping bytes separates the two dimensions. Each
-    block of 16 dimensions therefore has two accumulators: one for its 8 even dimensions, the next for its 8 odd ones.
+    `ldmatrix` transposes units of 16 bits. A unit holds two adjacent dimensions of one token, so a loaded word holds
+    two dimensions of two tokens. Swapping the middle bytes of the word separates even from odd dimensions. Each block
+    of 16 dimensions therefore has two accumulators: one for its 8 even dimensions, the next for its 8 odd ones.
     """
     weights = [cute_ptx.round_pair(Float16, scores[0], scores[1]), Int32(0)]
     weights += [cute_ptx.round_pair(Float16, scores[4], scores[5]), Int32(0)]

@@ -16,9 +16,9 @@ def attention_pairs(start: int, num_tokens: int) -> int:
 class AttentionEstimator(NamedTuple):
     """Estimates the time of prompt attention, which a device computes in rounds of `tiles_per_round` tiles.
 
-    A chunk has a long context if at least `min_work_list_context` tokens of the request precede the chunk. If all such
-    chunks of a step have fewer than `work_list_limit` tokens in total, kernels for work lists compute these chunks. The
-    kernels split the work evenly over the device, so these chunks take no rounds.
+    A chunk has a long context if at least `min_work_list_context` tokens of the request precede the chunk. Kernels for
+    work lists compute these chunks if they have fewer than `work_list_limit` tokens together. Such kernels split the
+    work evenly over the device, so these chunks take no rounds.
 
     tile_tokens: maximum number of tokens in a tile. A tile is consecutive tokens of one chunk.
     """
@@ -29,7 +29,7 @@ class AttentionEstimator(NamedTuple):
     min_work_list_context: int = 0
 
     @property
-    def round_tokens(self) -> int:
+    def tokens_per_round(self) -> int:
         """Maximum number of tokens in one round."""
         return self.tile_tokens * self.tiles_per_round
 
@@ -54,7 +54,7 @@ class AttentionEstimator(NamedTuple):
             # The chunk's tiles first fill the rounds that earlier chunks left partly idle.
             num_rounds = -(-max(chunk_tiles - num_idle_tiles, 0) // self.tiles_per_round)
             num_idle_tiles += num_rounds * self.tiles_per_round - chunk_tiles
-            whole_round_pairs += num_rounds * self.round_tokens * pairs // num_tokens
+            whole_round_pairs += num_rounds * self.tokens_per_round * pairs // num_tokens
         return max(pairs_if_busy, whole_round_pairs)
 
 

@@ -40,7 +40,10 @@ class ConversationSizes(WorkloadSizes):
         _RETURNS, str, "exponential", "distribution of the pauses", choices=tuple(THINK_TIMES)
     )
     cold_prompts: int = size_field(
-        _RETURNS, integer_at_least_1, 3, "number of cold (uncached) prompts for each returning turn, of the same length"
+        _RETURNS,
+        integer_at_least_1,
+        3,
+        "number of cold (uncached) prompts per turn number, as long as the prompts of this turn",
     )
     burst: int = size_field(_BURST, integer_at_least_1, 24, "conversations that return at the same moment")
 

@@ -1,4 +1,4 @@
-"""Measures the engine on real text, with and without drafts (proposed tokens). Reports each prompt and each kind."""
+"""Measures the engine on real text, with and without drafts (proposed tokens), by prompt and by kind of prompt."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,11 +32,9 @@ class PromptResult:
 
     plain_rate, drafted_rate: decoded tokens per second without and with drafts.
     ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
-    The next four numbers are sums over the rounds of the engine with drafts.
-    num_output_tokens: number of output tokens.
-    num_accepted: number of accepted drafts.
-    num_verified: number of accepted and rejected drafts.
-    num_steps: number of steps that gave at least one token.
+    num_output_tokens: number of output tokens of all rounds with drafts.
+    num_accepted, num_verified: number of accepted drafts, and of accepted and rejected drafts, of all rounds.
+    num_steps: number of steps with drafts, in all rounds, that gave at least one token.
     """
 
     prompt: Prompt
@@ -210,7 +208,14 @@ def make_tables(results: Sequence[PromptResult]) -> list[Table]:
 
 
 def _make_difference_table(results: Sequence[PromptResult]) -> Table:
-    header = ["different answer", "round", "position", "token without", "with", "margin of log-probability"]
+    header = [
+        "different answer",
+        "round",
+        "position",
+        "token without",
+        "with",
+        "log-probability of token without minus with",
+    ]
     rows = [
         [
             result.prompt.name,
