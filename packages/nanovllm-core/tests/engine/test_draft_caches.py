@@ -26,6 +26,14 @@ METHODS = {
     "draft with errors": summing_spec(draft=summing_spec(error_interval=9)),
     "mtp": summing_spec(),
 }
+# Shares of the steps that propose drafts.
+SHARES = (1, 0.6)
+# Every method with every setting. Each method and each setting has both shares.
+CASES = [
+    (method, setting, SHARES[(method_index + setting_index) % 2])
+    for method_index, method in enumerate(METHODS)
+    for setting_index, setting in enumerate(SETTINGS)
+]
 
 
 def make_prompts() -> list[list[int]]:
@@ -49,9 +57,7 @@ def propose_at_random(share: float) -> Callable[..., object]:
     return plan_at_random
 
 
-@pytest.mark.parametrize("share", [1, 0.6])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "setting", "share"), CASES)
 async def test_drafts_are_right_if_no_cache_entry_is_wrong(method, setting, share, always_drafts, monkeypatch):
     monkeypatch.setattr(DraftPlanner, "plan_proposals", propose_at_random(share))
     # The last entry of a head in a cached block may belong to another next token.
