@@ -7,11 +7,12 @@ another machine.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -60,10 +61,14 @@ def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: in
 
 
 @contextmanager
-def own_server(*flags: str) -> Iterator[str]:
-    """Run a server with the default model and these flags; yields its URL."""
+def own_server(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Run a server with the default model and these flags; yields its URL.
+
+    environment: variables in addition to those of this process.
+    """
     command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    variables = {**os.environ, **(environment or {})}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = next((found[0] for line in process.stdout if (found := re.findall(r"http://\S+:\d+", line))), None)
@@ -74,18 +79,24 @@ def own_server(*flags: str) -> Iterator[str]:
             process.terminate()
 
 
-def ask_all(client: Client, asked: list[Question], concurrency: int) -> list[Outcome]:
-    """Ask all questions; returns the outcomes in the order of the questions."""
+def ask_all(client: Client, asked: list[Question], concurrency: int, *, in_groups: bool = False) -> list[Outcome]:
+    """Ask all questions; returns the outcomes in the order of the questions.
+
+    in_groups: ask `concurrency` questions at the same moment, and the next ones when all are answered.
+    """
     outcomes: dict[int, Outcome] = {}
+    group_size = concurrency if in_groups else max(len(asked), 1)
     pool = ThreadPoolExecutor(concurrency)
     try:
-        waiting = {pool.submit(client.ask, question, seed): seed for seed, question in enumerate(asked)}
         with tqdm(total=len(asked), desc="asking", unit="answer") as bar:
-            for done in as_completed(waiting):
-                outcome = outcomes[waiting[done]] = done.result()
-                bar.update()
-                if outcome.verdict in FAILURES:
-                    bar.write(line(outcome))
+            for begin in range(0, len(asked), group_size):
+                group = enumerate(asked[begin : begin + group_size], begin)
+                waiting = {pool.submit(client.ask, question, seed): seed for seed, question in group}
+                for done in as_completed(waiting):
+                    outcome = outcomes[waiting[done]] = done.result()
+                    bar.update()
+                    if outcome.verdict in FAILURES:
+                        bar.write(line(outcome))
     finally:
         # After an interrupt, only the requests that were already sent are waited for.
         pool.shutdown(cancel_futures=True)

@@ -20,6 +20,8 @@ from ask import CORPORA, ask_all, own_server, questions, read_cases, record, tab
 from asking import FAILURES, WAYS, Client, Outcome, Question
 
 PLAIN_FLAGS = ("--device", "cpu", "--dtype", "float32")
+# Its `sitecustomize.py` makes engines always draft.
+ALWAYS_DRAFT_DIRECTORY = Path(__file__).parent / "always_draft"
 DRAFT_FLAGS = {
     "ngram": (*PLAIN_FLAGS, "--speculate", "ngram"),
     "draft": (*PLAIN_FLAGS, "--speculate", "draft", "--draft-model", "SmolLM2-135M-Instruct"),
@@ -132,11 +134,25 @@ class Comparison:
 
 
 def compare(
-    asked: list[Question], method: str, temperatures: list[float], max_tokens: int, concurrency: int
+    asked: list[Question],
+    method: str,
+    temperatures: list[float],
+    max_tokens: int,
+    concurrency: int,
+    *,
+    always_drafts: bool,
 ) -> list[Comparison]:
-    """Ask a server with drafts, then a server without drafts. method: value of --speculate."""
-    with own_server(*DRAFT_FLAGS[method]) as url:
-        drafted = [ask_all(Client(url, max_tokens, temperature), asked, concurrency) for temperature in temperatures]
+    """Ask a server with drafts, then a server without drafts.
+
+    method: value of --speculate. always_drafts: value of --always. Questions then come in groups, because steps with
+    prompts propose no drafts.
+    """
+    environment = {"PYTHONPATH": str(ALWAYS_DRAFT_DIRECTORY)} if always_drafts else {}
+    with own_server(*DRAFT_FLAGS[method], environment=environment) as url:
+        drafted = [
+            ask_all(Client(url, max_tokens, temperature), asked, concurrency, in_groups=always_drafts)
+            for temperature in temperatures
+        ]
     comparisons: list[Comparison] = []
     with own_server(*PLAIN_FLAGS) as url:
         for temperature, outcomes in zip(temperatures, drafted, strict=True):
@@ -151,6 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=1000, help="questions, evenly spread over corpora and ways")
     parser.add_argument("--speculate", choices=DRAFT_FLAGS, default="ngram", help="what proposes drafts")
+    parser.add_argument("--always", action="store_true", help="propose drafts also where they cost more than they save")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=["tools"])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="what schemas are asked for as")
     parser.add_argument("--concurrency", type=int, default=32)
@@ -160,7 +177,14 @@ def main() -> int:
     parser.add_argument("--outcomes", type=Path, help="write all outcomes and differences to a file, as JSON")
     options = parser.parse_args()
     asked = spread(questions(read_cases(options.cases), options.corpus, options.way, None), options.number)
-    comparisons = compare(asked, options.speculate, options.temperature, options.max_tokens, options.concurrency)
+    comparisons = compare(
+        asked,
+        options.speculate,
+        options.temperature,
+        options.max_tokens,
+        options.concurrency,
+        always_drafts=options.always,
+    )
     for comparison in comparisons:
         print(comparison.describe())
     if options.outcomes is not None:
