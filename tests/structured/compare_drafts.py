@@ -1,7 +1,8 @@
 """`python tests/structured/compare_drafts.py`: asks for JSON and tool calls with and without drafts, and compares.
 
 It starts two servers, one after the other, with the default model in float32 on the CPU. Only the first one has
-`--speculate`: n-grams, or the default model as its own draft model. Both get the same questions with the same seeds.
+`--speculate`: n-grams, or the default model as its own draft model. `--speculate mtp` needs `--model`, a checkpoint
+with heads for multi-token prediction and a tokenizer. Both servers get the same questions with the same seeds.
 The program prints verdicts, drafts and every difference of token ids. It exits with 1 if an answer is a failure or
 differs.
 """
@@ -19,12 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ask import CORPORA, ask_all, own_server, questions, read_cases, record, table
 from asking import FAILURES, WAYS, Client, Outcome, Question
 
+from nanovllm_models.default_model import MODEL_NAME
+
 PLAIN_FLAGS = ("--device", "cpu", "--dtype", "float32")
 # Its `sitecustomize.py` makes engines always draft.
 ALWAYS_DRAFT_DIRECTORY = Path(__file__).parent / "always_draft"
 DRAFT_FLAGS = {
     "ngram": (*PLAIN_FLAGS, "--speculate", "ngram"),
-    "draft": (*PLAIN_FLAGS, "--speculate", "draft", "--draft-model", "SmolLM2-135M-Instruct"),
+    "draft": (*PLAIN_FLAGS, "--speculate", "draft", "--draft-model", MODEL_NAME),
+    "mtp": (*PLAIN_FLAGS, "--speculate", "mtp"),
 }
 
 
@@ -135,6 +139,7 @@ class Comparison:
 
 def compare(
     asked: list[Question],
+    model: str,
     method: str,
     temperatures: list[float],
     max_tokens: int,
@@ -148,13 +153,13 @@ def compare(
     prompts propose no drafts.
     """
     environment = {"PYTHONPATH": str(ALWAYS_DRAFT_DIRECTORY)} if always_drafts else {}
-    with own_server(*DRAFT_FLAGS[method], environment=environment) as url:
+    with own_server(model, *DRAFT_FLAGS[method], environment=environment) as url:
         drafted = [
             ask_all(Client(url, max_tokens, temperature), asked, concurrency, in_groups=always_drafts)
             for temperature in temperatures
         ]
     comparisons: list[Comparison] = []
-    with own_server(*PLAIN_FLAGS) as url:
+    with own_server(model, *PLAIN_FLAGS) as url:
         for temperature, outcomes in zip(temperatures, drafted, strict=True):
             client = Client(url, max_tokens, temperature)
             plain = ask_all(client, asked, concurrency)
@@ -166,6 +171,7 @@ def main() -> int:
     """Ask both servers, print the comparison, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=1000, help="questions, evenly spread over corpora and ways")
+    parser.add_argument("--model", default=MODEL_NAME, help="checkpoint directory, by default the default model")
     parser.add_argument("--speculate", choices=DRAFT_FLAGS, default="ngram", help="what proposes drafts")
     parser.add_argument("--always", action="store_true", help="propose drafts also where they cost more than they save")
     parser.add_argument("--corpus", nargs="+", choices=CORPORA, default=["tools"])
@@ -179,6 +185,7 @@ def main() -> int:
     asked = spread(questions(read_cases(options.cases), options.corpus, options.way, None), options.number)
     comparisons = compare(
         asked,
+        options.model,
         options.speculate,
         options.temperature,
         options.max_tokens,
