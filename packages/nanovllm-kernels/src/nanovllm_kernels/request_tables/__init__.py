@@ -71,7 +71,7 @@ def commit_tokens(
 def verify_drafts(
     table_rows: Tensor, query_start_loc: Tensor, sampled: Tensor, tables: TokenTables, token_counts: Tensor | None
 ) -> Tensor:
-    """Accept each request's drafts up to the first wrong one, and commit one sampled token after them.
+    """Accept each request's drafts before the first wrong one, and commit one sampled token after them.
 
     The step computed q tokens of a request: the token at position `num_computed`, then q - 1 drafts. A draft is
     accepted if it equals the token that was sampled after the preceding token, and if all earlier drafts are accepted.

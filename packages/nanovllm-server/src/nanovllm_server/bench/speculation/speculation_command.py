@@ -34,7 +34,7 @@ class PromptResult:
     ratio: median of the rounds' ratios (rate with drafts / rate without drafts, of two consecutive runs).
     num_output_tokens: number of output tokens of all rounds with drafts.
     num_accepted, num_verified: number of accepted drafts, and of accepted and rejected drafts, of all rounds.
-    num_steps: number of steps with drafts, in all rounds, that gave at least one token.
+    num_steps: number of steps of the engine with drafts, in all rounds, that gave at least one token.
     """
 
     prompt: Prompt
