@@ -61,12 +61,12 @@ def questions(cases: list[Named], corpora: list[str], ways: list[Way], limit: in
 
 
 @contextmanager
-def own_server(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Run a server with the default model and these flags; yields its URL.
+def own_server(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Run a server with these arguments; yields its URL. Without a model, it has the default model.
 
     environment: variables in addition to those of this process.
     """
-    command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning", *flags]
+    command = [sys.executable, "-m", "nanovllm_server", "--port", "0", "--log-level", "warning", *arguments]
     variables = {**os.environ, **(environment or {})}
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -9,6 +9,7 @@ differs.
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -152,7 +153,8 @@ def compare(
     method: value of --speculate. always_drafts: value of --always. Questions then come in groups, because steps with
     prompts propose no drafts.
     """
-    environment = {"PYTHONPATH": str(ALWAYS_DRAFT_DIRECTORY)} if always_drafts else {}
+    search_path = filter(None, (str(ALWAYS_DRAFT_DIRECTORY), os.environ.get("PYTHONPATH")))
+    environment = {"PYTHONPATH": os.pathsep.join(search_path)} if always_drafts else {}
     with own_server(model, *DRAFT_FLAGS[method], environment=environment) as url:
         drafted = [
             ask_all(Client(url, max_tokens, temperature), asked, concurrency, in_groups=always_drafts)

@@ -11,12 +11,13 @@ from nanovllm_kernels.collective.symmetric_memory import RenumberingStore
 
 
 @pytest.fixture
-def group_store() -> dist.HashStore:
-    return dist.HashStore()
+def group_store(tmp_path) -> dist.Store:
+    """A store like that of a group of ranks."""
+    return dist.PrefixStore("group", dist.FileStore(str(tmp_path / "store"), 2))
 
 
 def test_ranks_with_different_numbers_of_earlier_exchanges_find_each_other(group_store):
-    stores = [RenumberingStore(group_store) for _ in range(2)]
+    stores = [RenumberingStore(group_store, rank) for rank in range(2)]
     for earlier, own in ((5, 0), (7, 1)):
         # Rank 0 has done `earlier` exchanges in other groups, and rank 1 has done `own`.
         stores[0].set(f"CUDA/{earlier}/0", b"\xff\x00 of rank 0")
@@ -27,8 +28,17 @@ def test_ranks_with_different_numbers_of_earlier_exchanges_find_each_other(group
         assert stores[1].get(f"CUDA/{own}/0") == b"\xff\x00 of rank 0"
 
 
+def test_a_later_rendezvous_does_not_read_values_of_an_earlier_one(group_store):
+    for value in (b"first", b"second"):
+        stores = [RenumberingStore(group_store, rank) for rank in range(2)]
+        with pytest.raises(RuntimeError, match="timeout"):
+            stores[0].wait(["CUDA/0/1"], timedelta(milliseconds=50))
+        stores[1].set("CUDA/0/1", value)
+        assert stores[0].get("CUDA/0/1") == value
+
+
 def test_other_threads_run_while_a_rank_waits(group_store):
-    waiting, setting = RenumberingStore(group_store), RenumberingStore(group_store)
+    waiting, setting = (RenumberingStore(group_store, rank) for rank in range(2))
     late = threading.Timer(0.2, setting.set, ("CUDA/0/1", b"late"))
     late.start()
     # A wait that blocked other threads would end with the timeout.
@@ -40,5 +50,5 @@ def test_other_threads_run_while_a_rank_waits(group_store):
 def test_wait_ends_with_an_error_after_the_timeout(group_store):
     begin_s = time.monotonic()
     with pytest.raises(RuntimeError, match="timeout"):
-        RenumberingStore(group_store).wait(["CUDA/0/1"], timedelta(milliseconds=50))
+        RenumberingStore(group_store, 0).wait(["CUDA/0/1"], timedelta(milliseconds=50))
     assert time.monotonic() - begin_s < 10

@@ -24,12 +24,12 @@ class SymmetricBuffer:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
-        """Allocate and map the buffers. All ranks of `group` call this with equal `num_bytes`, once per group.
+        """Allocate and map the buffers. All ranks of `group` call this with equal `num_bytes`.
 
         Raises: RuntimeError if the GPUs can't access each other's memory.
         """
         self.memory = torch_symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        store = RenumberingStore(_get_process_group_store(group))
+        store = RenumberingStore(_get_process_group_store(group), group.rank())
         # The name is new, because torch would reuse the store of an earlier group of the same name.
         name = GroupName(f"nanovllm-{next(_rendezvous_numbers)}")
         # This reference keeps the group alive. torch keeps none.
@@ -54,10 +54,15 @@ class RenumberingStore(Store):
     earlier group and a new process would otherwise use different keys, and wait for each other forever.
     """
 
-    def __init__(self, store: Store) -> None:
-        """store: store of the process group."""
+    def __init__(self, store: Store, rank: int) -> None:
+        """Begin a rendezvous. All ranks of a group begin its rendezvous in the same order.
+
+        store: store of the process group. rank: this process's rank in the group.
+        """
         super().__init__()
-        self._store = PrefixStore("nanovllm-symmetric-memory", store)
+        # The store still has the keys of the group's earlier rendezvous.
+        rendezvous_number = store.add(f"nanovllm-symmetric-memory-rank-{rank}", 1)
+        self._store = PrefixStore(f"nanovllm-symmetric-memory-{rendezvous_number}", store)
         self._numbers: dict[str, int] = {}
 
     def set(self, key: str, value: str) -> None:
